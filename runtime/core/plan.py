@@ -1,0 +1,199 @@
+"""StepPlan and StepResult: all that an engine and a runner say to each other, and their binary form.
+
+Order is the contract: a runner applies plans in the order of `step_id`, each as
+free slots -> open slots -> write block tables -> run rows -> sample; results come back in the same order. A plan may
+therefore reuse a slot or a block that an earlier plan still reads (C2), and a row may start at a token that the step
+before it samples: sampled tokens stay in the slot, the plan never carries them.
+
+The wire form is a header of int32 counts and then the arrays, back to back, little-endian, no pickle.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.types import CallboardError, SamplingParams
+
+Int32s = NDArray[np.int32]
+Float32s = NDArray[np.float32]
+
+EMPTY: Int32s = np.zeros(0, np.int32)
+EMPTY_TABLE: Int32s = np.zeros((3, 0), np.int32)
+
+
+@dataclass(slots=True)
+class NewSlot:
+    """A request enters `slot`: everything that the runner needs to compute and to sample it."""
+
+    slot: int
+    token_ids: Int32s  # [num_known] prompt, and output so far after a preemption or a restart
+    prompt_len: int
+    seed: int
+    params: SamplingParams
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step, made by the scheduler and owned by it until encoded; the runner only reads it."""
+
+    step_id: int
+    freed: Int32s = field(default_factory=lambda: EMPTY)  # [num_freed] slots whose request is gone
+    new: list[NewSlot] = field(default_factory=list)
+    tables: Int32s = field(default_factory=lambda: EMPTY_TABLE)  # [3, num_writes] slot, index in its table, block id
+    slots: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows]
+    starts: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] position of the row's first token
+    counts: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] tokens of the row
+    samples: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] 1: sample a token after the row's last one
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one plan's sampling rows produced, in the order of the rows."""
+
+    step_id: int
+    token_ids: Int32s  # [num_sampled]; -1: the row's logits were not finite, the request alone fails (C9)
+    # Rows that asked for logprobs: row index into token_ids, rank of the sampled token, and best-first alternatives.
+    logprob_rows: Int32s = field(default_factory=lambda: EMPTY)  # [m]
+    ranks: Int32s = field(default_factory=lambda: EMPTY)  # [m]
+    logprobs: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # [m] of the sampled token
+    top_ids: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # [m, n]
+    top_logprobs: Float32s = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [m, n]
+
+
+_PLAN = struct.Struct("<4sq5i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, spare
+_SLOT = struct.Struct("<3iqi3fi4f3i2i")
+_RESULT = struct.Struct("<4sq4i")
+
+
+def _ints(values: list[int] | tuple[int, ...]) -> bytes:
+    return np.asarray(values, np.int32).tobytes()
+
+
+def _encode_slot(new: NewSlot) -> list[bytes]:
+    p = new.params
+    head = _SLOT.pack(
+        new.slot,
+        new.prompt_len,
+        len(new.token_ids),
+        new.seed,
+        p.max_tokens,
+        p.temperature,
+        p.top_p,
+        p.min_p,
+        p.top_k,
+        p.repetition_penalty,
+        p.frequency_penalty,
+        p.presence_penalty,
+        0.0,
+        p.min_tokens,
+        int(p.ignore_eos),
+        -1 if p.logprobs is None else p.logprobs,
+        len(p.stop_token_ids),
+        len(p.logit_bias),
+    )
+    bias_ids = _ints([i for i, _ in p.logit_bias])
+    bias = np.asarray([b for _, b in p.logit_bias], np.float32).tobytes()
+    return [head, new.token_ids.tobytes(), _ints(p.stop_token_ids), bias_ids, bias]
+
+
+class _Reader:
+    """Cuts arrays off a received frame; refuses a frame whose counts do not add up to its length."""
+
+    def __init__(self, data: bytes | memoryview, what: str) -> None:
+        self.data, self.at, self.what = data, 0, what
+
+    def _take(self, size: int) -> int:
+        at = self.at
+        if size < 0 or at + size > len(self.data):
+            raise CallboardError(f"A {self.what} frame of {len(self.data)} bytes is cut off at byte {at}.")
+        self.at = at + size
+        return at
+
+    def unpack(self, layout: struct.Struct) -> tuple[int, ...]:
+        return layout.unpack_from(self.data, self._take(layout.size))
+
+    def ints(self, count: int) -> Int32s:
+        return np.frombuffer(self.data, np.int32, count, self._take(4 * count)) if count else EMPTY
+
+    def floats(self, count: int) -> Float32s:
+        return np.frombuffer(self.data, np.float32, count, self._take(4 * count)) if count else EMPTY.view(np.float32)
+
+    def end(self) -> None:
+        if self.at != len(self.data):
+            raise CallboardError(f"A {self.what} frame has {len(self.data) - self.at} bytes too many.")
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """The plan as one frame."""
+    head = _PLAN.pack(b"CBP1", plan.step_id, len(plan.freed), len(plan.new), plan.tables.shape[1], len(plan.slots), 0)
+    parts = [head, plan.freed.tobytes(), plan.tables.tobytes()]
+    parts += [a.tobytes() for a in (plan.slots, plan.starts, plan.counts, plan.samples)]
+    for new in plan.new:
+        parts += _encode_slot(new)
+    return b"".join(parts)
+
+
+def decode_plan(data: bytes | memoryview) -> StepPlan:
+    """The plan of a frame; its arrays are read-only views of `data`.
+
+    Raises CallboardError if the frame is not a plan or is cut off."""
+    r = _Reader(data, "plan")
+    magic, step_id, num_freed, num_new, num_writes, num_rows, _ = r.unpack(_PLAN)
+    if magic != b"CBP1":
+        raise CallboardError(f"A frame that starts with {magic!r} is not a step plan.")
+    freed = r.ints(num_freed)
+    tables = r.ints(3 * num_writes).reshape(3, num_writes)
+    slots, starts, counts, samples = (r.ints(num_rows) for _ in range(4))
+    new = [_decode_slot(r) for _ in range(num_new)]
+    r.end()
+    return StepPlan(step_id, freed, new, tables, slots, starts, counts, samples)
+
+
+def _decode_slot(r: _Reader) -> NewSlot:
+    (slot, prompt_len, num_known, seed, max_tokens, temperature, top_p, min_p, top_k, repetition, frequency, presence,
+     _, min_tokens, ignore_eos, logprobs, num_stop, num_bias) = r.unpack(_SLOT)  # fmt: skip
+    token_ids = r.ints(num_known)
+    stop = tuple(r.ints(num_stop).tolist())
+    bias = tuple(zip(r.ints(num_bias).tolist(), r.floats(num_bias).tolist(), strict=True))
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        logit_bias=bias,
+        min_tokens=min_tokens,
+        stop_token_ids=stop,
+        ignore_eos=bool(ignore_eos),
+        logprobs=None if logprobs < 0 else logprobs,
+    )
+    return NewSlot(slot, token_ids, prompt_len, seed, params)
+
+
+def encode_result(result: StepResult) -> bytes:
+    """The result as one frame."""
+    m, n = result.top_ids.shape
+    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), m, n, 0)
+    arrays = (result.token_ids, result.logprob_rows, result.ranks, result.logprobs, result.top_ids, result.top_logprobs)
+    return b"".join([head, *(a.tobytes() for a in arrays)])
+
+
+def decode_result(data: bytes | memoryview) -> StepResult:
+    """The result of a frame; raises CallboardError if the frame is not a result or is cut off."""
+    r = _Reader(data, "result")
+    magic, step_id, num_sampled, m, n, _ = r.unpack(_RESULT)
+    if magic != b"CBR1":
+        raise CallboardError(f"A frame that starts with {magic!r} is not a step result.")
+    token_ids, rows, ranks, logprobs = r.ints(num_sampled), r.ints(m), r.ints(m), r.floats(m)
+    result = StepResult(
+        step_id, token_ids, rows, ranks, logprobs, r.ints(m * n).reshape(m, n), r.floats(m * n).reshape(m, n)
+    )
+    r.end()
+    return result

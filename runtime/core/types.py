@@ -1,0 +1,104 @@
+"""The vocabulary of Callboard: what a request is, how it samples, what comes back.
+
+Everything here is plain data: no torch, no I/O, no clock. All ids, lengths and positions count tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class CallboardError(Exception):
+    """A fault that a user can act on: its text is one sentence with the value at fault and what to change."""
+
+
+class FinishReason(IntEnum):
+    """Why a request ended. NONE means that it goes on."""
+
+    NONE = 0
+    STOP = 1  # an end-of-sequence id or a stop id was sampled
+    LENGTH = 2  # max_tokens or the model's context is exhausted
+    ABORT = 3  # the client went away or asked for it
+    ERROR = 4  # a fault of this request alone (non-finite logits, say)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples. Defaults are OpenAI's; `temperature=0` is greedy."""
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    frequency_penalty: float = 0.0  # over output
+    presence_penalty: float = 0.0  # over output
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias) pairs
+    min_tokens: int = 0  # no EOS and no stop id before this many output tokens
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # None: the replica draws one (C4: every request has a seed)
+    logprobs: int | None = None  # None: off; n: the sampled token's and the n best ones'
+    # Text level: matched by the detokenizer's owner, never seen by the engine or the runners.
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1"),
+            (0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "between 0 and 100"),
+            (self.top_k >= 0, "top_k", self.top_k, "at least 0 (0 is off)"),
+            (0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1"),
+            (0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "between 0 and 1"),
+            (0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", self.repetition_penalty, "above 0, max 100"),
+            (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "between -2 and 2"),
+            (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "between -2 and 2"),
+            (0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens"),
+            (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20"),
+        )
+        for ok, name, value, want in checks:
+            if not ok:
+                raise CallboardError(f"{name} is {value}; it must be {want}.")
+
+
+@dataclass(slots=True)
+class Request:
+    """One request as a replica submits it; the engine owns it from then on.
+
+    `token_ids` holds the prompt and, when a stream is resumed after an engine's death, the output already delivered;
+    `prompt_len` tells where the output begins, so that positions, penalties and limits are those of the first try (C8).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int = 0  # 63 bits; the key of this request's noise (C4)
+    priority: int = 0  # lower is served first
+    cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one output position, in nats, of the model's raw distribution (before temperature)."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the most likely token
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step added to one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: FinishReason = FinishReason.NONE
+    stop_token_id: int | None = None  # the stop id that ended it; None for EOS, which is not delivered as a stop id
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, if asked for
+    num_cached: int = 0  # prompt tokens served from the prefix cache
+    error: str = ""  # one sentence, with FinishReason.ERROR
