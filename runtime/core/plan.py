@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,9 +65,9 @@ class StepResult:
     top_logprobs: Float32s = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [m, n]
 
 
-_PLAN = struct.Struct("<4sq5i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, spare
-_SLOT = struct.Struct("<3iqi3fi4f3i2i")
-_RESULT = struct.Struct("<4sq4i")
+_PLAN = struct.Struct("<4sq4i")  # magic, step_id, num_freed, num_new, num_writes, num_rows
+_SLOT = struct.Struct("<3iqi3fi3f5i")
+_RESULT = struct.Struct("<4sq3i")
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> bytes:
@@ -88,7 +89,6 @@ def _encode_slot(new: NewSlot) -> list[bytes]:
         p.repetition_penalty,
         p.frequency_penalty,
         p.presence_penalty,
-        0.0,
         p.min_tokens,
         int(p.ignore_eos),
         -1 if p.logprobs is None else p.logprobs,
@@ -113,7 +113,7 @@ class _Reader:
         self.at = at + size
         return at
 
-    def unpack(self, layout: struct.Struct) -> tuple[int, ...]:
+    def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
         return layout.unpack_from(self.data, self._take(layout.size))
 
     def ints(self, count: int) -> Int32s:
@@ -129,7 +129,7 @@ class _Reader:
 
 def encode_plan(plan: StepPlan) -> bytes:
     """The plan as one frame."""
-    head = _PLAN.pack(b"CBP1", plan.step_id, len(plan.freed), len(plan.new), plan.tables.shape[1], len(plan.slots), 0)
+    head = _PLAN.pack(b"CBP1", plan.step_id, len(plan.freed), len(plan.new), plan.tables.shape[1], len(plan.slots))
     parts = [head, plan.freed.tobytes(), plan.tables.tobytes()]
     parts += [a.tobytes() for a in (plan.slots, plan.starts, plan.counts, plan.samples)]
     for new in plan.new:
@@ -142,7 +142,7 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
 
     Raises CallboardError if the frame is not a plan or is cut off."""
     r = _Reader(data, "plan")
-    magic, step_id, num_freed, num_new, num_writes, num_rows, _ = r.unpack(_PLAN)
+    magic, step_id, num_freed, num_new, num_writes, num_rows = r.unpack(_PLAN)
     if magic != b"CBP1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step plan.")
     freed = r.ints(num_freed)
@@ -155,7 +155,7 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
 
 def _decode_slot(r: _Reader) -> NewSlot:
     (slot, prompt_len, num_known, seed, max_tokens, temperature, top_p, min_p, top_k, repetition, frequency, presence,
-     _, min_tokens, ignore_eos, logprobs, num_stop, num_bias) = r.unpack(_SLOT)  # fmt: skip
+     min_tokens, ignore_eos, logprobs, num_stop, num_bias) = r.unpack(_SLOT)  # fmt: skip
     token_ids = r.ints(num_known)
     stop = tuple(r.ints(num_stop).tolist())
     bias = tuple(zip(r.ints(num_bias).tolist(), r.floats(num_bias).tolist(), strict=True))
@@ -180,7 +180,7 @@ def _decode_slot(r: _Reader) -> NewSlot:
 def encode_result(result: StepResult) -> bytes:
     """The result as one frame."""
     m, n = result.top_ids.shape
-    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), m, n, 0)
+    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), m, n)
     arrays = (result.token_ids, result.logprob_rows, result.ranks, result.logprobs, result.top_ids, result.top_logprobs)
     return b"".join([head, *(a.tobytes() for a in arrays)])
 
@@ -188,7 +188,7 @@ def encode_result(result: StepResult) -> bytes:
 def decode_result(data: bytes | memoryview) -> StepResult:
     """The result of a frame; raises CallboardError if the frame is not a result or is cut off."""
     r = _Reader(data, "result")
-    magic, step_id, num_sampled, m, n, _ = r.unpack(_RESULT)
+    magic, step_id, num_sampled, m, n = r.unpack(_RESULT)
     if magic != b"CBR1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step result.")
     token_ids, rows, ranks, logprobs = r.ints(num_sampled), r.ints(m), r.ints(m), r.floats(m)
