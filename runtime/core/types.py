@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class CallboardError(Exception):
@@ -102,3 +102,16 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, if asked for
     num_cached: int = 0  # prompt tokens served from the prefix cache
     error: str = ""  # one sentence, with FinishReason.ERROR
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one committed step added, in columns: `states[i]` gained `token_ids[i]`.
+
+    A request's states are opaque here (scheduler.RequestState); `finished` lists those that ended, after their last
+    token."""
+
+    states: list[Any]
+    token_ids: list[int]
+    finished: list[tuple[Any, FinishReason]]
+    logprobs: dict[int, TokenLogprobs]  # by index in the columns

@@ -1,0 +1,87 @@
+"""KV blocks: who holds which, which are free, which may be taken back from the prefix cache.
+
+A block is in exactly one place:
+
+    free list  --allocate-->  held (refs >= 1)  --release-->  free list            (never cached)
+        ^                        ^        |
+        |                     acquire  release                                     (cached)
+        |                        |        v
+        +------- evict -------  evictable, least recently released first
+
+Requests release their blocks last one first, and whoever holds a block holds its ancestors too. So in the evictable
+queue a child always stands before its parent: its head is always a leaf of the prefix tree, and taking blocks from the
+head is LRU eviction of leaves without looking at the tree.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+NULL_BLOCK = 0  # padding reads and writes land here; it is never allocated
+
+
+class BlockPool:
+    """Reference counts of `num_blocks` KV blocks, block 0 being the null block."""
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
+        """`on_evict(block_id)` is called when a cached block's content is given up."""
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks free, nothing cached."""
+        self._refs = [0] * self.num_blocks
+        self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest id on top
+        self._cached = bytearray(self.num_blocks)
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out: free ones and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_cached_idle(self) -> int:
+        """Cached blocks that no request holds."""
+        return len(self._evictable)
+
+    def refs(self, block: int) -> int:
+        """How many requests hold `block`."""
+        return self._refs[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks, held once each; the caller has checked `num_available`."""
+        free, blocks = self._free, []
+        for _ in range(count):
+            if free:
+                block = free.pop()
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                self._cached[block] = 0
+                self._on_evict(block)
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, blocks: list[int]) -> None:
+        """One more holder for each of `blocks`, which are held or evictable."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._evictable[block]
+            self._refs[block] += 1
+
+    def release(self, blocks: list[int]) -> None:
+        """One holder less for each of `blocks`, given in the order of their positions."""
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if self._cached[block]:
+                    self._evictable[block] = None
+                else:
+                    self._free.append(block)
+
+    def mark_cached(self, block: int) -> None:
+        """The held `block` now has an identity; when released it stays until evicted."""
+        self._cached[block] = 1

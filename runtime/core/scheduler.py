@@ -1,0 +1,415 @@
+"""The scheduler: which tokens of which requests the next step computes.
+
+There are no phases. A request has `num_total` tokens, of which `num_computed` have been planned; a step gives it the
+rest, or as much of it as the token budget holds: a prefill chunk, or one token (decode). A row that reaches the
+request's last token samples the next one, which counts at once although its id is not known yet:
+
+    tokens       [ prompt ............ | output ....... ]         ids known: len(tokens)
+    num_total                                            + p      p sampled in steps still in flight
+    num_computed  ..................................^             K/V planned; the next row starts here
+
+So step k+1 is planned before the tokens of step k are known (queue depth 2), and the same code at depth 1 is its plain
+twin. What is seen late, an end of sequence, costs one row whose token is dropped: a request's `epoch` changes when it
+leaves its slot, and a result that carries another epoch is stale (C3). Blocks and slots may be reused at once, because
+runners execute plans in order (C2).
+
+This file is hot: it sequences the block pool and the prefix cache, and does no I/O (C1).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from heapq import heappop, heappush
+from typing import Any
+
+import numpy as np
+
+from runtime.core.block_pool import BlockPool
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult
+from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
+from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
+
+_NEVER = 1 << 62
+_ESTIMATE_WEIGHT = 0.05  # of the newest finished request in the running estimate of output lengths
+
+
+class RequestState:
+    """One live request: the scheduler's only mutable record of it."""
+
+    __slots__ = (
+        "blocks", "epoch", "identities", "key", "limit", "next_full", "num_cached", "num_computed", "num_total",
+        "owner", "params", "prompt_len", "request", "slot", "stop_ids", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, limit: int, stop_ids: frozenset[int], key: tuple[int, int, int]) -> None:
+        self.request, self.params, self.prompt_len = request, request.params, request.prompt_len
+        self.tokens = array("i", request.token_ids)  # known ids
+        self.limit = limit  # most tokens, prompt included
+        self.stop_ids = stop_ids
+        self.key = key  # (priority, job length or 0, arrival): the order of service
+        self.epoch = 0
+        self.slot = -1  # -1: waiting
+        self.num_computed = 0
+        self.num_total = len(self.tokens)
+        self.num_cached = -1  # prompt tokens that the prefix cache gave at first admission; -1: not admitted yet
+        self.blocks: list[int] = []
+        self.identities: list[bytes] = []  # of the leading full blocks, as far as computed
+        self.next_full = _NEVER  # num_computed that completes the next block to register
+        self.owner: Any = None  # whoever submitted it; the scheduler only carries it
+
+
+class Scheduler:
+    """Plans steps and commits their results. Not thread-safe: its caller is the step loop alone."""
+
+    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+        self.config, self.info = config, info
+        self.block_size = info.block_size
+        self.max_len = min(info.max_model_len, (info.num_kv_blocks - 1) * info.block_size)
+        self.budget = config.max_num_batched_tokens
+        if not config.chunked_prefill:
+            self.budget = max(self.budget, self.max_len)
+        self.cache = PrefixCache()
+        self.pool = BlockPool(info.num_kv_blocks, self.cache.evict)
+        self.requests: dict[str, RequestState] = {}
+        self.running: list[RequestState] = []  # in order of admission
+        self.num_preemptions = 0
+        self.prompt_tokens_cached = self.prompt_tokens_total = 0
+        self._waiting: list[tuple[tuple[int, int, int], RequestState]] = []  # a heap; entries of ended requests stay
+        self._num_waiting = 0
+        self._arrivals = 0
+        self._step_id = 0
+        self.output_share = 1.0  # running estimate of output length / max_tokens
+        self._batch_closed = False  # static batching: a row has sampled
+        self._forget_runners()
+
+    def _forget_runners(self) -> None:
+        self._free_slots = list(range(self.config.max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[tuple[int, list[tuple[RequestState, int]]]] = deque()
+        self._freed: list[int] = []
+        self._writes: list[tuple[int, int, int]] = []  # slot, index in its table, block: not sent yet
+
+    # ---- requests -------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no slot."""
+        return self._num_waiting
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose results have not been committed."""
+        return len(self._in_flight)
+
+    def add(self, request: Request, owner: Any = None) -> RequestState:
+        """Queue a request. Raises CallboardError if it can never be served."""
+        params, num_known = request.params, len(request.token_ids)
+        if request.request_id in self.requests:
+            raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
+        if not 1 <= request.prompt_len <= num_known:
+            raise CallboardError("The prompt is empty; send at least one token.")
+        limit = min(request.prompt_len + params.max_tokens, self.max_len)
+        if num_known >= limit:
+            raise CallboardError(
+                f"The prompt has {request.prompt_len} tokens, but this model's maximum context length is "
+                f"{self.max_len} tokens with at least one of output; shorten the prompt."
+            )
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.info.eos_token_ids)
+        self._arrivals += 1
+        job = limit if self.config.policy == "sjf" else 0
+        state = RequestState(request, limit, stop_ids, (request.priority, job, self._arrivals))
+        state.owner = owner
+        self.requests[request.request_id] = state
+        self._enqueue(state)
+        return state
+
+    def abort(self, request_id: str) -> None:
+        """End a request, wherever it is; an unknown id is no error (C9)."""
+        state = self.requests.get(request_id)
+        if state is not None:
+            self._end(state)
+
+    def requeue_all(self) -> None:
+        """The runners are gone with all they held: every live request is recomputed from its known tokens (C8)."""
+        self._forget_runners()
+        for state in self.running:
+            self._detach(state)
+            self._enqueue(state)
+        self.running.clear()
+        self.cache.reset()
+        self.pool.reset()
+
+    def _enqueue(self, state: RequestState) -> None:
+        heappush(self._waiting, (state.key, state))
+        self._num_waiting += 1
+
+    def _detach(self, state: RequestState) -> None:
+        """What a preempted request keeps: its known tokens and their identities."""
+        state.epoch += 1
+        state.slot = -1
+        state.blocks = []
+        state.num_computed = 0
+        state.num_total = len(state.tokens)
+        state.next_full = _NEVER
+
+    def _leave_slot(self, state: RequestState) -> None:
+        slot = state.slot
+        self._register(state, move=False)
+        self.pool.release(state.blocks)
+        self.running.remove(state)
+        self._free_slots.append(slot)
+        self._freed.append(slot)
+        if self._writes:
+            self._writes = [w for w in self._writes if w[0] != slot]
+        self._detach(state)
+
+    def _end(self, state: RequestState) -> None:
+        del self.requests[state.request.request_id]
+        if state.slot >= 0:
+            self._leave_slot(state)
+        else:
+            self._num_waiting -= 1
+        state.epoch = -1  # its entry in the heap, if any, is dead
+
+    # ---- planning -------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute before a result comes in."""
+        rows: list[RequestState] = []
+        slots: list[int] = []
+        starts: list[int] = []
+        counts: list[int] = []
+        samples: list[int] = []
+        sampled: list[tuple[RequestState, int]] = []
+        new: list[NewSlot] = []
+        budget = self.budget
+
+        def give(state: RequestState, count: int) -> None:
+            rows.append(state)
+            slots.append(state.slot)
+            starts.append(state.num_computed)
+            counts.append(count)
+            state.num_computed += count
+            if state.num_computed == state.num_total:
+                state.num_total += 1
+                samples.append(1)
+                sampled.append((state, state.epoch))
+                self._batch_closed = True
+            else:
+                samples.append(0)
+            if state.num_computed >= state.next_full:
+                self._register(state)
+
+        for state in list(self.running):
+            if budget <= 0:
+                break
+            count = state.num_total - state.num_computed
+            if state.num_total >= state.limit or state.slot < 0:
+                continue  # its last token is on the way, or it was preempted a moment ago
+            if count > budget:
+                if not self.config.chunked_prefill:
+                    continue
+                count = budget
+            if state.num_computed + count > len(state.blocks) * self.block_size and not self._grow(state, count, rows):
+                continue
+            give(state, count)
+            budget -= count
+
+        if not self.running:
+            self._batch_closed = False
+        static = self.config.batching == "static"
+        may_admit = not (static and self._batch_closed)
+        while may_admit and (budget > 0 or static) and (admitted := self._next_admitted(budget)) is not None:
+            state = admitted
+            new.append(self._open_slot(state))
+            count = min(budget, state.num_total - state.num_computed)
+            if count > 0:  # a static batch may open more slots than this step's budget computes
+                self._extend(state, state.num_computed + count)
+                give(state, count)
+                budget -= count
+
+        if not rows:
+            return None
+        self._step_id += 1
+        self._in_flight.append((self._step_id, sampled))
+        plan = StepPlan(
+            self._step_id,
+            np.array(self._freed, np.int32) if self._freed else EMPTY,
+            new,
+            np.array(self._writes, np.int32).T.copy() if self._writes else EMPTY_TABLE,
+            np.array(slots, np.int32),
+            np.array(starts, np.int32),
+            np.array(counts, np.int32),
+            np.array(samples, np.int32),
+        )
+        self._freed, self._writes = [], []
+        return plan
+
+    def _next_admitted(self, budget: int) -> RequestState | None:
+        """The waiting request to admit now, taken off the queue, its cached blocks acquired; or None.
+
+        The whole prompt must fit, and with it what the running requests and this one are expected to grow to."""
+        while self._waiting and self._waiting[0][1].epoch < 0:
+            heappop(self._waiting)
+        if not self._waiting or not self._free_slots:
+            return None
+        state = self._waiting[0][1]
+        known = len(state.tokens)
+        hits = self._match(state)
+        start = len(hits) * self.block_size
+        if not self.config.chunked_prefill and known - start > budget:
+            return None
+        room = self.pool.num_available - sum(self.pool.refs(b) == 0 for b in hits)
+        needed = self._blocks_for(known) - len(hits)
+        if self.running:
+            needed = self._blocks_for(self._expected_len(state)) - len(hits)
+            for other in self.running:
+                needed += max(0, self._blocks_for(self._expected_len(other)) - len(other.blocks))
+        if needed > room:
+            return None
+        heappop(self._waiting)
+        self._num_waiting -= 1
+        self.pool.acquire(hits)
+        state.blocks = hits
+        state.num_computed = start
+        return state
+
+    def _open_slot(self, state: RequestState) -> NewSlot:
+        """Give an admitted request a slot, with its cached prefix in the slot's table."""
+        request = state.request
+        state.slot = self._free_slots.pop()
+        self.running.append(state)
+        self._writes += [(state.slot, i, b) for i, b in enumerate(state.blocks)]
+        if self.config.prefix_cache:
+            state.next_full = (len(state.blocks) + 1) * self.block_size
+        if state.num_cached < 0:
+            state.num_cached = min(state.num_computed, state.prompt_len)
+            self.prompt_tokens_cached += state.num_cached
+            self.prompt_tokens_total += state.prompt_len
+        tokens = np.frombuffer(state.tokens.tobytes(), np.int32)
+        return NewSlot(state.slot, tokens, state.prompt_len, request.seed, state.params)
+
+    def _grow(self, state: RequestState, count: int, rows: list[RequestState]) -> bool:
+        """Blocks for `count` more tokens of a running request, if need be by preempting requests without a row in
+        this step, last in the order of service first. False: it goes without a row this time."""
+        while self._blocks_for(state.num_computed + count) - len(state.blocks) > self.pool.num_available:
+            victim = max((s for s in self.running if s not in rows), key=lambda s: s.key)
+            if victim is state:
+                return False  # all others go before it: it keeps what it has until they end or take it
+            self.num_preemptions += 1
+            self._leave_slot(victim)
+            self._enqueue(victim)
+        self._extend(state, state.num_computed + count)
+        return True
+
+    def _extend(self, state: RequestState, num_tokens: int) -> None:
+        blocks = self.pool.allocate(self._blocks_for(num_tokens) - len(state.blocks))
+        at = len(state.blocks)
+        self._writes += [(state.slot, at + i, b) for i, b in enumerate(blocks)]
+        state.blocks += blocks
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _expected_len(self, state: RequestState) -> int:
+        """Tokens that a request is expected to hold in the end: exact if it ignores EOS, else from the estimate."""
+        if state.params.ignore_eos:
+            return state.limit
+        expected = state.prompt_len + int(self.output_share * state.params.max_tokens)
+        return min(state.limit, max(expected, state.num_total + 1))
+
+    # ---- prefix cache ---------------------------------------------------------------------------------------------
+
+    def _identify(self, state: RequestState, num_blocks: int) -> list[bytes]:
+        """The identities of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""
+        identities, size = state.identities, self.block_size
+        parent = identities[-1] if identities else root_identity(self.info.fingerprint, state.request.cache_salt)
+        for i in range(len(identities), num_blocks):
+            parent = block_identity(parent, state.tokens[i * size : (i + 1) * size])
+            identities.append(parent)
+        return identities
+
+    def _match(self, state: RequestState) -> list[int]:
+        """Cached blocks of the request's known prefix; never its last token, which must be computed to sample."""
+        if not self.config.prefix_cache:
+            return []
+        num_full = (len(state.tokens) - 1) // self.block_size
+        return self.cache.match(self._identify(state, num_full)[:num_full])
+
+    def _register(self, state: RequestState, move: bool = True) -> None:
+        """Put the request's newly full blocks into the tree.
+
+        They may be matched from this step on, even by a row of the same step: runners store the K/V of all rows of a
+        layer before any row attends. If another request got there first, this one moves to its block: one copy
+        remains, and whoever holds a block holds its ancestors (block_pool.py)."""
+        if state.next_full == _NEVER:
+            return
+        size = self.block_size
+        num_full = min(state.num_computed, len(state.tokens)) // size
+        identities = self._identify(state, num_full)
+        for at in range(state.next_full // size - 1, num_full):
+            block = state.blocks[at]
+            holder = self.cache.insert(identities[at], block)
+            if holder == block:
+                self.pool.mark_cached(block)
+            else:
+                self.pool.acquire([holder])
+                self.pool.release([block])
+                state.blocks[at] = holder
+                if move:
+                    self._writes.append((state.slot, at, holder))
+        state.next_full = max(state.next_full, (num_full + 1) * size)
+
+    # ---- results --------------------------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult) -> StepOutput:
+        """Take in the tokens of the oldest step in flight; returns what each request gained and which ended."""
+        step_id, sampled = self._in_flight.popleft()
+        if step_id != result.step_id or len(sampled) != len(result.token_ids):
+            raise CallboardError(
+                f"The runners answered step {result.step_id} with {len(result.token_ids)} tokens where step {step_id} "
+                f"with {len(sampled)} was due; they must be restarted."
+            )
+        states: list[RequestState] = []
+        token_ids: list[int] = []
+        finished: list[tuple[RequestState, FinishReason]] = []
+        row_of: dict[int, int] = {}  # sampled row -> index in the output, kept only if some row has logprobs
+        has_logprobs = len(result.logprob_rows) > 0
+        for row, ((state, epoch), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
+            if state.epoch != epoch:
+                continue  # ended or preempted meanwhile (C3)
+            if token < 0:
+                finished.append((state, FinishReason.ERROR))
+                self._end(state)
+                continue
+            if has_logprobs:
+                row_of[row] = len(states)
+            tokens = state.tokens
+            tokens.append(token)
+            states.append(state)
+            token_ids.append(token)
+            if token in state.stop_ids:
+                finished.append((state, FinishReason.STOP))
+            elif len(tokens) >= state.limit:
+                finished.append((state, FinishReason.LENGTH))
+            else:
+                if len(tokens) >= state.next_full:
+                    self._register(state)
+                continue
+            share = (len(tokens) - state.prompt_len) / state.params.max_tokens
+            self.output_share += _ESTIMATE_WEIGHT * (share - self.output_share)
+            self._end(state)
+        return StepOutput(states, token_ids, finished, _logprobs(result, row_of))
+
+
+def _logprobs(result: StepResult, row_of: dict[int, int]) -> dict[int, TokenLogprobs]:
+    """Log-probabilities by index in the step's output."""
+    found: dict[int, TokenLogprobs] = {}
+    for i, row in enumerate(result.logprob_rows.tolist()):
+        if (at := row_of.get(row)) is not None:
+            top = tuple(zip(result.top_ids[i].tolist(), result.top_logprobs[i].tolist(), strict=True))
+            found[at] = TokenLogprobs(int(result.token_ids[row]), float(result.logprobs[i]), int(result.ranks[i]), top)
+    return found

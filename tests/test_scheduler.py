@@ -1,0 +1,417 @@
+"""The scheduler against a model that checks every block it reads.
+
+The fake runner keeps paged memory: at each position it stores a hash of what it *reads* one position earlier and the
+token there, and samples from the last hash. A wrong block, a stale table, a lost or repeated token changes every later
+token, so equal outputs mean that slots, tables and blocks were right all along.
+"""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.engine import EngineCore
+from runtime.core.plan import StepResult, decode_plan, decode_result, encode_plan, encode_result
+from runtime.core.scheduler import Scheduler
+from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+
+EOS = 0
+VOCAB = 29
+
+
+def mix(state: int, token: int) -> int:
+    return (state * 6364136223846793005 + token * 1442695040888963407 + 1) % (1 << 61)
+
+
+def sample(state: int) -> int:
+    return (state >> 17) % VOCAB
+
+
+def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]:
+    """What the request must produce, computed alone and in order."""
+    state, out, params = 0, [], request.params
+    for token in request.token_ids:
+        state = mix(state, token)
+    limit = min(request.prompt_len + params.max_tokens, max_len)
+    while True:
+        token = sample(state)
+        out.append(token)
+        state = mix(state, token)
+        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
+            return out, FinishReason.STOP
+        if len(request.token_ids) + len(out) >= limit:
+            return out, FinishReason.LENGTH
+
+
+class FakeRunner:
+    """An Executor that computes in order when collected, through the wire codec."""
+
+    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+        self.size = info.block_size
+        self.memory = np.zeros((info.num_kv_blocks, self.size), np.int64)
+        self.tokens: dict[int, dict[int, int]] = {}
+        self.tables: dict[int, dict[int, int]] = {}
+        self.budget = config.max_num_batched_tokens if config.chunked_prefill else 1 << 30
+        self.queue: list[bytes] = []
+        self.rows = Counter()
+
+    def submit(self, plan) -> None:
+        self.queue.append(encode_plan(plan))
+
+    def close(self) -> None:
+        self.queue.clear()
+
+    def collect(self) -> StepResult:
+        plan = decode_plan(self.queue.pop(0))
+        for slot in plan.freed.tolist():
+            del self.tokens[slot], self.tables[slot]
+        for new in plan.new:
+            assert new.slot not in self.tokens, "a slot is in at most one live request"
+            self.tokens[new.slot] = dict(enumerate(new.token_ids.tolist()))
+            self.tables[new.slot] = {}
+        for slot, index, block in plan.tables.T.tolist():
+            assert block != 0
+            self.tables[slot][index] = block
+        out = []
+        assert plan.counts.sum() <= self.budget
+        assert len(set(plan.slots.tolist())) == len(plan.slots)
+        for slot, start, count, samples in zip(
+            *(a.tolist() for a in (plan.slots, plan.starts, plan.counts, plan.samples)), strict=True
+        ):
+            tokens, table = self.tokens[slot], self.tables[slot]
+            for position in range(start, start + count):
+                before = position - 1
+                state = 0 if before < 0 else int(self.memory[table[before // self.size], before % self.size])
+                state = mix(state, tokens[position])
+                self.memory[table[position // self.size], position % self.size] = state
+            if samples:
+                tokens[start + count] = sample(state)
+                out.append(tokens[start + count])
+        self.rows[len(plan.slots)] += 1
+        return decode_result(encode_result(StepResult(plan.step_id, np.array(out, np.int32))))
+
+
+def check(core: EngineCore) -> None:
+    """C1: no block leaked, reference counts match, a slot is in at most one live request."""
+    s = core.scheduler
+    held = Counter(b for state in s.running for b in state.blocks)
+    assert 0 not in held
+    for block in range(1, s.pool.num_blocks):
+        assert s.pool.refs(block) == held[block]
+    assert s.pool.num_available == s.pool.num_blocks - 1 - len(held)
+    slots = [state.slot for state in s.running]
+    assert len(set(slots)) == len(slots)
+    assert sorted(slots + s._free_slots) == list(range(s.config.max_num_seqs))
+    assert s.num_waiting == sum(state.slot < 0 for state in s.requests.values())
+    assert len(s.running) + s.num_waiting == len(s.requests)
+
+
+def make(**kw) -> tuple[EngineConfig, ModelInfo]:
+    blocks, max_len = kw.pop("num_kv_blocks", 40), kw.pop("max_model_len", 64)
+    config = EngineConfig(**kw)
+    size = max_len if config.kv_layout == "contiguous" else config.block_size
+    if config.kv_layout == "contiguous":
+        blocks = config.max_num_seqs + 1
+    return config, ModelInfo("fake", "f", VOCAB, max_len, (EOS,), blocks, size, "none", "none")
+
+
+configs = st.builds(
+    dict,
+    block_size=st.sampled_from([1, 2, 4, 7]),
+    num_kv_blocks=st.integers(6, 30),
+    max_model_len=st.integers(8, 64),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(1, 24),
+    pipeline_depth=st.sampled_from([1, 2]),
+    policy=st.sampled_from(["fcfs", "sjf"]),
+    batching=st.sampled_from(["continuous", "continuous", "static"]),
+    kv_layout=st.sampled_from(["paged", "paged", "contiguous"]),
+    chunked_prefill=st.booleans(),
+    prefix_cache=st.booleans(),
+)
+prefixes = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 11, 11, 11, 11], [5] * 12]
+
+
+@st.composite
+def requests(draw):
+    shared = draw(st.sampled_from(prefixes))[: draw(st.integers(0, 12))]
+    prompt = shared + draw(st.lists(st.integers(1, VOCAB - 1), min_size=0 if shared else 1, max_size=12))
+    params = SamplingParams(
+        max_tokens=draw(st.integers(1, 30)),
+        ignore_eos=draw(st.sampled_from([True, False, False])),
+        stop_token_ids=tuple(draw(st.sampled_from([[], [], [], [3]]))),
+    )
+    return prompt, params, draw(st.integers(-1, 1)), draw(st.sampled_from(["", "", "salt"]))
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), requests()),
+        st.tuples(st.just("burst"), st.lists(requests(), min_size=3, max_size=6)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("lose"), st.none()),
+    ),
+    min_size=4,
+    max_size=30,
+)
+
+
+class Session:
+    """Drives one engine through events and remembers what each request got."""
+
+    def __init__(self, **kw) -> None:
+        self.config, self.info = make(**kw)
+        self.runner = FakeRunner(self.config, self.info)
+        self.core = EngineCore(self.config, self.info, self.runner)
+        self.added: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.aborted: set[str] = set()
+        self.steps = 0
+
+    def add(self, prompt, params, priority=0, salt="") -> str | None:
+        name = f"r{len(self.added)}"
+        request = Request(name, list(prompt), len(prompt), params, 0, priority, salt)
+        if len(prompt) >= self.core.scheduler.max_len:
+            with pytest.raises(CallboardError, match="maximum context length"):
+                self.core.add(request)
+            return None
+        self.core.add(request)
+        self.added[name], self.outputs[name] = request, []
+        return name
+
+    def step(self) -> None:
+        output = self.core.step()
+        check(self.core)
+        self.steps += 1
+        if output is None:
+            return
+        for state, token in zip(output.states, output.token_ids, strict=True):
+            name = state.request.request_id
+            assert name not in self.aborted
+            assert name not in self.reasons
+            self.outputs[name].append(token)
+        for state, reason in output.finished:
+            self.reasons[state.request.request_id] = reason
+
+    def lose(self) -> None:
+        self.runner = FakeRunner(self.config, self.info)
+        self.core.recover(self.runner)
+        check(self.core)
+
+    def finish(self, most: int = 3000) -> None:
+        while self.core.has_work:
+            self.step()
+            assert self.steps < most, "the engine makes no progress"
+        assert self.core.scheduler.num_in_flight == 0
+        pool = self.core.scheduler.pool
+        assert pool.num_available == pool.num_blocks - 1, "blocks leaked"
+        for name, request in self.added.items():
+            if name not in self.aborted:
+                assert (self.outputs[name], self.reasons[name]) == sequential(request, self.core.scheduler.max_len)
+
+
+def test_any_history_gives_the_sequential_tokens():
+    """At least 10,000 steps of random arrivals, aborts, stops, preemptions, losses and sharing, at depth 1 and 2."""
+    seen = Counter()
+
+    @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(configs, events, st.sampled_from([0.0, 0.2, 1.0]))
+    def run(config, history, output_share):
+        session = Session(**config)
+        session.core.scheduler.output_share = output_share  # an engine that expects short answers admits too many
+        for kind, value in history:
+            if kind == "add":
+                session.add(*value)
+            elif kind == "burst":
+                for request in value:
+                    session.add(*request)
+            elif kind == "step":
+                for _ in range(value):
+                    session.step()
+            elif kind == "abort":
+                name = f"r{value}"
+                if name in session.added and name not in session.reasons:
+                    session.aborted.add(name)
+                session.core.abort(name)
+                check(session.core)
+            else:
+                session.lose()
+        session.finish()
+        seen["steps"] += session.steps
+        seen["preemptions"] += session.core.scheduler.num_preemptions
+        seen["hits"] += session.core.scheduler.prompt_tokens_cached
+
+    run()
+    assert seen["steps"] >= 10_000, seen
+    assert seen["preemptions"] > 20, seen
+    assert seen["hits"] > 100, seen
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_tight_memory_preempts_and_stays_right(depth, prefix_cache):
+    session = Session(
+        block_size=2, num_kv_blocks=14, max_model_len=26, max_num_seqs=6, max_num_batched_tokens=16,
+        pipeline_depth=depth, prefix_cache=prefix_cache,
+    )  # fmt: skip
+    session.core.scheduler.output_share = 0.1  # it believes that answers are short, and admits too many
+    for i in range(12):
+        session.add([1 + i % 5, 2, 3, 4], SamplingParams(max_tokens=20, ignore_eos=True))
+    session.finish()
+    if not prefix_cache:
+        assert session.core.scheduler.num_preemptions == 0, "ignore_eos lengths are exact: nothing to preempt"
+    for i in range(12):
+        session.core.scheduler.output_share = 0.1
+        session.add([1 + i % 5, 2, 3, 4], SamplingParams(max_tokens=20, stop_token_ids=(VOCAB + 1,)))
+    session.finish()
+    assert session.core.scheduler.num_preemptions > 0
+
+
+def add_all(session: Session, count: int, **params) -> None:
+    for i in range(count):
+        session.add([1 + i, 2, 3], SamplingParams(ignore_eos=True, **params))
+
+
+def first_plan(session: Session):
+    return session.core.scheduler.schedule()
+
+
+def test_budget_is_kept_and_prompts_are_chunked():
+    session = Session(max_num_batched_tokens=5, block_size=4)
+    session.add(range(1, 13), SamplingParams(max_tokens=3, ignore_eos=True))
+    session.add([1, 1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+    sums = []
+    while (plan := first_plan(session)) is not None and len(sums) < 3:
+        sums.append(plan.counts.tolist())
+    assert sums == [[5], [5], [2, 3]]
+
+
+def test_without_chunking_a_prompt_is_computed_whole():
+    session = Session(max_num_batched_tokens=64, chunked_prefill=False)
+    session.add(range(1, 41), SamplingParams(max_tokens=3, ignore_eos=True))
+    session.add(range(101, 131), SamplingParams(max_tokens=3, ignore_eos=True))
+    assert first_plan(session).counts.tolist() == [40]
+
+
+def test_static_batching_admits_only_into_an_empty_batch():
+    session = Session(batching="static", max_num_seqs=3, max_num_batched_tokens=6)
+    add_all(session, 5, max_tokens=4)
+    widest = 0
+    while session.core.has_work:
+        session.step()
+        live = {s.request.request_id for s in session.core.scheduler.running}
+        assert not (live & {"r0", "r1", "r2"} and live & {"r3", "r4"})
+        widest = max(widest, len(live))
+    assert widest == 3
+
+
+def test_contiguous_kv_is_one_block_a_request():
+    session = Session(kv_layout="contiguous", max_num_seqs=3)
+    add_all(session, 5, max_tokens=4)
+    session.step()
+    assert [len(s.blocks) for s in session.core.scheduler.running] == [1, 1, 1]
+    session.finish()
+
+
+def test_lower_priority_value_goes_first_then_arrival():
+    session = Session(max_num_seqs=1)
+    for priority in (1, 0, 0, -1):
+        session.add([1, 2], SamplingParams(max_tokens=1, ignore_eos=True), priority)
+    session.finish()
+    assert list(session.reasons) == ["r3", "r1", "r2", "r0"]
+
+
+def test_shortest_job_first():
+    session = Session(max_num_seqs=1, policy="sjf")
+    for max_tokens in (9, 2, 5):
+        session.add([1, 2], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    session.finish()
+    assert list(session.reasons) == ["r1", "r2", "r0"]
+
+
+def test_a_shared_prefix_is_computed_once_even_within_one_step():
+    session = Session(block_size=4, max_num_batched_tokens=64)
+    prompt = list(range(1, 12))
+    for _ in range(3):
+        session.add(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert first_plan(session).counts.tolist() == [11, 3, 3]
+    tables = [s.blocks[:2] for s in session.core.scheduler.running]
+    assert tables[0] == tables[1] == tables[2]
+
+
+def test_a_hit_never_covers_the_last_prompt_token_and_salts_do_not_share():
+    session = Session(block_size=4, max_num_batched_tokens=64)
+    prompt = list(range(1, 9))
+    session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    session.finish()
+    session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True), 0, "other")
+    assert first_plan(session).counts.tolist() == [4, 8]
+
+
+def test_leaves_are_evicted_before_their_parents():
+    session = Session(block_size=2, num_kv_blocks=7, max_model_len=12)
+    session.add([1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=1, ignore_eos=True))
+    session.finish()
+    scheduler = session.core.scheduler
+    assert len(scheduler.cache) == 3
+    scheduler.pool.allocate(4)  # three free blocks and one from the cache
+    hit = scheduler._match(scheduler.add(Request("x", [1, 2, 3, 4, 5, 6, 7], 7, SamplingParams())))
+    assert len(hit) == 2
+
+
+def test_a_row_with_bad_logits_fails_alone():
+    session = Session()
+    add_all(session, 2, max_tokens=5)
+    scheduler = session.core.scheduler
+    plan = scheduler.schedule()
+    output = scheduler.commit(StepResult(plan.step_id, np.array([-1, 3], np.int32)))
+    assert [(s.request.request_id, r) for s, r in output.finished] == [("r0", FinishReason.ERROR)]
+    assert output.token_ids == [3]
+
+
+def test_a_result_of_another_step_is_refused():
+    session = Session()
+    add_all(session, 1, max_tokens=5)
+    scheduler = session.core.scheduler
+    scheduler.schedule()
+    with pytest.raises(CallboardError, match="restarted"):
+        scheduler.commit(StepResult(99, np.array([3], np.int32)))
+
+
+def test_resubmission_continues_the_same_sequence():
+    """C8: prompt and delivered tokens, sent to a fresh engine, go on where the first one stopped."""
+    first = Session()
+    first.add([3, 1, 4], SamplingParams(max_tokens=12, ignore_eos=True))
+    first.finish()
+    whole = first.outputs["r0"]
+    second = Session()
+    request = Request("again", [3, 1, 4, *whole[:5]], 3, SamplingParams(max_tokens=12, ignore_eos=True))
+    second.core.add(request)
+    second.added["again"], second.outputs["again"] = request, []
+    second.finish()
+    assert second.outputs["again"] == whole[5:]
+
+
+def test_duplicate_id_and_empty_prompt_are_refused():
+    scheduler = Scheduler(*make())
+    scheduler.add(Request("a", [1], 1, SamplingParams()))
+    with pytest.raises(CallboardError, match="in use"):
+        scheduler.add(Request("a", [1], 1, SamplingParams()))
+    with pytest.raises(CallboardError, match="empty"):
+        scheduler.add(Request("b", [], 0, SamplingParams()))
+
+
+def test_config_errors_name_the_field_and_the_value():
+    for bad, match in (({"block_size": 0}, "block_size is 0"), ({"policy": "lifo"}, "policy is 'lifo'")):
+        with pytest.raises(CallboardError, match=match):
+            EngineConfig(**bad)
+    with pytest.raises(CallboardError, match="max_num_batched_tokens is 16"):
+        EngineConfig(chunked_prefill=False, max_model_len=64, max_num_batched_tokens=16)
+    assert dataclasses.is_dataclass(EngineConfig)
