@@ -1,0 +1,63 @@
+"""Files of a Hugging Face style model folder that several readers need, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from runtime.core.types import CallboardError
+
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; raises CallboardError if the file is missing or holds anything else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as e:
+        raise CallboardError(f"{path} cannot be read: {e.strerror}.") from e
+    except (ValueError, RecursionError) as e:
+        raise CallboardError(f"{path} is not valid JSON: {e}.") from e
+    if not isinstance(value, dict):
+        raise CallboardError(f"{path} holds a JSON {type(value).__name__}; an object is needed.")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, sharded or single, in a fixed order.
+
+    Raises CallboardError if there are none, or if it is not clear which ones belong together."""
+    if (folder / INDEX_NAME).exists():
+        weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+        if not names or not all(isinstance(n, str) and n == Path(n).name for n in names):
+            raise CallboardError(f"{folder / INDEX_NAME} has no 'weight_map' from tensors to files beside it.")
+        return [folder / name for name in sorted(names)]
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / "model.safetensors") in files:
+        return [folder / "model.safetensors"]
+    if len(files) == 1:
+        return files
+    if files:
+        raise CallboardError(f"{folder} has {len(files)} safetensors files and no {INDEX_NAME} to say what is in them.")
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise CallboardError(
+            f"{folder} has weights only as .bin or .pt files, which are pickles and can run code; "
+            "convert them to safetensors."
+        )
+    raise CallboardError(
+        f"{folder} has no *.safetensors file (.bin checkpoints are pickles, which can run code, and are never read)."
+    )
+
+
+def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """The end-of-sequence ids of generation_config.json, or else of config.json; empty if neither names any."""
+    path = folder / "generation_config.json"
+    for source in (read_json(path) if path.exists() else {}, config, config.get("text_config") or {}):
+        ids = source.get("eos_token_id")
+        if isinstance(ids, int):
+            return (ids,)
+        if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
+            return tuple(ids)
+    return ()

@@ -1,0 +1,274 @@
+"""A strict reader of the GGUF container (versions 2 and 3) and the dequantisation of its tensors, without torch.
+
+Layout (ggml/docs/gguf.md): magic, version, counts | metadata: key, type, value ... | tensor infos: name, dims, type,
+offset ... | padding | tensor data. Every length in the file is checked against the bytes that are left before anything
+is allocated for it, so a corrupt or hostile file costs no more memory than its own size.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.types import CallboardError
+
+T = TypeVar("T")
+
+# Type number: (name, weights in one block, bytes of one block). ggml.h; the gaps are types that ggml has removed.
+GGML_TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4  # GGML_MAX_DIMS
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where one tensor lies in its file."""
+
+    name: str
+    shape: tuple[int, ...]  # outermost first, so a linear layer is [out, in]
+    type_name: str
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+
+class GgufFile:
+    """One GGUF file: its metadata, its tensor infos, and its bytes mapped into memory.
+
+    Raises CallboardError, which names the file and the key or tensor at fault, if the file is not exactly in order."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        cursor = _Cursor(path)
+        self.size = cursor.size
+        if (magic := cursor.take(4)) != b"GGUF":
+            raise cursor.error(f"starts with {magic!r}, not with b'GGUF', so it is no GGUF file")
+        version = cursor.scalar("I")
+        if version not in (2, 3):
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            kind = "is big-endian" if swapped in (2, 3) else f"has version {version}"
+            raise cursor.error(f"{kind}; little-endian GGUF of version 2 or 3 is needed")
+        num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
+        cursor.check_count(num_keys, 13, "metadata entries")  # a key of no characters, a type, one byte
+        cursor.check_count(num_tensors, 24, "tensors")
+
+        self.metadata: dict[str, Any] = {}
+        for index in range(num_keys):
+            cursor.where = f"the key of metadata entry {index}"
+            key = cursor.string()
+            cursor.where = f"metadata key {key!r}"
+            if key in self.metadata:
+                raise cursor.error("occurs twice")
+            self.metadata[key] = cursor.value()
+        if (splits := self.metadata.get("split.count", 1)) != 1:
+            raise CallboardError(f"{path} is one of {splits} split files; join them with `llama-gguf-split --merge`.")
+
+        infos: list[tuple[str, tuple[int, ...], int, int]] = []
+        for index in range(num_tensors):
+            cursor.where = f"the name of tensor {index}"
+            name = cursor.string()
+            cursor.where = f"tensor {name!r}"
+            num_dims = cursor.scalar("I")
+            if not 1 <= num_dims <= _MAX_DIMS:
+                raise cursor.error(f"has {num_dims} dimensions; 1 to {_MAX_DIMS} are allowed")
+            dims = tuple(cursor.scalar("Q") for _ in range(num_dims))
+            infos.append((name, dims[::-1], cursor.scalar("I"), cursor.scalar("Q")))
+
+        alignment = self.value("general.alignment", int, 32)
+        if alignment < 1 or alignment & (alignment - 1):
+            raise CallboardError(f"{path}: general.alignment is {alignment}; it must be a power of two.")
+        data_start = -(-cursor.at // alignment) * alignment
+        self.tensors: dict[str, GgufTensor] = {}
+        for name, shape, ggml_type, offset in infos:
+            cursor.where = f"tensor {name!r}"
+            if name in self.tensors:
+                raise cursor.error("occurs twice")
+            if ggml_type not in GGML_TYPES:
+                known = ", ".join(n for n, _, _ in GGML_TYPES.values())
+                raise cursor.error(f"has the unknown type {ggml_type}; the types read here are {known}")
+            type_name, block, block_bytes = GGML_TYPES[ggml_type]
+            if 0 in shape or shape[-1] % block:
+                raise cursor.error(f"has the shape {list(shape)}, which {type_name} blocks of {block} cannot fill")
+            nbytes = math.prod(shape) // block * block_bytes
+            if offset % alignment or data_start + offset + nbytes > self.size:
+                raise cursor.error(
+                    f"should lie at byte {data_start + offset} with {nbytes} bytes, but the file has {self.size} bytes "
+                    f"and an alignment of {alignment}; it is cut off or corrupt"
+                )
+            self.tensors[name] = GgufTensor(name, shape, type_name, data_start + offset, nbytes)
+        self._bytes = np.frombuffer(cursor.data, np.uint8)
+
+    def value(self, key: str, kind: type[T], default: T | None = None) -> T:
+        """The metadata value of `key`, checked to be of `kind`; without a default, a missing key is an error."""
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise CallboardError(f"{self.path} has no metadata key {key!r}; the file is incomplete, convert it anew.")
+        if type(value) is not kind:
+            raise CallboardError(
+                f"{self.path}: {key} is {str(value)[:40]!r}, a {type(value).__name__}; a {kind.__name__} is needed."
+            )
+        return value
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The stored bytes of a tensor, one row of its last dimension a line: [num_rows, row_bytes], read-only."""
+        tensor = self.tensors[name]
+        return self._bytes[tensor.offset : tensor.offset + tensor.nbytes].reshape(math.prod(tensor.shape[:-1]), -1)
+
+
+class _Cursor:
+    """Walks over a mapped file; no step leaves it, and an error says where the walk was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at, self.where = path, 0, "the header"
+        try:
+            with path.open("rb") as file:
+                self.size = file.seek(0, 2)
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
+        except OSError as e:
+            raise CallboardError(f"{path} cannot be read: {e.strerror}.") from e
+
+    def error(self, what: str) -> CallboardError:
+        return CallboardError(f"{self.path}: {self.where} {what}.")
+
+    def check_count(self, count: int, least_bytes: int, what: str) -> None:
+        if count * least_bytes > self.size - self.at:
+            raise self.error(
+                f"announces {count} {what}, but only {self.size - self.at} bytes follow; the file is cut off or corrupt"
+            )
+
+    def take(self, size: int) -> bytes:
+        self.check_count(size, 1, "bytes")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def scalar(self, code: str) -> Any:
+        (value,) = struct.unpack("<" + code, self.take(struct.calcsize(code)))
+        return value
+
+    def string(self) -> str:
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        # Vocabularies and merges hold 10^5 strings and more: nothing but the necessary in this loop.
+        data, at, size = self.data, self.at, self.size
+        read_length = struct.Struct("<Q").unpack_from
+        out = []
+        try:
+            for _ in range(count):
+                (length,) = read_length(data, at)
+                at += 8
+                if length > size - at:
+                    raise self.error(
+                        f"announces a string of {length} bytes where {size - at} are left; the file is cut off"
+                    )
+                out.append(str(data[at : at + length], "utf-8"))
+                at += length
+        except UnicodeDecodeError as e:
+            raise self.error(f"has text that is not UTF-8 at byte {at}") from e
+        except struct.error as e:
+            raise self.error(f"is cut off at byte {at}") from e
+        self.at = at
+        return out
+
+    def value(self) -> Any:
+        kind = self.scalar("I")
+        if kind == _STRING:
+            return self.string()
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise self.error(f"has the unknown type {kind}")
+        element, count = self.scalar("I"), self.scalar("Q")
+        if element == _STRING:
+            self.check_count(count, 8, "strings")
+            return self.strings(count)
+        if element not in _SCALARS:
+            raise self.error(f"is an array of type {element}; arrays hold numbers, booleans or strings")
+        dtype = np.dtype("<" + _SCALARS[element])
+        self.check_count(count, dtype.itemsize, "numbers")
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+
+
+_Q4_0 = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
+_Q4_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
+_Q5_0 = np.dtype([("d", "<f2"), ("qh", "<u4"), ("qs", "u1", 16)])
+_Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
+
+
+def dequantize(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
+    """The weights of whole rows of blocks: raw [num_rows, row_bytes] -> float32 [num_rows, row_len].
+
+    The common formats are spelled out here (block layouts: ggml-common.h), several times as fast as the `gguf`
+    package's; it does the others. In a 4-bit block the low nibbles are weights 0-15, the high ones 16-31."""
+    raw = np.ascontiguousarray(raw)
+    match type_name:
+        case "F32":
+            return raw.view("<f4")
+        case "F16":
+            return raw.view("<f2").astype(np.float32)
+        case "BF16":
+            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+        case "Q8_0":
+            blocks = raw.reshape(-1).view(_Q8_0)
+            out = blocks["qs"] * blocks["d"].astype(np.float32)[:, None]
+        case "Q4_0":
+            blocks = raw.reshape(-1).view(_Q4_0)
+            out = (_nibbles(blocks["qs"]) - np.float32(8)) * blocks["d"].astype(np.float32)[:, None]
+        case "Q4_1":
+            blocks = raw.reshape(-1).view(_Q4_1)
+            out = _nibbles(blocks["qs"])
+            out *= blocks["d"].astype(np.float32)[:, None]
+            out += blocks["m"].astype(np.float32)[:, None]
+        case "Q5_0":
+            blocks = raw.reshape(-1).view(_Q5_0)
+            out = _nibbles(blocks["qs"])
+            fifth = (blocks["qh"][:, None] >> np.arange(32, dtype=np.uint32)) & 1
+            out += fifth.astype(np.float32) * 16 - 16
+            out *= blocks["d"].astype(np.float32)[:, None]
+        case _:
+            from gguf import GGMLQuantizationType, quants
+
+            out = quants.dequantize(raw, GGMLQuantizationType[type_name])
+    return out.reshape(len(raw), -1)
+
+
+def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """[num_blocks, 16] bytes -> [num_blocks, 32] numbers from 0 to 15."""
+    out = np.empty((len(packed), 32), np.float32)
+    np.bitwise_and(packed, 15, out=out[:, :16], casting="unsafe")
+    np.right_shift(packed, 4, out=out[:, 16:], casting="unsafe")
+    return out

