@@ -1,12 +1,40 @@
-"""The replica's side of an engine: submit requests, receive every new token, resume after an engine's death."""
+"""The replica's side of an engine: submit requests, receive every new token, resume after an engine's death.
+
+The link keeps, for each live request, what it has received of it. When the connection breaks it finds the engine again
+(the same one, or the one that the supervisor put in its place) and resubmits prompt and received tokens with the same
+seed; the engine continues where the stream stopped, so no token is lost, repeated or changed (C8).
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
+from actors.frames import (
+    HEARTBEAT_S,
+    PREFIX,
+    Abort,
+    Heartbeat,
+    LinkAddress,
+    Refused,
+    Status,
+    Submit,
+    Tokens,
+    decode_from_engine,
+    encode,
+    frame_size,
+    tune_tcp,
+)
 from runtime.core.config import ModelInfo
-from runtime.core.types import CallboardError, Request, RequestOutput
+from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.1  # between attempts to find the engine again
 
 
 class EngineBusy(CallboardError):
@@ -33,3 +61,217 @@ class EngineClient(Protocol):
     def health(self) -> str:
         """Empty if requests can be served now; else one sentence that says why not."""
         ...
+
+
+class _Stream:
+    """One live request: what it has received in all, and what its reader has not taken yet."""
+
+    __slots__ = ("_waiter", "error", "pending", "received", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.received = array("i")
+        self.pending: RequestOutput | None = None
+        self.error: CallboardError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def output(self) -> RequestOutput:
+        """The output to add to: a fresh one, or the one that still waits to be taken."""
+        if self.pending is None:
+            self.pending = RequestOutput(self.request.request_id, [])
+        return self.pending
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> RequestOutput:
+        """All that has piled up; waits for something if nothing has."""
+        while self.pending is None:
+            if self.error is not None:
+                raise self.error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        output, self.pending = self.pending, None
+        return output
+
+    def resubmission(self) -> Request:
+        """The request as a new engine must see it."""
+        return replace(self.request, token_ids=[*self.request.token_ids, *self.received])
+
+
+class _Connection(asyncio.Protocol):
+    """Cuts the byte stream into frames."""
+
+    def __init__(self, on_message: Callable[[Tokens | Refused | Status], None]) -> None:
+        self._on_message = on_message
+        self._data = bytearray()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+        buffer, at = self._data, 0
+        while len(buffer) - at >= PREFIX.size:
+            end = at + PREFIX.size + frame_size(buffer[at : at + PREFIX.size])
+            if len(buffer) < end:
+                break
+            self._on_message(decode_from_engine(bytes(buffer[at + PREFIX.size : end])))
+            at = end
+        del buffer[:at]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+
+class EngineLink:
+    """An EngineClient over one socket to one engine at a time.
+
+    `find()` asks the engine, wherever it runs now, for an address to connect to and for its model; it raises while
+    there is no engine."""
+
+    def __init__(self, find: Callable[[], Awaitable[tuple[LinkAddress, ModelInfo]]]) -> None:
+        self._find = find
+        self._streams: dict[int, _Stream] = {}
+        self._last_number = 0
+        self._seen = 0
+        self._reason = "The engine is starting."
+        self._transport: asyncio.WriteTransport | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.info: ModelInfo
+
+    async def start(self) -> None:
+        """Connect, for the first time; raises what `find` raises."""
+        lost = await self._connect()
+        self._tasks = [asyncio.create_task(self._keep_connected(lost)), asyncio.create_task(self._beat())]
+
+    def close(self) -> None:
+        """Let the engine go; it aborts what is still running."""
+        for task in self._tasks:
+            task.cancel()
+        if self._transport is not None:
+            self._transport.close()
+
+    @property
+    def num_streams(self) -> int:
+        """Live requests of this link."""
+        return len(self._streams)
+
+    def health(self) -> str:
+        return self._reason
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        self._last_number += 1
+        number, stream = self._last_number, _Stream(request)
+        self._streams[number] = stream
+        self._send(Submit(number, request, resumed=False))
+        try:
+            while True:
+                output = await stream.take()
+                if output.finish_reason:
+                    self._streams.pop(number, None)
+                yield output
+                if output.finish_reason:
+                    return
+        finally:
+            if self._streams.pop(number, None) is not None:
+                self._send(Abort(number))
+
+    def _send(self, message: Submit | Abort | Heartbeat) -> None:
+        if self._transport is not None:  # else it is resubmitted when there is an engine again
+            self._transport.write(encode(message))
+
+    async def _connect(self) -> asyncio.Future[None]:
+        address, self.info = await self._find()
+        loop = asyncio.get_running_loop()
+        make = lambda: _Connection(self._on_message)  # noqa: E731
+        if address.path:
+            transport, connection = await loop.create_unix_connection(make, address.path)
+        else:
+            transport, connection = await loop.create_connection(make, address.host, address.port)
+            tune_tcp(transport.get_extra_info("socket"))
+        transport.write(PREFIX.pack(len(address.secret)) + address.secret)
+        self._seen = 0
+        self._transport = transport
+        for number, stream in self._streams.items():
+            self._send(Submit(number, stream.resubmission(), resumed=True))
+        self._reason = ""
+        return connection.lost
+
+    async def _keep_connected(self, lost: asyncio.Future[None]) -> None:
+        while True:
+            await lost
+            self._transport = None
+            self._reason = "The engine is restarting."
+            logger.warning("lost the engine with %d streams; looking for it again", len(self._streams))
+            while self._transport is None:
+                try:
+                    lost = await self._connect()
+                except Exception as e:  # whatever keeps us from the engine now may pass: it is being restarted
+                    logger.debug("no engine yet: %s", e)
+                    await asyncio.sleep(_RETRY_S)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if self._streams:
+                self._send(Heartbeat(self._seen))
+
+    def _on_message(self, message: Tokens | Refused | Status) -> None:
+        if isinstance(message, Tokens):
+            self._on_tokens(message)
+        elif isinstance(message, Status):
+            self._reason = message.reason
+        elif (stream := self._streams.pop(message.stream, None)) is not None:
+            busy = message.retry_after_s > 0
+            stream.error = (
+                EngineBusy(message.message, message.retry_after_s) if busy else CallboardError(message.message)
+            )
+            stream.wake()
+
+    def _on_tokens(self, frame: Tokens) -> None:
+        self._seen = frame.number
+        streams = self._streams
+        for number, num_cached in frame.started:
+            if (stream := streams.get(number)) is not None and not stream.received:
+                stream.output().num_cached = num_cached
+        columns = zip(memoryview(frame.streams).cast("i"), memoryview(frame.token_ids).cast("i"), strict=True)
+        for i, (number, token) in enumerate(columns):
+            if (stream := streams.get(number)) is None:
+                continue  # aborted; the engine does not know it yet
+            stream.received.append(token)
+            output = stream.output()
+            output.token_ids.append(token)
+            if i in frame.logprobs:
+                output.logprobs.append(frame.logprobs[i])
+            stream.wake()
+        for ended in frame.ended:
+            if (stream := streams.get(ended.stream)) is not None:
+                output = stream.output()
+                output.finish_reason = FinishReason(ended.reason)
+                output.stop_token_id, output.error = ended.stop_token_id, ended.error
+                stream.wake()
+
+
+class LinkGroup:
+    """An EngineClient over several engines of the same model: each request goes to the healthy one with least load."""
+
+    def __init__(self, links: list[EngineLink]) -> None:
+        self._links = links
+
+    async def start(self) -> None:
+        """Connect to all engines."""
+        await asyncio.gather(*(link.start() for link in self._links))
+        self.info = self._links[0].info
+
+    def close(self) -> None:
+        """Let all engines go."""
+        for link in self._links:
+            link.close()
+
+    def health(self) -> str:
+        reasons = [link.health() for link in self._links]
+        return "" if "" in reasons else reasons[0]
+
+    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        return min(self._links, key=lambda link: (bool(link.health()), link.num_streams)).generate(request)

@@ -1,98 +1,20 @@
-"""The scheduler against a model that checks every block it reads.
-
-The fake runner keeps paged memory: at each position it stores a hash of what it *reads* one position earlier and the
-token there, and samples from the last hash. A wrong block, a stale table, a lost or repeated token changes every later
-token, so equal outputs mean that slots, tables and blocks were right all along.
-"""
+"""The scheduler against a runner that checks every block it reads: equal outputs mean that slots, tables and blocks
+were right all along."""
 
 import dataclasses
 from collections import Counter
 
 import numpy as np
 import pytest
+from fake_runner import EOS, VOCAB, FakeRunner, sequential
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
-from runtime.core.plan import StepResult, decode_plan, decode_result, encode_plan, encode_result
+from runtime.core.plan import StepResult
 from runtime.core.scheduler import Scheduler
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
-
-EOS = 0
-VOCAB = 29
-
-
-def mix(state: int, token: int) -> int:
-    return (state * 6364136223846793005 + token * 1442695040888963407 + 1) % (1 << 61)
-
-
-def sample(state: int) -> int:
-    return (state >> 17) % VOCAB
-
-
-def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]:
-    """What the request must produce, computed alone and in order."""
-    state, out, params = 0, [], request.params
-    for token in request.token_ids:
-        state = mix(state, token)
-    limit = min(request.prompt_len + params.max_tokens, max_len)
-    while True:
-        token = sample(state)
-        out.append(token)
-        state = mix(state, token)
-        if token in params.stop_token_ids or (token == EOS and not params.ignore_eos):
-            return out, FinishReason.STOP
-        if len(request.token_ids) + len(out) >= limit:
-            return out, FinishReason.LENGTH
-
-
-class FakeRunner:
-    """An Executor that computes in order when collected, through the wire codec."""
-
-    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        self.size = info.block_size
-        self.memory = np.zeros((info.num_kv_blocks, self.size), np.int64)
-        self.tokens: dict[int, dict[int, int]] = {}
-        self.tables: dict[int, dict[int, int]] = {}
-        self.budget = config.max_num_batched_tokens if config.chunked_prefill else 1 << 30
-        self.queue: list[bytes] = []
-        self.rows = Counter()
-
-    def submit(self, plan) -> None:
-        self.queue.append(encode_plan(plan))
-
-    def close(self) -> None:
-        self.queue.clear()
-
-    def collect(self) -> StepResult:
-        plan = decode_plan(self.queue.pop(0))
-        for slot in plan.freed.tolist():
-            del self.tokens[slot], self.tables[slot]
-        for new in plan.new:
-            assert new.slot not in self.tokens, "a slot is in at most one live request"
-            self.tokens[new.slot] = dict(enumerate(new.token_ids.tolist()))
-            self.tables[new.slot] = {}
-        for slot, index, block in plan.tables.T.tolist():
-            assert block != 0
-            self.tables[slot][index] = block
-        out = []
-        assert plan.counts.sum() <= self.budget
-        assert len(set(plan.slots.tolist())) == len(plan.slots)
-        for slot, start, count, samples in zip(
-            *(a.tolist() for a in (plan.slots, plan.starts, plan.counts, plan.samples)), strict=True
-        ):
-            tokens, table = self.tokens[slot], self.tables[slot]
-            for position in range(start, start + count):
-                before = position - 1
-                state = 0 if before < 0 else int(self.memory[table[before // self.size], before % self.size])
-                state = mix(state, tokens[position])
-                self.memory[table[position // self.size], position % self.size] = state
-            if samples:
-                tokens[start + count] = sample(state)
-                out.append(tokens[start + count])
-        self.rows[len(plan.slots)] += 1
-        return decode_result(encode_result(StepResult(plan.step_id, np.array(out, np.int32))))
 
 
 def check(core: EngineCore) -> None:

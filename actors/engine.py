@@ -1,0 +1,249 @@
+"""The engine actor: one model replica's step loop, its links to the replicas, and the rebuilding of its runners.
+
+`EngineLoop` is a plain class with a thread; `EngineActor` is its thin Ray shell.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from actors.frames import Abort, Ended, Refused, Status, Submit
+from actors.link_server import Connection, LinkServer, Stream
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.engine import EngineCore
+from runtime.core.executor import Executor
+from runtime.core.types import CallboardError, FinishReason, StepOutput
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOSSES = 3  # runners lost in a row without a finished step: the requests in them are at fault
+_SWITCH_INTERVAL_S = 0.0005  # the step thread must not wait 5 ms for a reader thread to give up the GIL
+
+
+class EngineLoop:
+    """The step thread. It alone touches the scheduler; everybody else puts a message in its inbox.
+
+    `start_runners()` makes a fresh group of runners and returns an executor for it; it is called at the start and
+    whenever a runner is lost.
+    """
+
+    def __init__(self, config: EngineConfig, start_runners: Callable[[], tuple[Executor, ModelInfo]]) -> None:
+        self.config = config
+        self._start_runners = start_runners
+        self._inbox: queue.SimpleQueue[tuple[Connection | None, Submit | Abort | str | None]] = queue.SimpleQueue()
+        self._connections: set[Connection] = set()
+        self._finish_times: deque[float] = deque(maxlen=64)
+        self._losses = 0
+        self._closed = False
+        self._progress = time.monotonic()
+        self.num_rebuilds = 0
+        self.reason = "The engine is loading its model."
+        self.executor, self.info = start_runners()
+        self.core = EngineCore(config, self.info, self.executor)
+        self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)))
+        self.reason = ""
+        self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
+        self._thread.start()
+
+    # ---- what other threads may call ------------------------------------------------------------------------------
+
+    def health(self) -> str:
+        """Empty when healthy; else one sentence. Work queued without progress counts as ill (the process may answer
+        and yet be stuck)."""
+        if not self._thread.is_alive():
+            return "The engine's step thread has ended."
+        return self.reason
+
+    def check_progress(self) -> None:
+        """Called now and then: a step that takes longer than step_timeout_s loses its runners."""
+        stuck_s = time.monotonic() - self._progress
+        if self.core.has_work and not self.reason and stuck_s > self.config.step_timeout_s:
+            logger.error(
+                "no step finished for %.0f s with %d requests live", stuck_s, len(self.core.scheduler.requests)
+            )
+            self.executor.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges, read without a lock: each is right, together they may be a step apart."""
+        s = self.core.scheduler
+        return {
+            "running": len(s.running),
+            "waiting": s.num_waiting,
+            "steps": self.core.steps_done,
+            "preemptions": s.num_preemptions,
+            "rebuilds": self.num_rebuilds,
+            "blocks_total": s.pool.num_blocks - 1,
+            "blocks_available": s.pool.num_available,
+            "blocks_cached_idle": s.pool.num_cached_idle,
+            "prompt_tokens": s.prompt_tokens_total,
+            "prompt_tokens_cached": s.prompt_tokens_cached,
+            "connections": len(self._connections),
+        }
+
+    def abort(self, request_id: str) -> None:
+        """End a request by its id; its replica is told that it was aborted."""
+        self._inbox.put((None, request_id))
+
+    def close(self) -> None:
+        """End the thread and let the runners go."""
+        self._closed = True
+        self._inbox.put((None, None))
+        self.executor.close()
+        self.links.close()
+        self._thread.join(timeout=5)
+
+    # ---- the step thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            self._take_messages()
+            if self._closed:
+                return
+            try:
+                output = self.core.step()
+            except CallboardError as e:
+                if not self._closed:
+                    self._rebuild(str(e))
+                continue
+            if output is not None:
+                self._losses = 0
+                self._emit(output)
+            self._progress = time.monotonic()
+
+    def _take_messages(self) -> None:
+        """All that is in the inbox; when there is nothing to compute, wait for something."""
+        inbox = self._inbox
+        while True:
+            if inbox.empty():
+                if self.core.has_work or self._closed:
+                    return
+                lagging = any(c.lagging for c in self._connections)
+                try:
+                    connection, message = inbox.get(timeout=0.05 if lagging else None)
+                except queue.Empty:
+                    for connection in self._connections:
+                        connection.send_backlog()
+                    continue
+                self._progress = time.monotonic()
+            else:
+                connection, message = inbox.get()
+            if connection is not None:
+                self._handle(connection, message)
+            elif isinstance(message, str):
+                self._abort(message)
+
+    def _handle(self, connection: Connection, message: Submit | Abort | str | None) -> None:
+        if isinstance(message, Submit):
+            self._submit(connection, message)
+        elif isinstance(message, Abort):
+            stream = connection.streams.pop(message.stream, None)
+            if stream is not None:
+                self.core.abort(stream.key)
+        elif connection not in self._connections:
+            self._connections.add(connection)
+            connection.send(Status(self.reason))
+        else:
+            self._connections.discard(connection)
+            for stream in connection.streams.values():
+                self.core.abort(stream.key)
+            connection.streams.clear()
+
+    def _submit(self, connection: Connection, message: Submit) -> None:
+        waiting = self.core.scheduler.num_waiting
+        if waiting >= self.config.max_queued_requests and not message.resumed:
+            text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
+            connection.send(Refused(message.stream, text, self._retry_after_s(waiting)))
+            return
+        stream = Stream(connection, message.stream, message.request.request_id)
+        message.request.request_id = stream.key
+        try:
+            self.core.add(message.request, stream)
+        except CallboardError as e:
+            connection.send(Refused(message.stream, str(e), 0.0))
+            return
+        connection.streams[message.stream] = stream
+
+    def _retry_after_s(self, waiting: int) -> float:
+        """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""
+        times = self._finish_times
+        if len(times) < 2 or times[-1] == times[0]:
+            return 1.0
+        return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))
+
+    def _abort(self, request_id: str) -> None:
+        for stream in [s for c in self._connections for s in c.streams.values() if s.request_id == request_id]:
+            self.core.abort(stream.key)
+            self._end(stream, FinishReason.ABORT, None, "")
+            stream.connection.flush()
+
+    def _emit(self, output: StepOutput) -> None:
+        """Sort a step's columns by replica and send each its frame."""
+        touched: set[Connection] = set()
+        logprobs = output.logprobs
+        for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
+            stream: Stream = state.owner
+            connection = stream.connection
+            if not stream.started:
+                stream.started = True
+                connection.started.append((stream.number, state.num_cached))
+            if i in logprobs:
+                connection.logprobs[len(connection.token_column)] = logprobs[i]
+            connection.stream_column.append(stream.number)
+            connection.token_column.append(token)
+            touched.add(connection)
+        now = time.monotonic()
+        for state, reason in output.finished:
+            self._finish_times.append(now)
+            stop_id, error = None, ""
+            if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
+                stop_id = state.tokens[-1]
+            if reason is FinishReason.ERROR:
+                error = "The model gave logits that are not finite for this request."
+            self._end(state.owner, reason, stop_id, error)
+            touched.add(state.owner.connection)
+        for connection in touched:
+            connection.flush()
+            if connection.silent:
+                connection.close()
+
+    def _end(self, stream: Stream, reason: FinishReason, stop_id: int | None, error: str) -> None:
+        stream.connection.ended.append(Ended(stream.number, int(reason), stop_id, error))
+        stream.connection.streams.pop(stream.number, None)
+
+    def _set_reason(self, reason: str) -> None:
+        self.reason = reason
+        for connection in self._connections:
+            connection.send(Status(reason))
+
+    def _rebuild(self, why: str) -> None:
+        """Runners are replaceable caches (C8): get new ones and recompute every live request.
+
+        Requests that were running through several losses in a row, without one step between, end with an error: one
+        of them kills its runner."""
+        logger.warning("rebuilding the runners: %s", why)
+        self._set_reason(f"The engine is restarting its model runners: {why}")
+        self._losses += 1
+        self.num_rebuilds += 1
+        self.executor.close()
+        if self._losses >= _MAX_LOSSES:
+            text = f"The model runners were lost {self._losses} times in a row while computing this request."
+            connections = set()
+            for state in list(self.core.scheduler.running):
+                self.core.abort(state.request.request_id)
+                self._end(state.owner, FinishReason.ERROR, None, text)
+                connections.add(state.owner.connection)
+            for connection in connections:
+                connection.flush()
+            self._losses = 0
+        self.executor, info = self._start_runners()
+        if info.fingerprint != self.info.fingerprint:
+            raise RuntimeError("the model's files changed under a running engine")
+        self.core.recover(self.executor)
+        self._progress = time.monotonic()
+        self._set_reason("")

@@ -1,0 +1,154 @@
+"""What a replica and an engine say to each other on their link, as length-prefixed msgpack frames.
+
+    replica -> engine   Submit, Abort, Heartbeat
+    engine  -> replica  Tokens (at most one a step), Refused, Status
+
+A stream is a number that the replica chose for one live request, unique on its connection. The transport keeps order
+and loses nothing while the connection lives; when it breaks, the engine aborts the connection's requests and the
+replica resubmits each with the tokens that it has received, so tokens are delivered exactly once (C8).
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from dataclasses import dataclass
+
+import msgspec
+
+from runtime.core.types import CallboardError, Request, TokenLogprobs
+
+MAX_FRAME = 64 << 20  # bytes; checked before anything is allocated
+HEARTBEAT_S = 2.0  # a replica with live streams says at least this often that it is there
+LEASE_S = 15.0  # silent for longer, its requests are aborted
+
+
+class Submit(msgspec.Struct, array_like=True, tag=1):
+    """Serve `request` as `stream`; its request_id is for people and logs. A resumed one skips the queue's limit."""
+
+    stream: int
+    request: Request
+    resumed: bool
+
+
+class Abort(msgspec.Struct, array_like=True, tag=2):
+    """Nobody reads `stream` any more; an unknown one is no error."""
+
+    stream: int
+
+
+class Heartbeat(msgspec.Struct, array_like=True, tag=3):
+    """The replica is alive and has processed all frames up to number `seen`."""
+
+    seen: int
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """`stream` ended with FinishReason `reason`, after its last token."""
+
+    stream: int
+    reason: int
+    stop_token_id: int | None
+    error: str
+
+
+class Tokens(msgspec.Struct, array_like=True, tag=4):
+    """All that one step gained for one replica, in columns of int32: `streams[i]` gained `token_ids[i]`."""
+
+    number: int  # of this frame on its connection, from 1
+    streams: bytes
+    token_ids: bytes
+    ended: list[Ended]
+    started: list[tuple[int, int]]  # (stream, prompt tokens from the prefix cache), once a stream
+    logprobs: dict[int, TokenLogprobs]  # by index in the columns
+
+
+class Refused(msgspec.Struct, array_like=True, tag=5):
+    """`stream` was not accepted; with `retry_after_s` > 0 because the queue is full."""
+
+    stream: int
+    message: str
+    retry_after_s: float
+
+
+class Status(msgspec.Struct, array_like=True, tag=6):
+    """The engine's health changed: "" is healthy, else one sentence that says why not."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkAddress:
+    """Where an engine listens for one replica; it travels by a Ray call, so the secret never crosses a socket first."""
+
+    path: str  # of a Unix socket; empty: TCP
+    host: str
+    port: int
+    secret: bytes  # 32 bytes, the connection's first frame
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_replica = msgspec.msgpack.Decoder(Submit | Abort | Heartbeat)
+_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status)
+PREFIX = struct.Struct("<I")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """The message with its length prefix."""
+    body = _encoder.encode(message)
+    return PREFIX.pack(len(body)) + body
+
+
+def decode_from_replica(body: bytes) -> Submit | Abort | Heartbeat:
+    """Raises CallboardError if `body` is not a message that a replica may send."""
+    try:
+        message: Submit | Abort | Heartbeat = _from_replica.decode(body)
+    except msgspec.DecodeError as e:
+        raise CallboardError(f"A replica sent a frame of {len(body)} bytes that is no message: {e}.") from None
+    return message
+
+
+def decode_from_engine(body: bytes) -> Tokens | Refused | Status:
+    """Raises CallboardError if `body` is not a message that an engine may send."""
+    try:
+        message: Tokens | Refused | Status = _from_engine.decode(body)
+    except msgspec.DecodeError as e:
+        raise CallboardError(f"An engine sent a frame of {len(body)} bytes that is no message: {e}.") from None
+    return message
+
+
+def frame_size(prefix: bytes | bytearray) -> int:
+    """Bytes of the body that follows; raises CallboardError over the limit."""
+    (size,) = PREFIX.unpack(prefix)
+    if size > MAX_FRAME:
+        raise CallboardError(f"A link frame claims {size} bytes; the limit is {MAX_FRAME}.")
+    return int(size)
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """The next body of a blocking socket, or None at its end."""
+    prefix = _exactly(sock, PREFIX.size)
+    return None if prefix is None else _exactly(sock, frame_size(prefix))
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            part = sock.recv(min(size - len(data), 1 << 20))
+        except OSError:
+            return None
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def tune_tcp(sock: socket.socket) -> None:
+    """No delay, and a peer whose host is gone is noticed in seconds, not after the kernel's 15 minutes."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)

@@ -1,0 +1,203 @@
+"""The engine's side of the links: accepts replicas, reads their requests, writes at most one frame a step to each.
+
+Threads: one accepts, one reads each replica, and only the engine's step thread writes. It never waits for a slow
+replica: what the socket does not take at once is kept and tried again with the next frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from array import array
+from collections.abc import Callable
+
+from actors.frames import (
+    LEASE_S,
+    MAX_FRAME,
+    PREFIX,
+    Abort,
+    Ended,
+    Heartbeat,
+    LinkAddress,
+    Refused,
+    Status,
+    Submit,
+    Tokens,
+    decode_from_replica,
+    encode,
+    receive,
+    tune_tcp,
+)
+from runtime.core.types import CallboardError, TokenLogprobs
+
+_SECRET_LEN = 32
+_HANDSHAKE_S = 10.0
+_serials = itertools.count()
+
+
+class Stream:
+    """One live request of one connection: the `owner` that the scheduler carries."""
+
+    __slots__ = ("connection", "key", "number", "request_id", "started")
+
+    def __init__(self, connection: Connection, number: int, request_id: str) -> None:
+        self.connection, self.number, self.request_id = connection, number, request_id
+        self.key = f"{connection.serial}.{number}"  # the scheduler's id: never that of a resubmission
+        self.started = False
+
+
+class Connection:
+    """One replica: its live streams, and the frame that the current step fills for it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.serial = next(_serials)
+        self.streams: dict[int, Stream] = {}
+        self.last_heard = time.monotonic()
+        self._number = 0
+        self._backlog = bytearray()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.stream_column, self.token_column = array("i"), array("i")
+        self.ended: list[Ended] = []
+        self.started: list[tuple[int, int]] = []
+        self.logprobs: dict[int, TokenLogprobs] = {}
+
+    def flush(self) -> None:
+        """Send what the step gathered, as one numbered frame."""
+        self._number += 1
+        self.send(
+            Tokens(
+                self._number,
+                self.stream_column.tobytes(),
+                self.token_column.tobytes(),
+                self.ended,
+                self.started,
+                self.logprobs,
+            )
+        )
+        self._clear()
+
+    def send(self, message: Tokens | Refused | Status) -> None:
+        """Queue a message and write what the socket takes; a replica that lets 64 MiB pile up is cut off."""
+        self._backlog += encode(message)
+        self.send_backlog()
+
+    def send_backlog(self) -> None:
+        """Write what the socket takes of what was queued."""
+        try:
+            while self._backlog:
+                sent = self._sock.send(self._backlog, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                del self._backlog[:sent]
+        except BlockingIOError:
+            if len(self._backlog) > MAX_FRAME:
+                self.close()
+        except OSError:
+            self._backlog.clear()  # its reader sees the end and reports it
+
+    @property
+    def lagging(self) -> bool:
+        """Whether something waits for the socket."""
+        return bool(self._backlog)
+
+    @property
+    def silent(self) -> bool:
+        """Whether its lease has run out: live streams and not a word for LEASE_S."""
+        return bool(self.streams) and time.monotonic() - self.last_heard > LEASE_S
+
+    def close(self) -> None:
+        """End the connection; its reader thread reports it as gone."""
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+class LinkServer:
+    """Listens on a Unix socket, and on TCP once a replica of another node asks.
+
+    `deliver(connection, message)` is called from the reader threads, in order for each connection: a new one with
+    None, then its messages, then None again when it is gone.
+    """
+
+    def __init__(self, deliver: Callable[[Connection, Submit | Abort | None], None]) -> None:
+        self._deliver = deliver
+        self._secrets: set[bytes] = set()
+        self._directory = tempfile.mkdtemp(prefix="callboard-")  # mode 0700
+        self._unix = self._listen(socket.AF_UNIX, os.path.join(self._directory, "link"))
+        self._tcp: socket.socket | None = None
+
+    def _listen(self, family: int, address: str | tuple[str, int]) -> socket.socket:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind(address)
+        listener.listen()
+        threading.Thread(target=self._accept, args=(listener,), name="link-accept", daemon=True).start()
+        return listener
+
+    def open(self, same_node: bool, host: str) -> LinkAddress:
+        """An address good for one connection; `host` is this node's, for a replica on another one."""
+        secret = secrets.token_bytes(_SECRET_LEN)
+        self._secrets.add(secret)
+        if same_node:
+            return LinkAddress(os.path.join(self._directory, "link"), "", 0, secret)
+        if self._tcp is None:
+            self._tcp = self._listen(socket.AF_INET, (host, 0))
+        return LinkAddress("", host, self._tcp.getsockname()[1], secret)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._read, args=(sock,), name="link-read", daemon=True).start()
+
+    def _admit(self, sock: socket.socket) -> bool:
+        """Whether the first frame is a secret that was handed out and not used yet."""
+        sock.settimeout(_HANDSHAKE_S)
+        prefix = sock.recv(PREFIX.size, socket.MSG_WAITALL)
+        if prefix != PREFIX.pack(_SECRET_LEN):
+            return False
+        said = sock.recv(_SECRET_LEN, socket.MSG_WAITALL)
+        known = next((s for s in list(self._secrets) if hmac.compare_digest(s, said)), None)
+        if known is None:
+            return False
+        self._secrets.discard(known)
+        sock.settimeout(None)
+        if sock.family == socket.AF_INET:
+            tune_tcp(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        return True
+
+    def _read(self, sock: socket.socket) -> None:
+        with sock:
+            try:
+                if not self._admit(sock):
+                    return
+            except OSError:
+                return
+            connection = Connection(sock)
+            self._deliver(connection, None)
+            try:
+                while (body := receive(sock)) is not None:
+                    connection.last_heard = time.monotonic()
+                    message = decode_from_replica(body)
+                    if not isinstance(message, Heartbeat):
+                        self._deliver(connection, message)
+            except CallboardError:
+                pass  # not a replica of ours: nothing after this frame can be trusted
+            self._deliver(connection, None)
+
+    def close(self) -> None:
+        """Stop listening; connections end with their sockets."""
+        for listener in (self._unix, self._tcp):
+            if listener is not None:
+                listener.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
