@@ -135,7 +135,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _stored(self, name: str) -> _Stored:
         t = self._file.tensors[self._source(name)]
-        return _Stored(t.type_name, t.shape, 0, t.offset, memoryview(self._file.raw(t.name).reshape(-1)))
+        return _Stored(t.type_name, t.shape, 0, t.offset, self._file.raw(t.name).reshape(-1).data)
 
 
 class SafetensorsCheckpoint(Checkpoint):

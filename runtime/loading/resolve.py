@@ -69,7 +69,7 @@ def _default_cache_dir() -> Path:
 def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
     import httpx
     from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     quiet = not progress and not are_progress_bars_disabled()
     if quiet:

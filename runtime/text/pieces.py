@@ -1,0 +1,114 @@
+"""The exact bytes of each token, from what a tokenizer.json says about decoding.
+
+A decoder of the `tokenizers` package maps a whole list of tokens to text, which a stream cannot repeat for each token.
+But the decoders of language models work token by token, except at the very start of a text, where some drop a space
+that encoding has put there. So a text is the bytes of its tokens one after another, with a rule for the start:
+
+    ByteLevel                                        each character stands for a byte (GPT-2's table)
+    Replace("▁"," ") ByteFallback Fuse [Strip(" ",1)]  "▁" is a space, "<0x0A>" a byte; a leading space is dropped
+    Metaspace                                        "▁" is a space, and nothing in the first token
+
+One deviation, on purpose: where a run of byte tokens is not UTF-8 as a whole, ByteFallback makes every byte of the run
+U+FFFD, also those of its whole characters. Here whole characters stay, as in any other decoding of broken UTF-8, so
+that a character can be sent as soon as it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import tokenizers
+
+from runtime.core.types import CallboardError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's table from characters to bytes: printable Latin-1 stands for itself, the rest for U+0100 and up."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()
+
+
+class Pieces(dict[int, bytes]):
+    """Token id -> bytes, filled as ids are asked for; empty bytes for ids without a token.
+
+    `leading_spaces` is the number of spaces that are dropped at the start of a text."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, decoder: dict[str, Any]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._byte_level = self._byte_fallback = False
+        self._replacements: list[tuple[str, str]] = []
+        self._dropped_at_start = ""  # a character that the first token loses wherever it stands
+        self.leading_spaces = 0
+        steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+        for at, step in enumerate(steps):
+            match step:
+                case {"type": "ByteLevel"} if len(steps) == 1:
+                    self._byte_level = True
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                    self._replacements.append((old, new))
+                case {"type": "ByteFallback"}:
+                    self._byte_fallback = True
+                case {"type": "Fuse"}:
+                    pass  # pieces are joined in any case; it only tells Strip to work on the whole text
+                case {"type": "Strip", "content": " ", "start": int(n), "stop": 0} if {"type": "Fuse"} in steps[:at]:
+                    self.leading_spaces = n
+                case {"type": "Metaspace", "replacement": str(space), "prepend_scheme": str(scheme)}:
+                    self._replacements.append((space, " "))
+                    self._dropped_at_start = "" if scheme == "never" else space
+                case _:
+                    raise CallboardError(
+                        f"The tokenizer's decoder has the step {json.dumps(step)}, which cannot be streamed; "
+                        "byte-level, byte-fallback and Metaspace decoders can."
+                    )
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        piece = self[token_id] = b"" if token is None else self._bytes(token)
+        return piece
+
+    def first(self, token_id: int) -> bytes:
+        """The bytes of the first token of a text, before `leading_spaces` are taken off."""
+        token = self._backend.id_to_token(token_id) if self._dropped_at_start and token_id >= 0 else None
+        return self[token_id] if token is None else self._bytes(token.replace(self._dropped_at_start, ""))
+
+    def join(self, ids: Iterable[int]) -> bytes:
+        """The bytes of a whole text."""
+        ids = (i for i in ids if self[i])
+        first = next(ids, -1)
+        text = self.first(first) + b"".join(self[i] for i in ids)
+        return strip_spaces(text, self.leading_spaces)
+
+    def _bytes(self, token: str) -> bytes:
+        if self._byte_level:
+            if all(c in _BYTE_OF_CHAR for c in token):
+                return bytes(_BYTE_OF_CHAR[c] for c in token)
+            return token.encode()  # an added token outside the alphabet stands for itself
+        for old, new in self._replacements:
+            token = token.replace(old, new)
+        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(match[1])
+        return token.encode()
+
+
+def strip_spaces(text: bytes, most: int) -> bytes:
+    """`text` without its first `most` spaces, or as many as lead it."""
+    return text[min(most, len(text) - len(text.lstrip(b" "))) :]
+
+
+def pieces_of(backend: tokenizers.Tokenizer) -> Pieces:
+    """Raises CallboardError if the tokenizer's decoder does not work token by token."""
+    if backend.decoder is None:
+        raise CallboardError(
+            "The tokenizer has no decoder; byte-level, byte-fallback and Metaspace decoders are known."
+        )
+    return Pieces(backend, json.loads(backend.decoder.__getstate__()))

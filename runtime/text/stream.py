@@ -1,0 +1,135 @@
+"""Token ids in, text out, a piece at a time and exactly once.
+
+What is sent cannot be taken back, so two kinds of text wait: bytes of a character that is not whole yet, and the
+longest tail that may be the beginning of a stop string. Each token costs its own bytes and characters, however long
+the text has become: bytes go through an incremental UTF-8 decoder, characters through an Aho-Corasick automaton
+(CACM 18(6), 1975) over all stop strings, whose state *is* that tail.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from runtime.core.types import CallboardError
+from runtime.text.pieces import strip_spaces
+from runtime.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """The text of one request's output.
+
+    The pieces that `push` returns, and then `finish`, are together what `Tokenizer.decode` makes of all ids, cut at the
+    first stop string: of several, the one that is complete first, and of those that end at the same character, the
+    longest. So the result does not depend on how the tokens were grouped into pushes.
+
+    `prompt_tail_ids`, the prompt's last few ids, makes the output a continuation: a leading space is kept, and a
+    character that the prompt began is completed. Without it the output is a text of its own."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        include_stop_str: bool = False,
+        skip_special_tokens: bool = True,
+        prompt_tail_ids: Iterable[int] = (),
+    ) -> None:
+        self.stopped: str | None = None  # the stop string that ended the text
+        self.num_tokens_used = 0  # tokens pushed, up to and including the one that completed the stop string
+        self._pieces = tokenizer.pieces
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._at_start = True  # no token has been decoded yet
+        self._leading_spaces = self._pieces.leading_spaces  # still to be dropped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in prompt_tail_ids:
+            self._decode(token_id)
+        self._stops = _StopStrings(stop) if stop else None
+        self._state = 0
+        self._include_stop_str = include_stop_str
+        self._held = ""  # decoded, not returned: it may be the beginning of a stop string
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that is now safe to send; empty once a stop string has been found."""
+        text = self._held
+        for token_id in token_ids:
+            if self.stopped is not None:
+                break
+            self.num_tokens_used += 1
+            text = self._append(text, self._decode(token_id))
+        return self._release(text)
+
+    def finish(self) -> str:
+        """The rest, when no more tokens come: a possible stop string was none, an incomplete character is U+FFFD."""
+        if self.stopped is not None:
+            return ""
+        text = self._append(self._held, self._utf8.decode(b"", final=True))
+        self._held = ""
+        return text
+
+    def _decode(self, token_id: int) -> str:
+        """The characters that a token completes."""
+        if token_id in self._skipped or not (piece := self._pieces[token_id]):
+            return ""
+        if self._at_start:
+            piece = self._pieces.first(token_id)
+            self._at_start = False
+        if self._leading_spaces:
+            stripped = strip_spaces(piece, self._leading_spaces)
+            self._leading_spaces = 0 if stripped else self._leading_spaces - len(piece)
+            piece = stripped
+        return self._utf8.decode(piece)
+
+    def _append(self, text: str, new: str) -> str:
+        """`text` + `new`, cut where a stop string says so."""
+        if self._stops is None:
+            return text + new
+        for at, char in enumerate(new, start=1):
+            self._state = self._stops.step(self._state, char)
+            if (match := self._stops.matches[self._state]) is not None:
+                self.stopped = match
+                text += new[:at]
+                return text if self._include_stop_str else text[: -len(match)]
+        return text + new
+
+    def _release(self, text: str) -> str:
+        if self._stops is None or self._include_stop_str or self.stopped is not None:
+            self._held = ""
+            return text
+        safe = len(text) - self._stops.depths[self._state]
+        self._held = text[safe:]
+        return text[:safe]
+
+
+class _StopStrings:
+    """An Aho-Corasick automaton: state 0 is the root, a state is the longest tail that begins some stop string."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.depths = [0]  # length of that tail
+        self.matches: list[str | None] = [None]  # the longest stop string that ends here
+        self._children: list[dict[str, int]] = [{}]
+        self._fallbacks = [0]  # the state of the next shorter such tail
+        for stop in stops:
+            if not stop:
+                raise CallboardError("stop holds an empty string, which would end every text; leave it out.")
+            state = 0
+            for char in stop:
+                if char not in self._children[state]:
+                    self._children[state][char] = len(self.depths)
+                    self.depths.append(self.depths[state] + 1)
+                    self.matches.append(None)
+                    self._children.append({})
+                    self._fallbacks.append(0)
+                state = self._children[state][char]
+            self.matches[state] = stop
+        # Shorter tails first: a state's fallback is complete before the state needs it.
+        for state in sorted(range(len(self.depths)), key=self.depths.__getitem__):
+            for char, child in self._children[state].items():
+                if state:
+                    self._fallbacks[child] = self.step(self._fallbacks[state], char)
+                self.matches[child] = self.matches[child] or self.matches[self._fallbacks[child]]
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character; amortised, a constant number of moves."""
+        while state and char not in self._children[state]:
+            state = self._fallbacks[state]
+        return self._children[state].get(char, 0)
