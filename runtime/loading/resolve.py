@@ -68,7 +68,7 @@ def _default_cache_dir() -> Path:
 
 def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
     import httpx
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import errors, is_offline_mode, snapshot_download
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     quiet = not progress and not are_progress_bars_disabled()
@@ -84,8 +84,9 @@ def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as e:
         raise CallboardError(f"The hub has no model {repo_id!r}{at} that you may read; a model is {FORMS}.") from e
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx.HTTPError) as e:
+        why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached"
         raise CallboardError(
-            f"The hub model {repo_id!r}{at} is not in the local cache and the hub cannot be reached; "
+            f"The hub model {repo_id!r}{at} is not in the local cache and {why}; "
             f"check the network, or use one of the other forms: a model is {FORMS}."
         ) from e
     except OSError as e:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -102,7 +102,7 @@ def _sentence(error: Exception) -> str:
 class _GenerationBlock(jinja2.ext.Extension):
     """Accepts `{% generation %}` around the assistant's words, a mark for training; it adds nothing to the text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -34,7 +34,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
-_BYTE_OF_CHAR = _byte_alphabet()
+BYTE_OF_CHAR = _byte_alphabet()
 
 
 class Pieces(dict[int, bytes]):
@@ -90,8 +90,8 @@ class Pieces(dict[int, bytes]):
 
     def _bytes(self, token: str) -> bytes:
         if self._byte_level:
-            if all(c in _BYTE_OF_CHAR for c in token):
-                return bytes(_BYTE_OF_CHAR[c] for c in token)
+            if all(c in BYTE_OF_CHAR for c in token):
+                return bytes(BYTE_OF_CHAR[c] for c in token)
             return token.encode()  # an added token outside the alphabet stands for itself
         for old, new in self._replacements:
             token = token.replace(old, new)
