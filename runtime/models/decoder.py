@@ -1,0 +1,158 @@
+"""The decoder: one forward pass, assembled from a spec and written with the operations of runtime.kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from runtime.core.types import CallboardError
+from runtime.kernels import select
+from runtime.kernels.attention import AttentionPlan
+from runtime.kernels.linear import Linear, make_linear
+from runtime.kernels.rope import rope_table
+from runtime.models.spec import DecoderSpec
+
+
+class Weights(Protocol):
+    """What a decoder reads of a checkpoint (runtime.loading.checkpoint.Checkpoint)."""
+
+    def names(self) -> Sequence[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How a decoder computes; everything that its bits depend on beside the weights and the machine."""
+
+    dtype: torch.dtype
+    device: torch.device
+    backend: Literal["torch", "triton"]
+    packed: bool  # linear layers pre-packed for oneDNN
+    deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block's weights, fused: q, k and v are one linear map, gate and up another."""
+
+    attn_norm: torch.Tensor
+    qkv: Linear
+    out: Linear
+    ffn_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A decoder-only transformer with pre-norm blocks, rotary positions, grouped-query attention and a gated FFN."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        numerics: Numerics,
+        num_positions: int,  # of the rotary table
+        read: Callable[[str], torch.Tensor],  # a parameter of `spec.shapes()` by name
+    ) -> None:
+        self.spec, self.numerics = spec, numerics
+        self.kernels = select(numerics.backend, numerics.deterministic)
+        self.rope = rope_table(spec.rope, spec.head_dim, num_positions, numerics.dtype).to(numerics.device)
+        self.embed = read("embed")
+        self.layers = [self._layer(f"layers.{i}.", read) for i in range(spec.num_layers)]
+        self.final_norm = read("final_norm")
+        head = self.embed if spec.tied_head else read("head")
+        self.head = make_linear(head, None, numerics.packed, numerics.deterministic)
+
+    def _layer(self, prefix: str, read: Callable[[str], torch.Tensor]) -> Layer:
+        linears = {}
+        for name, (parts, has_bias) in self.spec.linears().items():
+            weight = torch.cat([read(f"{prefix}{part}.weight") for part in parts])
+            bias = torch.cat([read(f"{prefix}{part}.bias") for part in parts]) if has_bias else None
+            linears[name] = make_linear(weight, bias, self.numerics.packed, self.numerics.deterministic)
+        return Layer(attn_norm=read(f"{prefix}attn_norm"), ffn_norm=read(f"{prefix}ffn_norm"), **linears)
+
+    @classmethod
+    def load(
+        cls, checkpoint: Weights, spec: DecoderSpec, names: dict[str, str], numerics: Numerics, num_positions: int
+    ):
+        """From a checkpoint whose tensor names are `names` (see a family's NAMES), checked before any is read."""
+        sources = checkpoint_names(spec, names)
+        check_tensors(checkpoint, spec, sources)
+        read = lambda name: checkpoint.tensor(sources[name], numerics.dtype, numerics.device)  # noqa: E731
+        return cls(spec, numerics, num_positions, read)
+
+    @classmethod
+    def dummy(cls, spec: DecoderSpec, numerics: Numerics, num_positions: int, seed: int = 0) -> Decoder:
+        """Seeded random weights, scaled so that activations keep their size; for tests and benchmarks."""
+        generator, shapes = torch.Generator().manual_seed(seed), spec.shapes()
+
+        def read(name: str) -> torch.Tensor:
+            shape = shapes[name]
+            if name.endswith("norm"):
+                weight = 1.0 + 0.1 * torch.randn(shape, generator=generator)
+            else:
+                weight = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            return weight.to(numerics.device, numerics.dtype)
+
+        return cls(spec, numerics, num_positions, read)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,  # [num_tokens] int64
+        positions: torch.Tensor,  # [num_tokens] int64
+        kv_index: torch.Tensor,  # [num_tokens] int64, where each token's k and v go: block * block_size + offset
+        plan: AttentionPlan,
+        caches: list[torch.Tensor],  # per layer, [2, num_kv_heads, num_blocks, block_size, head_dim]
+    ) -> torch.Tensor:
+        """[num_tokens, hidden] before the final norm; writes the tokens' keys and values."""
+        spec, kernels = self.spec, self.kernels
+        norm, rope_store, attend, act = kernels.rms_norm, kernels.rope_store_kv, kernels.attention, kernels.silu_mul
+        eps, heads = spec.norm_eps, (len(token_ids), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        cos, sin = self.rope.index_select(1, positions).unsqueeze(2).unbind(0)
+        residual = F.embedding(token_ids, self.embed)
+        x = None
+        for layer, kv in zip(self.layers, caches, strict=True):
+            h = norm(residual, layer.attn_norm, eps) if x is None else norm(x, layer.attn_norm, eps, residual)
+            q = rope_store(layer.qkv(h).view(heads), cos, sin, kv, kv_index)
+            x = layer.out(attend(q, kv, plan))
+            h = norm(x, layer.ffn_norm, eps, residual)
+            x = layer.down(act(layer.gate_up(h)))
+        return residual.add_(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] of `forward` -> [n, vocab]."""
+        return self.head(self.kernels.rms_norm(hidden, self.final_norm, self.spec.norm_eps))
+
+
+def checkpoint_names(spec: DecoderSpec, names: dict[str, str]) -> dict[str, str]:
+    """Every parameter of the spec -> its tensor in a checkpoint, from a family's NAMES."""
+    sources = {}
+    for parameter in spec.shapes():
+        layer, part, suffix = re.fullmatch(r"(?:layers\.(\d+)\.)?(\w+)(\.weight|\.bias)?", parameter).groups("")
+        sources[parameter] = names[part].format(layer) + suffix
+    return sources
+
+
+def check_tensors(checkpoint: Weights, spec: DecoderSpec, sources: dict[str, str]) -> None:
+    """Raises CallboardError for the first tensor that is missing, has another shape, or has no place in the model."""
+    present = set(checkpoint.names())
+    for parameter, shape in spec.shapes().items():
+        name = sources[parameter]
+        if name not in present:
+            raise CallboardError(f"The checkpoint lacks tensor {name}; its config asks for shape {list(shape)}.")
+        if tuple(checkpoint.shape(name)) != shape:
+            found = list(checkpoint.shape(name))
+            raise CallboardError(f"Tensor {name} has shape {found}; the checkpoint's config asks for {list(shape)}.")
+    # Old exports carry the rotary frequencies, and tied ones sometimes a copy of the embedding as head.
+    extra = {name for name in present - set(sources.values()) if not name.endswith("rotary_emb.inv_freq")}
+    if spec.tied_head:
+        extra.discard("lm_head.weight")
+    if extra:
+        raise CallboardError(
+            f"Tensor {min(extra)} of the checkpoint has no place in the model that its config describes."
+        )

@@ -1,0 +1,59 @@
+"""A plan's rows as flat arrays, the form that the model wants, made without a loop over tokens or decode rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtime.core.plan import Int32s, StepPlan
+from runtime.kernels.attention import AttentionPlan, AttentionShape, decode_bucket, plan_attention
+from runtime.worker.slots import Slots
+
+
+@dataclass(slots=True)
+class StepInput:
+    """One step's tokens, row after row. Decode rows come first, sorted so that those attending together are
+    neighbours; `sampled` maps back to the plan's order."""
+
+    token_ids: torch.Tensor  # [num_tokens] int64
+    positions: torch.Tensor  # [num_tokens] int64
+    kv_index: torch.Tensor  # [num_tokens] int64, block * block_size + offset
+    attention: AttentionPlan
+    sampled: NDArray[np.int64]  # [num_sampled] index of the last token of each sampling row, in the plan's order
+    sampled_slots: Int32s  # [num_sampled]
+    sampled_positions: Int32s  # [num_sampled] position of the token to be sampled
+
+
+def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInput:
+    """`plan` has at least one row, and its table writes are in `slots`."""
+    order = _row_order(plan)
+    rows, starts, counts = plan.slots[order], plan.starts[order], plan.counts[order]
+    ends = np.cumsum(counts)
+    row_of = np.repeat(np.arange(len(rows)), counts)
+    slot_of = rows[row_of].astype(np.int64)
+    positions = np.arange(ends[-1]) + (starts - (ends - counts))[row_of]
+    size = shape.block_size
+    kv_index = slots.tables[slot_of, positions // size].astype(np.int64) * size + positions % size
+    token_index = torch.from_numpy(slot_of * slots.max_model_len + positions).to(shape.device)
+
+    last = np.empty(len(rows), np.int64)
+    last[order] = ends - 1
+    sampling = np.flatnonzero(plan.samples)
+    return StepInput(
+        token_ids=slots.flat_tokens.index_select(0, token_index).long(),
+        positions=torch.from_numpy(positions).to(shape.device),
+        kv_index=torch.from_numpy(kv_index).to(shape.device),
+        attention=plan_attention(slots.tables[rows], starts, counts, shape),
+        sampled=last[sampling],
+        sampled_slots=plan.slots[sampling],
+        sampled_positions=(plan.starts + plan.counts)[sampling],
+    )
+
+
+def _row_order(plan: StepPlan) -> NDArray[np.int64]:
+    """Decode rows by rising bucket, then the others; stable."""
+    key = np.where(plan.counts == 1, decode_bucket(plan.starts), 64)
+    return np.argsort(key, kind="stable")

@@ -1,0 +1,119 @@
+"""The memory plan: what a model will take, computed from its spec before a weight is read."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.core.types import CallboardError
+from runtime.models.spec import DecoderSpec
+
+_GIB = 1 << 30
+_DEFAULT_CPU_KV = 1.0  # GiB
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Sizes in bytes, and the KV cache's geometry."""
+
+    weights: int
+    kv: int
+    working: int  # activations, logits and gathered KV of the largest step
+    available: int
+    block_size: int  # tokens
+    num_kv_blocks: int  # block 0, the null block, included
+    max_model_len: int
+    largest_context: int  # tokens that one request could have in what is left beside the weights
+
+    def __str__(self) -> str:
+        total = self.weights + self.kv + self.working
+        return (
+            f"memory plan: weights {_gib(self.weights)} + KV cache {_gib(self.kv)} ({self.num_kv_blocks} blocks of "
+            f"{self.block_size} tokens, num_kv_blocks or kv_cache_memory) + working memory {_gib(self.working)} "
+            f"(max_num_batched_tokens, max_num_seqs) = {_gib(total)} of {_gib(self.available)} available; context "
+            f"{self.max_model_len} tokens (max_model_len), at most {self.largest_context} would fit"
+        )
+
+
+def plan_memory(
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, packed: bool, available: int
+) -> MemoryPlan:
+    """Weights + KV + working memory. Raises CallboardError, with the flag to change, if they do not fit."""
+    weights = sum(math.prod(shape) for shape in spec.shapes().values())
+    if packed and spec.tied_head:
+        weights += spec.vocab_size * spec.hidden_size  # the packed head is a second copy of the embedding
+    weights *= dtype.itemsize
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    wanted = config.max_model_len
+    if wanted is not None and wanted > spec.max_positions:
+        raise CallboardError(f"max_model_len is {wanted}; the model's context is {spec.max_positions} tokens at most.")
+    working = _working_bytes(config, spec, dtype, wanted or spec.max_positions)
+    room = available - weights - working
+    budget = int((config.kv_cache_memory or _DEFAULT_CPU_KV) * _GIB)
+    flag = "kv_cache_memory"
+    if config.kv_cache_memory is None and budget > room:
+        budget, flag = max(room, 0), "max_num_batched_tokens"
+
+    if config.kv_layout == "contiguous":
+        num_blocks = config.max_num_seqs + 1
+        block_size = wanted or min(spec.max_positions, budget // (token_bytes * num_blocks))
+        max_model_len = block_size
+    else:
+        block_size = config.block_size
+        block_bytes = token_bytes * block_size
+        context_blocks = -(-(wanted or spec.max_positions) // block_size)
+        num_blocks = config.num_kv_blocks
+        if num_blocks is None:
+            num_blocks = min(budget // block_bytes, config.max_num_seqs * context_blocks + 1)
+        max_model_len = wanted or min(spec.max_positions, (num_blocks - 1) * block_size)
+    kv = num_blocks * block_size * token_bytes
+    capacity = block_size if config.kv_layout == "contiguous" else (num_blocks - 1) * block_size
+    largest = max(min(spec.max_positions, room // token_bytes - block_size), 0)
+    plan = MemoryPlan(weights, kv, working, available, block_size, num_blocks, max_model_len, largest)
+    if weights + working + kv > available:
+        lower = "num_kv_blocks" if config.num_kv_blocks else flag
+        raise CallboardError(
+            f"Too little memory; lower {lower}, max_num_seqs or max_model_len, or take a narrower dtype: {plan}."
+        )
+    if max_model_len < 2 or capacity < max_model_len:
+        raise CallboardError(
+            f"The KV cache holds fewer than max_model_len tokens; raise {flag} or lower max_model_len: {plan}."
+        )
+    return plan
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that this process can still get: free on the GPU; on a CPU what the kernel and the cgroup leave."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        free.append(int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024)
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no cgroup v2 here, or no limit ("max")
+        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(free)
+
+
+def _working_bytes(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, max_model_len: int) -> int:
+    """An upper bound for the largest step: activations of one layer, fp32 logits with three copies, gathered KV."""
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    tokens = config.max_num_batched_tokens
+    if not config.chunked_prefill:
+        tokens = max(tokens, max_model_len)
+    activations = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.ffn_size) * dtype.itemsize
+    logits = min(config.max_num_seqs, tokens) * spec.vocab_size * 4 * 4
+    mask = min(tokens, max_model_len) * max_model_len * dtype.itemsize
+    layer_kv = 2 * max_model_len * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    return activations + logits + mask + 2 * layer_kv
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB"

@@ -1,0 +1,32 @@
+"""Slots: what a runner knows of the live requests, one row of every array a request."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from runtime.core.plan import Int32s, NewSlot
+
+
+class Slots:
+    """Token ids and block tables. A sampled token is written at its position, so that a row's input is always
+    `tokens[slot, start : start + count]` and no plan has to carry it."""
+
+    def __init__(self, num_slots: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
+        self.max_model_len = max_model_len
+        self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
+        self.flat_tokens = self.tokens.view(-1)
+        self.tables = np.zeros((num_slots, max_blocks), np.int32)  # on the host, where gather indices are made
+
+    def add(self, new: NewSlot) -> None:
+        """A request enters: its known tokens; its blocks come with the plan's table writes."""
+        self.tokens[new.slot, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32)
+        self.tables[new.slot] = 0
+
+    def write_tables(self, writes: Int32s) -> None:
+        """writes: [3, n] slot, index in its table, block id."""
+        self.tables[writes[0], writes[1]] = writes[2]
+
+    def write_sampled(self, flat_positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Keep sampled tokens [n] at `slot * max_model_len + position` [n]; -1, a failed row, becomes 0."""
+        self.flat_tokens.index_copy_(0, flat_positions, token_ids.clamp(min=0).to(torch.int32))
