@@ -1,0 +1,178 @@
+"""Operations against plain formulas, and Triton kernels against their references under the interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from runtime.kernels.attention import (
+    AttentionShape,
+    attention_exact,
+    attention_torch,
+    decode_bucket,
+    plan_attention,
+)
+from runtime.kernels.linear import can_pack, make_linear
+from runtime.kernels.rms_norm import rms_norm_torch
+from runtime.kernels.rope import rope_store_kv_torch, rope_table
+from runtime.kernels.silu_mul import silu_mul_exact, silu_mul_torch
+from runtime.models.spec import RopeSpec
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+needs_packing = pytest.mark.skipif(not can_pack(torch.float32, CPU), reason="this torch has no packed linear layers")
+
+
+def test_rms_norm_adds_and_keeps_the_residual():
+    x, residual, weight = torch.randn(5, 48), torch.randn(5, 48), torch.randn(48)
+    total = x + residual
+    want = total / (total.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(rms_norm_torch(x, weight, 1e-5, residual), want)
+    assert torch.equal(residual, total)
+
+
+INTERPRETED = """
+import torch
+from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.float16):
+    for rows, hidden in ((1, 1), (3, 7), (2, 64), (5, 100), (4, 576), (2, 1025), (0, 16)):
+        for with_residual in (False, True):
+            wide = torch.randn(rows, hidden + 3, dtype=dtype)
+            x, weight = wide[:, :hidden], torch.randn(hidden, dtype=dtype)
+            residual = torch.randn(rows, hidden, dtype=dtype) if with_residual else None
+            twin = residual.clone() if with_residual else None
+            got, want = rms_norm_triton(x, weight, 1e-5, residual), rms_norm_torch(x.clone(), weight, 1e-5, twin)
+            assert got.dtype == dtype
+            torch.testing.assert_close(got, want, msg=lambda m: f"{dtype} {rows}x{hidden} {with_residual}: {m}")
+            if with_residual:
+                assert torch.equal(residual, twin)
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_rms_norm_under_the_interpreter():
+    """In a process of its own: Triton decides at import whether it interprets. (bf16 is not supported there.)"""
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_everything_imports_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import runtime.worker.runner, runtime.kernels; print('ok')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "ok", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("spec", "parameters"),
+    [
+        (RopeSpec(10000.0), {"rope_type": "default", "rope_theta": 10000.0}),
+        (RopeSpec(500.0, "linear", 4.0), {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}),
+        (
+            RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 64),
+            {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_rope_equals_transformers(spec, parameters):
+    heads, kv_heads, dim, positions = 4, 2, 32, torch.tensor([0, 1, 5, 63, 64, 200])
+    config = LlamaConfig(
+        hidden_size=heads * dim, num_attention_heads=heads, max_position_embeddings=512, rope_parameters=parameters
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    qkv = torch.randn(len(positions), heads + 2 * kv_heads, dim)
+    qk = qkv[None, :, : heads + kv_heads].transpose(1, 2)
+    want, _ = apply_rotary_pos_emb(qk, qk, cos, sin)
+    kv = torch.zeros(2, kv_heads, 3, 4, dim)
+    table = rope_table(spec, dim, 512, torch.float32)[:, positions].unsqueeze(2)
+    index, values = torch.tensor([4, 5, 6, 7, 8, 11]), qkv[:, heads + kv_heads :].clone()
+    q = rope_store_kv_torch(qkv, table[0], table[1], kv, index)
+    want = want[0].transpose(0, 1)
+    torch.testing.assert_close(q, want[:, :heads])
+    flat = kv.view(2, kv_heads, 12, dim)
+    torch.testing.assert_close(flat[0][:, index].transpose(0, 1), want[:, heads:])
+    assert torch.equal(flat[1][:, index].transpose(0, 1), values)
+    assert flat[:, :, [0, 1, 2, 3, 9, 10]].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_silu_mul_twins_agree(dtype):
+    x = torch.randn(7, 2 * 50).to(dtype)
+    want = (torch.nn.functional.silu(x[:, :50].double()) * x[:, 50:].double()).to(dtype)
+    torch.testing.assert_close(silu_mul_torch(x), want)
+    torch.testing.assert_close(silu_mul_exact(x), want)
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 5, 17])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_variants_agree(dtype, rows, with_bias):
+    weight, bias = torch.randn(40, 24, dtype=dtype), torch.randn(40, dtype=dtype) if with_bias else None
+    x = torch.randn(rows, 24, dtype=dtype)
+    want = torch.nn.functional.linear(x, weight, bias)
+    for packed in (False, True):
+        for deterministic in (False, True):
+            got = make_linear(weight, bias, packed, deterministic)(x)
+            torch.testing.assert_close(got, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
+
+
+@st.composite
+def steps(draw):
+    """A step over random tables: (group, kv_heads, dim, block_size, rows as (start, count)), decode rows first."""
+    rows = draw(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 1, 1, 2, 33])), min_size=1, max_size=7))
+    rows.sort(key=lambda r: (r[1] > 1, decode_bucket(np.array(r[0])) if r[1] == 1 else 0))
+    sizes = draw(st.sampled_from([(1, 1, 16), (3, 3, 64), (4, 2, 32)]))
+    return *sizes, draw(st.sampled_from([1, 3, 16, 64, 400])), rows, draw(st.booleans()), draw(st.integers(0, 9999))
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps())
+def test_attention_equals_softmax_over_each_tokens_past(step):
+    group, kv_heads, dim, block_size, rows, shuffled, seed = step
+    torch.manual_seed(seed)
+    starts, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))
+    needed = [-(-(s + c) // block_size) for s, c in rows]
+    blocks = np.arange(1, sum(needed) + 1)
+    if shuffled:
+        np.random.default_rng(seed).shuffle(blocks)
+    tables = np.zeros((len(rows), max(needed)), np.int32)
+    for row, own in enumerate(np.split(blocks, np.cumsum(needed)[:-1])):
+        tables[row, : len(own)] = own
+    kv = torch.randn(2, kv_heads, len(blocks) + 1, block_size, dim)
+    q = torch.randn(int(counts.sum()), kv_heads * group, dim)
+
+    want = []
+    for row, (start, count) in enumerate(rows):
+        own = kv[:, :, tables[row, : needed[row]].astype(np.int64)].reshape(2, kv_heads, -1, dim).double()
+        for position in range(start, start + count):
+            k, v = own[:, :, : position + 1].repeat_interleave(group, 1)
+            weights = (k @ q[len(want)].double()[:, :, None] * dim**-0.5).softmax(1)
+            want.append((weights * v).sum(1).reshape(-1))
+    want = torch.stack(want).float()
+    for exact, attention in ((False, attention_torch), (True, attention_exact)):
+        shape = AttentionShape(kv_heads * group, kv_heads, len(blocks) + 1, block_size, torch.float32, CPU, exact)
+        plan = plan_attention(tables, starts, counts, shape)
+        assert plan.num_tokens == len(q)
+        torch.testing.assert_close(attention(q.clone(), kv, plan), want, atol=2e-5, rtol=1e-4)
