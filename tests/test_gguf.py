@@ -88,10 +88,16 @@ def test_config(write_tiny_gguf):
 
 def test_untied_head_and_biases(write_tiny_gguf):
     bias = np.arange(32, dtype=np.float32)
-    path = write_tiny_gguf({"output.weight": np.ones((262, 32), np.float32), "blk.0.attn_q.bias": bias})
+    path = write_tiny_gguf(
+        {
+            "output.weight": np.ones((262, 32), np.float32),
+            "blk.0.attn_q.bias": bias,
+            "blk.0.ffn_up.bias": np.ones(64, np.float32),
+        }
+    )
     checkpoint = open_checkpoint(path)
     assert checkpoint.config["tie_word_embeddings"] is False
-    assert checkpoint.config["attention_bias"] is True
+    assert checkpoint.config["attention_bias"] is checkpoint.config["mlp_bias"] is True
     assert checkpoint.shape("lm_head.weight") == (262, 32)
     ours = checkpoint.tensor("model.layers.0.self_attn.q_proj.bias", torch.float32).numpy()
     np.testing.assert_array_equal(_permuted(ours, 2), bias)
@@ -184,6 +190,7 @@ def _file(path: Path, *parts: bytes) -> Path:
         ([b"GGUF", struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 9, 1)], "'k' is an array of type 9"),
         ([b"GGUF", struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77)], "'k' has the unknown type 77"),
         ([b"GGUF", struct.pack("<IQQQ1sIQ1s", 3, 0, 1, 1, b"k", 8, 1, b"\xff")], "'k' has text that is not UTF-8"),
+        ([b"GGUF", struct.pack("<IQQQ1sIQ3s", 3, 0, 1, 1, b"k", 8, 40, b"abc")], "'k' .* 40 bytes where 3 are left"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 99, 0)], "'t' has the unknown type 99"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 2, 0)], "'t' .* Q4_0 blocks of 32 cannot fill"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 1 << 62, 0, 0)], "'t' should lie at .* cut off"),

@@ -30,6 +30,7 @@ TOKENIZERS = {
     "llama2": _tokenizer(
         [*_WORDS, *_BYTES, *_SPECIAL], decoders.Sequence([*_LLAMA_STEPS, decoders.Strip(" ", 1, 0)]), _SPECIAL
     ),
+    "two_spaces_off": _tokenizer([*_WORDS, *_SPECIAL], decoders.Sequence([*_LLAMA_STEPS, decoders.Strip(" ", 2, 0)])),
     "metaspace": _tokenizer([*_WORDS, *_SPECIAL], decoders.Metaspace("▁", "always"), _SPECIAL),
     "metaspace_never": _tokenizer([*_WORDS, *_SPECIAL], decoders.Metaspace("▁", "never"), _SPECIAL),
 }
