@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -37,6 +38,10 @@ class ApiError(CallboardError):
         super().__init__(message)
         self.status, self.type, self.param, self.code = status, type, param, code
         self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:  # to a caller in another process, by a Serve handle
+        rest = {"type": self.type, "param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
+        return partial(ApiError, **rest), (self.status, str(self))
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}

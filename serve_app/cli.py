@@ -1,0 +1,396 @@
+"""The `callboard` command: serve a model, talk to one, or complete a text.
+
+Nothing heavy is imported before a command needs it, so that --help and usage errors are immediate. Exit codes: 0 done,
+1 it failed, 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from actors.environment import SINGLE_MACHINE
+from runtime.core.config import DEFAULT_MODEL, EngineConfig
+from runtime.core.types import CallboardError, SamplingParams
+
+APP_NAME = "callboard"
+_OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one: no tensor ever goes through it
+
+
+class _UsageError(CallboardError):
+    """The command line asks for something that cannot be: exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except _UsageError as e:
+        print(f"callboard: {e}", file=sys.stderr)
+        return 2
+    except CallboardError as e:
+        print(f"callboard: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("callboard: interrupted", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # `callboard generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="callboard", description="An LLM inference runtime made of Ray actors.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a model over OpenAI-compatible HTTP", formatter_class=_Formatter)
+    _add_model(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every interface")
+    serve.add_argument("--port", type=_port, default=8000, help="port to listen on")
+    serve.add_argument("--served-model-name", metavar="NAME", help="the name that clients use; default: MODEL")
+    serve.add_argument("--num-replicas", type=_positive, default=1, metavar="N", help="model replicas")
+    _add_engine_flags(serve)
+    serve.set_defaults(run=_serve)
+
+    chat = commands.add_parser("chat", help="talk to a model in the terminal", formatter_class=_Formatter)
+    _add_model(chat)
+    chat.add_argument("--url", help="talk to a server, such as http://127.0.0.1:8000, instead of loading the model")
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_sampling_flags(chat, None)
+    _add_engine_flags(chat)
+    chat.set_defaults(run=_chat)
+
+    generate = commands.add_parser("generate", help="complete a text on stdout", formatter_class=_Formatter)
+    generate.add_argument("prompt", help="the text to go on with; - reads it from stdin")
+    generate.add_argument("--model", default=DEFAULT_MODEL, help=_help("model"))
+    _add_sampling_flags(generate, 128)
+    _add_engine_flags(generate)
+    generate.set_defaults(run=_generate)
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows each flag's default once."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def _help(name: str) -> str:
+    return next(f.metadata["help"] for f in fields(EngineConfig) if f.name == name)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=_help("model"))
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    group = parser.add_argument_group("sampling")
+    what = "most tokens of output" + ("" if max_tokens else "; default: as many as fit")
+    group.add_argument("--max-tokens", type=_positive, default=max_tokens, metavar="N", help=what)
+    group.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="sample from this share of probability")
+    group.add_argument("--seed", type=int, metavar="N", help="same seed, same output; default: a random one")
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of EngineConfig but the model."""
+    group = parser.add_argument_group("engine", "each is a policy: it changes speed or memory, never tokens")
+    types_of = get_type_hints(EngineConfig)
+    for f in fields(EngineConfig):
+        if f.name == "model":
+            continue
+        flag, kind, text = "--" + f.name.replace("_", "-"), types_of[f.name], f.metadata["help"]
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+            continue
+        choices = get_args(kind) if get_origin(kind) is Literal else None
+        if choices:
+            kind = type(choices[0])
+        elif isinstance(kind, types.UnionType):  # X | None
+            kind = get_args(kind)[0]
+        metavar = None if choices else {int: "N", float: "X", str: "NAME"}[kind]
+        group.add_argument(flag, type=kind, choices=choices, default=f.default, metavar=metavar, help=text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; it must be between 1 and 65535")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    return {f.name: getattr(args, f.name) for f in fields(EngineConfig)}
+
+
+def _checked(make: type, **values: Any) -> Any:
+    """`make(**values)`, where a value out of range is the user's."""
+    try:
+        return make(**values)
+    except CallboardError as e:
+        raise _UsageError(str(e)) from None
+
+
+def _sampling_params(args: argparse.Namespace, max_tokens: int) -> SamplingParams:
+    params: SamplingParams = _checked(
+        SamplingParams, max_tokens=max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
+    )
+    return params
+
+
+# ---- callboard serve ------------------------------------------------------------------------------------------------
+
+
+def _serve(args: argparse.Namespace) -> int:
+    config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+    _check_port(args.host, args.port)
+    from runtime.loading.resolve import resolve
+
+    resolve(config.model, config.revision)
+    stop = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
+        for name, value in {**SINGLE_MACHINE, **_private_haproxy(folder)}.items():
+            os.environ.setdefault(name, value)
+        try:
+            _start(args, config)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: stop.set())
+            _announce(args, config)
+            stop.wait()
+            print("Stopping.", file=sys.stderr)
+        finally:
+            _stop()
+    return 0
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raises CallboardError if the server could not listen there. This comes before anything that takes time."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except socket.gaierror as e:
+        raise CallboardError(f"{host!r} is no address of this machine ({e.strerror}); pass another --host.") from e
+    except OSError as e:
+        raise CallboardError(
+            f"Port {port} on {host} cannot be used ({e.strerror}); stop what has it or pass another --port."
+        ) from e
+
+
+def _private_haproxy(folder: str) -> dict[str, str]:
+    """Files and side ports of this server's own, so that several servers run on one machine."""
+    files = {
+        "CONFIG_FILE_LOC": "haproxy.cfg",
+        "SOCKET_PATH": "admin.sock",
+        "METRICS_SOCKET_PATH": "metrics.sock",
+        "SERVER_STATE_BASE": "",
+        "SERVER_STATE_FILE": "server-state",
+    }
+    settings = {f"RAY_SERVE_HAPROXY_{key}": str(Path(folder, name)) for key, name in files.items()}
+    ports = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+    probes = [socket.create_server(("", 0)) for _ in ports]
+    for name, probe in zip(ports, probes, strict=True):
+        settings[name] = str(probe.getsockname()[1])
+        probe.close()
+    # Ctrl-C is meant: do not wait for a load balancer elsewhere to notice.
+    settings["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"
+    # A model that does not load will not load the second time either.
+    settings["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"] = "1"
+    return settings
+
+
+def _start(args: argparse.Namespace, config: EngineConfig) -> None:
+    """Ray, Serve and the application; returns when the model answers."""
+    import logging
+
+    import ray
+    from ray import serve
+
+    from serve_app.app import AppArgs, build_app, failure_of
+
+    num_cpus = max(os.cpu_count() or 1, args.num_replicas * (1 + config.tensor_parallel_size))
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,  # logical: they place actors, they do not limit threads
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=_OBJECT_STORE_BYTES,
+    )
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(http_options={"host": args.host, "port": args.port}, logging_config={"enable_access_log": False})
+    app = build_app(
+        AppArgs(**_engine_settings(args), served_model_name=args.served_model_name, num_replicas=args.num_replicas)
+    )
+    try:
+        serve.run(app, name=APP_NAME)
+    except RuntimeError as e:
+        raise CallboardError(failure_of(APP_NAME) or str(e)) from e
+
+
+def _stop() -> None:
+    """Serve first: it is what stops HAProxy. A second Ctrl-C interrupts this."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
+        sys.modules["ray.serve"].shutdown()
+        ray.shutdown()
+
+
+def _announce(args: argparse.Namespace, config: EngineConfig) -> None:
+    host = "127.0.0.1" if args.host in ("0.0.0.0", "::") else args.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
+    name = args.served_model_name or config.model
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
+    print(f"Callboard serves {name} at {url}/v1", flush=True)
+    print(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+
+
+# ---- callboard chat and callboard generate --------------------------------------------------------------------------
+
+
+def _generate(args: argparse.Namespace) -> int:
+    config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+    params = _sampling_params(args, args.max_tokens)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    from runtime.llm import LLM
+
+    llm = LLM(**{f.name: getattr(config, f.name) for f in fields(config)})
+    with closing(llm.stream(prompt, params)) as pieces:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    _sampling_params(args, args.max_tokens or 1)  # wrong flags are told before a model is loaded
+    partner = _Remote(args) if args.url else _Local(args)
+    history = [{"role": "system", "content": args.system}] if args.system else []
+    with suppress(ImportError):
+        import readline  # noqa: F401  # gives input() its line editing
+    if sys.stdin.isatty():
+        print("Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if not text.strip():
+            continue
+        messages = [*history, {"role": "user", "content": text}]
+        answer = ""
+        try:
+            with closing(partner.answer(messages)) as pieces:
+                for piece in pieces:
+                    answer += piece
+                    print(piece, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            print()
+        except CallboardError as e:
+            if not sys.stdin.isatty():
+                raise
+            print(f"callboard: {e}", file=sys.stderr)
+            continue
+        history = [*messages, {"role": "assistant", "content": answer}]
+
+
+class _Local:
+    """A model in this process."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+        from runtime.llm import LLM
+
+        self._llm = LLM(**{f.name: getattr(config, f.name) for f in fields(config)})
+        self._args = args
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        prompt = self._llm.chat_prompt(messages)
+        room = self._llm.runner.info.max_model_len - len(prompt)
+        if room < 1:
+            raise CallboardError("The conversation fills the model's context; start a new chat.")
+        return self._llm.stream(prompt, _sampling_params(self._args, self._args.max_tokens or room))
+
+
+class _Remote:
+    """A model behind an OpenAI-compatible server."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        import httpx
+
+        self._base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._args = args
+        self._http = httpx.Client(timeout=httpx.Timeout(10, read=None))
+        try:
+            models = self._http.get(f"{self._base}/models").raise_for_status().json()
+            self._model = models["data"][0]["id"]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as e:
+            raise CallboardError(f"No OpenAI-compatible server answers at {self._base}: {e}; check --url.") from e
+
+    def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        import httpx
+
+        args = self._args
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "stream": True,
+            "temperature": args.temperature,
+            "top_p": args.top_p,
+            "max_tokens": args.max_tokens,
+            "seed": args.seed,
+        }
+        body = {key: value for key, value in body.items() if value is not None}
+        try:
+            with self._http.stream("POST", f"{self._base}/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise CallboardError(_error_message(response.text))
+                for line in response.iter_lines():
+                    data = line.removeprefix("data: ")
+                    if data == line or data == "[DONE]":
+                        continue
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise CallboardError(event["error"]["message"])
+                    for choice in event["choices"]:
+                        yield choice["delta"].get("content") or ""
+        except httpx.HTTPError as e:
+            raise CallboardError(f"The connection to {self._base} failed: {e or type(e).__name__}.") from e
+
+
+def _error_message(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"The server answered: {body[:200]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""An engine for tests of the front end: it answers with a script, and notes what it was asked and what was aborted."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+
+import httpx
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from actors.link import EngineBusy
+from runtime.core.config import ModelInfo
+from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
+from runtime.text.tokenizer import Tokenizer
+from serve_app.http import build_http_app
+from serve_app.service import Service
+
+MODEL = "fake"
+EOS = 256
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
+    """One token per byte, whose id is the byte, and <eos> = 256."""
+    alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in alphabet]
+    vocab = {chr(b): b for b in alphabet} | {chr(256 + i): b for i, b in enumerate(others)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
+    return Tokenizer(backend, bos_token_id=None, eos_token_ids=(EOS,), special_tokens={}, chat_template=chat_template)
+
+
+class FakeEngine:
+    """Answers every request with the bytes of `text`, `group` tokens an output, `delay_s` apart, and then EOS.
+
+    The token at each position has logprob -0.5, and `params.logprobs` alternatives of -1.5, -2.5 ..."""
+
+    def __init__(
+        self,
+        text: str = "Hello, wörld!",
+        *,
+        group: int = 1,
+        delay_s: float = 0.0,
+        busy: bool = False,
+        fails_after: int | None = None,
+        reason: str = "",
+        max_model_len: int = 128,
+    ) -> None:
+        self.info = ModelInfo(MODEL, "f", 320, max_model_len, (EOS,), 9, 16, "float32", "cpu")
+        self.script = [*text.encode(), EOS]
+        self.group, self.delay_s, self.busy, self.fails_after, self.reason = group, delay_s, busy, fails_after, reason
+        self.requests: list[Request] = []
+        self.num_running = 0
+        self.aborted: list[str] = []
+
+    def health(self) -> str:
+        return self.reason
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        if self.busy:
+            raise EngineBusy("The engine's queue is full; come back in 2 seconds.", 1.5)
+        self.num_running += 1
+        done = False
+        try:
+            for output in self._outputs(request):
+                await asyncio.sleep(self.delay_s)
+                done = bool(output.finish_reason)
+                yield output
+        finally:
+            self.num_running -= 1
+            if not done:
+                self.aborted.append(request.request_id)
+
+    def _outputs(self, request: Request):
+        params = request.params
+        ids = [i for i in self.script if not (params.ignore_eos and i == EOS)][: params.max_tokens]
+        for at in range(0, len(ids), self.group):
+            if self.fails_after is not None and at >= self.fails_after:
+                yield RequestOutput(
+                    request.request_id, [], FinishReason.ERROR, error="The model gave no finite logits."
+                )
+                return
+            output = RequestOutput(request.request_id, ids[at : at + self.group], num_cached=3 if at == 0 else 0)
+            if params.logprobs is not None:
+                output.logprobs = [
+                    TokenLogprobs(i, -0.5, 1, tuple((65 + k, -1.5 - k) for k in range(params.logprobs)))
+                    for i in output.token_ids
+                ]
+            if at + self.group >= len(ids):
+                reason = FinishReason.STOP if ids[-1] == EOS else FinishReason.LENGTH
+                output = replace(output, finish_reason=reason)
+            yield output
+
+
+# ---- the HTTP front over it, and what comes out ----------------------------------------------------------------------
+
+
+def client_of(engine: FakeEngine, tokenizer=None) -> httpx.AsyncClient:
+    app = build_http_app(Service(engine, tokenizer or byte_tokenizer(), MODEL))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+
+def events_of(response: httpx.Response) -> list[dict]:
+    """The JSON events of a stream; it must end with exactly one [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    chunks = response.text.split("\n\n")
+    assert chunks.pop() == ""
+    assert chunks.pop() == "data: [DONE]"
+    assert all(chunk.startswith("data: {") for chunk in chunks)
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+async def post(engine: FakeEngine, body: dict, path: str = "/v1/completions") -> httpx.Response:
+    async with client_of(engine) as client:
+        return await client.post(path, json=body)
+
+
+def chat(**fields) -> dict:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
