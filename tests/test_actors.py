@@ -1,0 +1,104 @@
+"""Real actors, a real model, real kills: the death of a runner or of the engine is a pause, not an error (C8)."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import ray
+
+from actors.placement import bundles
+from actors.supervisor import Supervisor, find_engine, link_to
+from runtime.core.config import EngineConfig
+from runtime.core.types import CallboardError, Request, SamplingParams
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+
+PROMPTS = [list(range(100 + 7 * i, 120 + 9 * i)) for i in range(8)]
+
+
+def config(**kw) -> EngineConfig:
+    return EngineConfig(deterministic=True, max_num_seqs=8, kv_cache_memory=0.1, max_model_len=512, **kw)
+
+
+class Server:
+    """One supervised engine and a link to it, on the test's own event loop."""
+
+    def __init__(self, name, **kw):
+        self.name, self.config = name, config(**kw)
+
+    async def __aenter__(self):
+        self.group = ray.util.placement_group(bundles(self.config, gpu=False), "STRICT_PACK")
+        ray.get(self.group.ready(), timeout=30)
+        self.supervisor = Supervisor(self.config, self.name, self.group, gpu=False)
+        await self.supervisor.start()
+        self.link = link_to(self.name)
+        await self.link.start()
+        return self
+
+    async def __aexit__(self, *_):
+        self.link.close()
+        self.supervisor._watch.cancel()
+        ray.kill(self.engine())
+        ray.util.remove_placement_group(self.group)
+
+    def engine(self):
+        return find_engine(self.name)
+
+    async def generate(self, progress=None):
+        """All prompts at once; `progress` counts tokens as they arrive."""
+
+        async def one(i):
+            params = SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), ignore_eos=True)
+            tokens = []
+            async for output in self.link.generate(Request(f"r{i}", PROMPTS[i], len(PROMPTS[i]), params, seed=i)):
+                assert not output.error, output.error
+                tokens += output.token_ids
+                if progress is not None:
+                    progress.append(len(output.token_ids))
+            return tokens
+
+        return await asyncio.gather(*(one(i) for i in range(len(PROMPTS))))
+
+
+async def wait_for(condition, seconds):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("channel", ["socket", "rpc"])
+async def test_killed_runner_and_engine_change_no_token(channel):
+    async with Server(f"kill-{channel}", channel=channel) as server:
+        undisturbed = await server.generate()
+        assert [len(t) for t in undisturbed] == [60] * 8
+
+        for victim in ("runner", "engine"):
+            progress: list[int] = []
+            reading = asyncio.create_task(server.generate(progress))
+            await wait_for(lambda progress=progress: sum(progress) > 80, 60)
+            engine = server.engine()
+            if victim == "runner":
+                (pid,) = await engine.runner_pids.remote()
+            else:
+                pid = (await engine.stats.remote())["pid"]
+            os.kill(pid, signal.SIGKILL)
+            await wait_for(lambda: server.link.health() != "", 5)
+            assert "restart" in server.link.health()
+            assert sum(progress) < 8 * 60
+            assert await reading == undisturbed
+            assert server.link.health() == ""
+        assert server.supervisor.num_restarts == 1
+
+
+async def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path):
+    bad = tmp_path / "broken.gguf"
+    bad.write_bytes(b"GGUF" + b"\xff" * 100)
+    server = Server("broken", model=str(bad))
+    with pytest.raises(CallboardError, match=r"broken\.gguf") as error:
+        async with server:
+            pass
+    assert "\n" not in str(error.value)
+    ray.util.remove_placement_group(server.group)
