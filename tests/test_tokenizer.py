@@ -118,6 +118,15 @@ def test_folder(tmp_path, tiny):
     assert tokenizer.eos_token_ids == (0, 1)
 
 
+def test_bos_of_a_folder_is_added_once(tmp_path, tiny):
+    settings = {"bos_token": "<|start|>", "add_bos_token": True}
+    folder = _write_folder(tmp_path, tiny._backend, tokenizer_config__json=settings)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.encode("he") == [1, 258]
+    assert tokenizer.encode("he", add_special_tokens=False) == [258]
+    assert Tokenizer.load(_write_folder(folder, tokenizer._backend)).encode("he") == [1, 258]
+
+
 def test_bare_folder(tmp_path, tiny):
     tokenizer = Tokenizer.load(_write_folder(tmp_path, tiny._backend))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.chat_template) == (None, (), None)

@@ -106,6 +106,10 @@ def _from_folder(folder: Path) -> Tokenizer:
         if isinstance(token, str):
             special_tokens[name] = token
     bos_token_id = backend.token_to_id(special_tokens.get("bos_token", ""))
+    # Where the settings ask for a BOS and tokenizer.json forgets it (DeepSeek's do), the model was trained with one.
+    wants_bos = settings.get("add_bos_token") is True and bos_token_id is not None
+    if wants_bos and bos_token_id not in backend.encode("").ids:
+        _prepend(backend, special_tokens["bos_token"])
     eos_token_ids = folder_eos_token_ids(folder, config)
     if not eos_token_ids and (eos := backend.token_to_id(special_tokens.get("eos_token", ""))) is not None:
         eos_token_ids = (eos,)
@@ -168,9 +172,7 @@ def _from_gguf(file: GgufFile) -> Tokenizer:
             special_tokens[name] = tokens[token_id]
     bos = special_tokens.get("bos_token")
     if bos is not None and file.value("tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe"):
-        backend.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, vocab[bos])]
-        )
+        _prepend(backend, bos)
     return Tokenizer(
         backend,
         bos_token_id=None if bos is None else vocab[bos],
@@ -178,6 +180,12 @@ def _from_gguf(file: GgufFile) -> Tokenizer:
         special_tokens=special_tokens,
         chat_template=file.value("tokenizer.chat_template", str, "") or None,
     )
+
+
+def _prepend(backend: tokenizers.Tokenizer, bos: str) -> None:
+    """Makes every encoded text begin with `bos`."""
+    special_tokens = [(bos, backend.token_to_id(bos))]
+    backend.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=special_tokens)
 
 
 def _strings(file: GgufFile, key: str) -> list[str]:
