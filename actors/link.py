@@ -128,7 +128,7 @@ class EngineLink:
     """An EngineClient over one socket to one engine at a time.
 
     `find()` asks the engine, wherever it runs now, for an address to connect to and for its model; it raises while
-    there is no engine."""
+    there is none."""
 
     def __init__(self, find: Callable[[], Awaitable[tuple[LinkAddress, ModelInfo]]]) -> None:
         self._find = find
@@ -141,9 +141,10 @@ class EngineLink:
         self.info: ModelInfo
 
     async def start(self) -> None:
-        """Connect, for the first time; raises what `find` raises."""
-        lost = await self._connect()
-        self._tasks = [asyncio.create_task(self._keep_connected(lost)), asyncio.create_task(self._beat())]
+        """Returns when there is an engine and the link is connected to it."""
+        self._connected = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._keep_connected()), asyncio.create_task(self._beat())]
+        await self._connected.wait()
 
     def close(self) -> None:
         """Let the engine go; it aborts what is still running."""
@@ -198,18 +199,19 @@ class EngineLink:
         self._reason = ""
         return connection.lost
 
-    async def _keep_connected(self, lost: asyncio.Future[None]) -> None:
+    async def _keep_connected(self) -> None:
         while True:
+            try:
+                lost = await self._connect()
+            except Exception as e:  # whatever keeps us from the engine now may pass: it is being started
+                logger.debug("no engine yet: %s", e)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._connected.set()
             await lost
             self._transport = None
             self._reason = "The engine is restarting."
             logger.warning("lost the engine with %d streams; looking for it again", len(self._streams))
-            while self._transport is None:
-                try:
-                    lost = await self._connect()
-                except Exception as e:  # whatever keeps us from the engine now may pass: it is being restarted
-                    logger.debug("no engine yet: %s", e)
-                    await asyncio.sleep(_RETRY_S)
 
     async def _beat(self) -> None:
         while True:

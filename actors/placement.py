@@ -20,6 +20,7 @@ from runtime.core.types import CallboardError
 SUPERVISOR_CPUS = 0.1
 ENGINE_CPUS = 0.4
 RUNNER_CPUS = 1.0
+FRONT_CPUS = 0.5
 
 
 def uses_gpu(config: EngineConfig, cluster_resources: dict[str, float]) -> bool:

@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=_port, default=8000, help="port to listen on")
     serve.add_argument("--served-model-name", metavar="NAME", help="the name that clients use; default: MODEL")
     serve.add_argument("--num-replicas", type=_positive, default=1, metavar="N", help="model replicas")
+    serve.add_argument("--num-fronts", type=_positive, default=1, metavar="N", help="front replicas that share them")
     _add_engine_flags(serve)
     serve.set_defaults(run=_serve)
 
@@ -244,7 +245,12 @@ def _start(args: argparse.Namespace, config: EngineConfig) -> None:
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(http_options={"host": args.host, "port": args.port}, logging_config={"enable_access_log": False})
     app = build_app(
-        AppArgs(**_engine_settings(args), served_model_name=args.served_model_name, num_replicas=args.num_replicas)
+        AppArgs(
+            **_engine_settings(args),
+            served_model_name=args.served_model_name,
+            num_replicas=args.num_replicas,
+            num_fronts=args.num_fronts,
+        )
     )
     try:
         serve.run(app, name=APP_NAME)
