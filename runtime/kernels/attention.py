@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from runtime.core.plan import Int32s
 
 _CHUNK = 64  # positions in one fixed-shape piece of `attention_exact`
+_ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned, so `attention_exact` pads head_dim
 
 
 @dataclass(slots=True)
@@ -174,44 +175,49 @@ def attention_exact(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> t
     Each token walks over chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32: products
     of one fixed shape, sums of one fixed length, chunks in order. What is masked adds an exact zero, so neither the
     length of a batch mate nor where a chunk of the prompt ended can show."""
+    head_dim = q.shape[-1]
+    pad = (0, -head_dim % _ALIGNED)
     outs = []
     for span in plan.spans:
-        k, v = span.view.read(kv).float().unbind(0)
-        rows = q[span.start : span.stop].float()
-        outs.append((_exact_decode if k.shape[0] == len(rows) else _exact_prefill)(rows, k, v, span.lengths))
+        rows = F.pad(q[span.start : span.stop].float() * head_dim**-0.5, pad)
+        k, v = F.pad(span.view.read(kv).float(), pad).unbind(0)
+        walk = _exact_decode if len(k) == len(rows) else _exact_prefill
+        outs.append(walk(rows, k, v, span.lengths)[..., :head_dim].flatten(1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.to(q.dtype)
 
 
 def _exact_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    num_rows, num_kv_heads, length, head_dim = k.shape
+    """A row a token: rows and kv heads are one batch."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, length = k.shape[1:3]
     q = q.reshape(num_rows * num_kv_heads, -1, head_dim)
     k, v = k.reshape(-1, length, head_dim), v.reshape(-1, length, head_dim)
-    return _walk_chunks(q, k, v, lengths.repeat_interleave(num_kv_heads)).view(num_rows, -1)
+    return _walk_chunks(q, k, v, lengths.repeat_interleave(num_kv_heads)).view(num_rows, num_heads, head_dim)
 
 
 def _exact_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    num_tokens, _, head_dim = q.shape
+    """One row of many tokens: they share each kv head's keys without a copy."""
+    num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     q = q.view(num_tokens, num_kv_heads, -1, head_dim)
     heads = [
         _walk_chunks(q[:, h].contiguous(), *(x[:, h].expand(num_tokens, -1, -1) for x in (k, v)), lengths)
         for h in range(num_kv_heads)
     ]
-    return torch.stack(heads, 1).view(num_tokens, -1)
+    return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)
 
 
 def _walk_chunks(
-    q: torch.Tensor,  # [n, group, head_dim]
+    q: torch.Tensor,  # [n, group, head_dim], scaled
     k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
     v: torch.Tensor,  # like k
     lengths: torch.Tensor,  # [n] at least 1
 ) -> torch.Tensor:
     """[n, group, head_dim]."""
-    n, group, head_dim = q.shape
+    n, group, _ = q.shape
     if n == 1:  # a batch of one may be split over threads in another way
-        return _walk_chunks(*(x.expand(2, *x.shape[1:]) for x in (q, k, v, lengths)))[:1]
-    q = q * head_dim**-0.5
+        return _walk_chunks(*(x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths)))[:1]
     best = q.new_full((n, group, 1), -math.inf)
     total = q.new_zeros((n, group, 1))
     out = torch.zeros_like(q)

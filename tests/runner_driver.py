@@ -1,0 +1,77 @@
+"""Drives a ModelRunner with hand-made plans, and keeps the logits that it samples from."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
+from runtime.core.types import SamplingParams
+from runtime.models.spec import DecoderSpec
+from runtime.worker.runner import ModelRunner
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
+TINY = DecoderSpec(
+    num_layers=2, hidden_size=48, num_heads=6, num_kv_heads=2, head_dim=16, ffn_size=80, vocab_size=131,
+    max_positions=256, norm_eps=1e-5,
+)  # fmt: skip
+
+
+def tiny_runner(spec: DecoderSpec = TINY, **config) -> ModelRunner:
+    """A random model; `config` overrides EngineConfig's fields."""
+    defaults = {"device": "cpu", "num_kv_blocks": 160, "max_num_seqs": 40, "max_model_len": 192, "num_threads": 2}
+    return ModelRunner.dummy(EngineConfig(**defaults | config), spec)
+
+
+class Driver:
+    """Opens slots with blocks of its own choice, and runs rows (slot, start, count, sample)."""
+
+    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+        runner.reset()
+        self.runner = runner
+        self.plan = StepPlan(0)
+        blocks = np.random.default_rng(seed).permutation(np.arange(1, runner.info.num_kv_blocks))
+        self.free_blocks: list[int] = blocks.tolist()
+        self.tables: dict[int, list[int]] = {}
+        self.logits = torch.zeros(0)
+        compute = type(runner.decoder).logits
+
+        def keep(hidden: torch.Tensor) -> torch.Tensor:
+            self.logits = compute(runner.decoder, hidden)
+            return self.logits.clone()
+
+        runner.decoder.logits = keep  # the instance's, found before the class's
+
+    def open(
+        self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, *, prompt_len: int | None = None,
+        seed: int = 0, shared: list[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Enter a request in the next step; its first blocks may be another's (a prefix hit)."""
+        self.plan.new.append(NewSlot(slot, np.array(tokens, np.int32), prompt_len or len(tokens), seed, params))
+        size = self.runner.info.block_size
+        num_blocks = -(-min(len(tokens) + 40, self.runner.info.max_model_len) // size)
+        table = list(shared or [])
+        table += [self.free_blocks.pop() for _ in range(num_blocks - len(table))]
+        self.tables[slot] = table
+        writes = np.array([(slot, i, b) for i, b in enumerate(table)], np.int32).T
+        self.plan.tables = np.concatenate((self.plan.tables if self.plan.new else EMPTY_TABLE, writes), 1)
+
+    def free(self, slot: int) -> None:
+        """The request leaves; its blocks are the next ones handed out."""
+        self.plan.freed = np.append(self.plan.freed, np.int32(slot))
+        self.free_blocks += self.tables.pop(slot)[::-1]
+
+    def step(self, *rows: tuple[int, int, int, int]) -> StepResult:
+        plan, self.plan = self.plan, StepPlan(self.plan.step_id + 1)
+        plan.slots, plan.starts, plan.counts, plan.samples = np.array(rows, np.int32).T.copy()
+        return self.runner.execute(plan)
+
+    def prefill(self, slot: int, tokens: list[int], cuts: tuple[int, ...] = (), start: int = 0) -> torch.Tensor:
+        """Compute tokens[start:] in chunks that end at `cuts`, alone; the logits after the last one."""
+        edges = [start, *(c for c in sorted(set(cuts)) if start < c < len(tokens)), len(tokens)]
+        for a, b in pairwise(edges):
+            self.step((slot, a, b - a, int(b == len(tokens))))
+        return self.logits[0]
