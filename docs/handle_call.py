@@ -1,0 +1,29 @@
+"""Another Ray job calls a running Callboard through its Serve handle and streams tokens: no HTTP in between.
+
+callboard serve                    # in one terminal
+python docs/handle_call.py "Hi!"   # in another one, on the same machine
+"""
+
+import os
+import sys
+
+from actors.environment import SINGLE_MACHINE
+
+os.environ.update(SINGLE_MACHINE)  # this process must talk to Ray as `callboard serve` does; before `import ray`
+
+import ray  # noqa: E402
+from ray import serve  # noqa: E402
+
+
+def main() -> None:
+    ray.init(address="auto", log_to_driver=False)
+    handle = serve.get_app_handle("callboard").options(stream=True)
+    prompt = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 64, "temperature": 0}
+    for delta in handle.generate.remote(body):
+        print(delta["text"], end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

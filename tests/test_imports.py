@@ -1,0 +1,71 @@
+"""The direction of imports: serve_app -> actors -> runtime; torch and ray only where they belong."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FORBIDDEN = {  # folder -> top-level packages that no file in it may import, at whatever depth of the file
+    "runtime": {"ray", "actors", "serve_app", "starlette", "fastapi", "transformers"},
+    "runtime/core": {"torch", "triton"},
+    "runtime/text": {"torch", "triton", "transformers"},
+    "actors": {"serve_app", "transformers"},
+    "serve_app": {"torch", "triton", "transformers"},
+}
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} has a relative import; write it out"
+            yield node.lineno, node.module or ""
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_no_file_imports_what_its_folder_must_not(folder: str):
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in files
+        for line, module in imports_of(path)
+        if module.split(".")[0] in FORBIDDEN[folder]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        (["serve_app.cli"], ["torch", "ray", "pydantic", "tokenizers"]),  # --help is immediate
+        (["serve_app.http", "serve_app.sse"], ["torch", "ray"]),
+        pytest.param(["serve_app.app", "actors.supervisor"], ["torch", "triton"], marks=pytest.mark.slow),
+        (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),
+        (["runtime.text.tokenizer", "runtime.text.chat", "runtime.text.stream"], ["torch", "ray"]),
+        (["runtime.llm"], ["torch", "ray"]),
+        (["runtime.loading.resolve"], ["torch", "ray", "huggingface_hub"]),
+    ],
+)
+def test_what_importing_really_loads(modules: list[str], unwanted: list[str]):
+    code = f"import sys, {', '.join(modules)}\nprint(*(m for m in {unwanted!r} if m in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+@pytest.mark.slow
+def test_runtime_loads_no_ray():
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sorted((ROOT / "runtime").rglob("*.py"))
+        if path.name != "__init__.py"
+    ]
+    code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nassert 'ray' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stderr
