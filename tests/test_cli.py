@@ -1,0 +1,251 @@
+"""The command line, the application's arguments, and the YAML files that start it elsewhere."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+import yaml
+from fake_engine import MODEL, FakeEngine, byte_tokenizer
+
+from actors.environment import FAST_SERVE
+from runtime.core.config import EngineConfig
+from runtime.core.types import CallboardError
+from serve_app import cli
+from serve_app.http import build_http_app
+from serve_app.service import Service
+
+ROOT = Path(__file__).parent.parent
+
+
+def callboard(*args: str, stdin: str = "", timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "serve_app.cli", *args]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate"])
+def test_help_explains_every_engine_field(command: str, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([command, "--help"])
+    assert exit_.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for f in fields(EngineConfig):
+        if f.name != "model":
+            assert "--" + f.name.replace("_", "-") in text
+        assert f.metadata["help"] in text
+
+
+def test_every_flag_reaches_its_field():
+    values = {
+        "revision": "main", "device": "cpu", "dtype": "bfloat16", "kernel_backend": "torch", "deterministic": True,
+        "max_model_len": 1024, "max_num_seqs": 5, "max_num_batched_tokens": 2048, "block_size": 32, "num_kv_blocks": 99,
+        "kv_cache_memory": 0.5, "gpu_memory_utilization": 0.5, "batching": "static", "kv_layout": "contiguous",
+        "chunked_prefill": False, "prefix_cache": False, "policy": "sjf", "pipeline_depth": 1, "packed_weights": False,
+        "cuda_graphs": False, "tensor_parallel_size": 2, "num_threads": 1, "channel": "rpc", "max_queued_requests": 7,
+        "step_timeout_s": 9.5,
+    }  # fmt: skip
+    assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
+    argv = ["serve", "some/model"]
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        argv += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    settings = cli._engine_settings(cli._parser().parse_args(argv))
+    assert settings == {"model": "some/model", **values}
+    assert EngineConfig(**cli._engine_settings(cli._parser().parse_args(["serve"]))) == EngineConfig()
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "COMMAND"),
+        (["serve", "--port", "0"], "between 1 and 65535"),
+        (["serve", "--port", "http"], "'http' is no port"),
+        (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["serve", "--num-replicas", "0"], "at least 1"),
+        (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; it must be at least 1"),
+        (["serve", "--bogus"], "--bogus"),
+        (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["generate"], "prompt"),
+        (["chat", "--top-p", "0"], "top_p is 0.0"),
+    ],
+)
+def test_usage_errors(argv: list[str], says: str):
+    done = callboard(*argv)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_port_in_use_is_told_before_anything_else():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        # A model that does not exist either: the port comes first.
+        done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"callboard: Port {port} on 127.0.0.1 cannot be used (Address already in use); "
+        "stop what has it or pass another --port."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["serve", "/no/such/model", "--port", "{free}"], "no model at '/no/such/model'"),
+        (["serve", "--host", "no.such.host.invalid", "--port", "{free}"], "'no.such.host.invalid' is no address"),
+        (["serve", "--host", "192.0.2.1", "--port", "{free}"], "Cannot assign requested address"),
+        (["generate", "hi", "--model", "/no/such/model"], "no model at '/no/such/model'"),
+        (["chat", "--url", "http://127.0.0.1:{free}"], "No OpenAI-compatible server answers"),
+    ],
+)
+def test_runtime_errors_are_one_sentence(argv: list[str], says: str):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free = str(probe.getsockname()[1])
+    done = callboard(*(word.replace("{free}", free) for word in argv))
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+# ---- callboard chat --url -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_server():
+    engine = FakeEngine("Hello, wörld!", max_model_len=90)
+    app = build_http_app(Service(engine, byte_tokenizer(), MODEL))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield engine, f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(timeout=10)
+
+
+def test_chat_with_a_server_remembers_the_conversation(fake_server):
+    engine, url = fake_server
+    done = callboard("chat", "--url", url, "--system", "S", "--seed", "7", stdin="a\n\nb\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Hello, wörld!\nHello, wörld!\n"
+    prompts = [bytes(r.token_ids).decode() for r in engine.requests]
+    assert prompts == ["<system>S<user>a<assistant>", "<system>S<user>a<assistant>Hello, wörld!<user>b<assistant>"]
+    assert engine.requests[0].seed == 7
+    assert engine.requests[0].params.temperature == 0.7
+
+
+def test_chat_tells_the_servers_error(fake_server):
+    _, url = fake_server
+    done = callboard("chat", "--url", f"{url}/v1/", stdin="x" * 100 + "\n")
+    assert done.returncode == 1
+    assert "maximum context length is 90 tokens" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- in process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_generate_and_chat_in_process(smollm2_path: Path):
+    flags = ["--temperature", "0", "--num-threads", "2", "--kv-cache-memory", "0.1"]
+    done = callboard("generate", "-", "--model", str(smollm2_path), "--max-tokens", "8", *flags, stdin="1, 2, 3, 4,")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" 5, 6")
+    question = "What is the capital of France? Answer in one sentence.\n"
+    done = callboard("chat", str(smollm2_path), *flags, stdin=question)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "The capital of France is Paris.\n"
+
+
+# ---- the Serve application ------------------------------------------------------------------------------------------
+
+
+def test_app_arguments_are_engine_config_and_what_concerns_serve():
+    from serve_app.app import AppArgs
+
+    more = {"served_model_name", "num_replicas", "num_fronts"}
+    assert set(AppArgs.model_fields) == {f.name for f in fields(EngineConfig)} | more
+    assert AppArgs().engine_config() == EngineConfig()
+    # `serve run` passes every value as text.
+    args = AppArgs.model_validate({"model": "m", "max_num_seqs": "8", "prefix_cache": "false", "kv_cache_memory": "2"})
+    assert args.engine_config() == EngineConfig(model="m", max_num_seqs=8, prefix_cache=False, kv_cache_memory=2.0)
+    with pytest.raises(ValueError, match="max_num_seq"):
+        AppArgs.model_validate({"max_num_seq": 8})
+    with pytest.raises(CallboardError, match="block_size is 0"):
+        AppArgs(block_size=0).engine_config()
+
+
+def test_serve_gives_the_builder_its_argument_model():
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
+    from serve_app.app import build_app
+
+    with pytest.raises(ValueError, match="no_such_field"):
+        call_user_app_builder_with_args_if_necessary(build_app, {"no_such_field": "1"})
+
+
+def test_serve_yaml_is_what_serve_and_the_builder_accept():
+    from ray.serve.schema import ServeDeploySchema
+
+    from serve_app.app import AppArgs
+
+    config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
+    schema = ServeDeploySchema.model_validate(config)
+    assert schema.applications[0].import_path == "serve_app.app:build_app"
+    AppArgs.model_validate(schema.applications[0].args).engine_config()
+
+
+def test_cluster_yaml_is_what_ray_up_accepts():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    text = (ROOT / "cluster.yaml").read_text()
+    config = prepare_config(yaml.safe_load(text))
+    validate_config(config)
+    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
+        start = commands[-1]
+        assert "ray start" in start
+        for name, value in FAST_SERVE.items():
+            assert f"{name}={value}" in start[: start.index("ray start")]
+
+
+@pytest.mark.slow
+def test_serve_end_to_end(smollm2_path: Path):
+    """The command as a user runs it: two lines on stdout, the curl line works, Ctrl-C ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    flags = ["--port", port, "--served-model-name", "smol", "--num-threads", "2", "--kv-cache-memory", "0.1"]
+    command = [sys.executable, "-m", "serve_app.cli", "serve", str(smollm2_path), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        assert lines[0] == f"Callboard serves smol at http://127.0.0.1:{port}/v1\n", process.stderr.read()
+        assert lines[1].startswith("curl -N ")
+        answer = subprocess.run(lines[1], shell=True, capture_output=True, text=True, timeout=60)
+        *events, done, _ = answer.stdout.split("\n\n")
+        assert done == "data: [DONE]"
+        assert all(json.loads(event.removeprefix("data: "))["model"] == "smol" for event in events)
+        assert httpx.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok"}
+        caller = subprocess.run(
+            [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
+        )  # fmt: skip
+        assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+        assert time.monotonic() - started < 15
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=30)
