@@ -267,7 +267,8 @@ class EngineActor:
 
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0}
 
-    def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool) -> None:
+    def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, supervisor_pid: int) -> None:
+        self._supervisor_pid = supervisor_pid
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         self._config, self._group, self._gpu = config, group, gpu
         self._runners: list[Any] = []
@@ -294,6 +295,10 @@ class EngineActor:
     async def runner_pids(self) -> list[int]:
         """Process ids of the runners, by rank."""
         return [pid for _, pid in await asyncio.gather(*(r.where.remote() for r in self._runners))]
+
+    async def supervisor_pid(self) -> int:
+        """Process id of the supervising replica."""
+        return self._supervisor_pid
 
     async def abort(self, request_id: str) -> None:
         """End a request by its id; an unknown one is no error."""

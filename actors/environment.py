@@ -5,6 +5,9 @@ On a cluster they belong in front of `ray start` on every node (cluster.yaml doe
 
 from __future__ import annotations
 
+import socket
+from pathlib import Path
+
 # Serve's fast front door: HAProxy straight to the replicas, and no thread hop inside them. Measured per streamed token:
 # 40-80 us of CPU against 300-700 us for the default proxy.
 FAST_SERVE = {
@@ -20,3 +23,25 @@ SINGLE_MACHINE = FAST_SERVE | {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
 }
+
+
+def private_haproxy(folder: str) -> dict[str, str]:
+    """Files and side ports of this server's own, so that several servers run on one machine."""
+    files = {
+        "CONFIG_FILE_LOC": "haproxy.cfg",
+        "SOCKET_PATH": "admin.sock",
+        "METRICS_SOCKET_PATH": "metrics.sock",
+        "SERVER_STATE_BASE": "",
+        "SERVER_STATE_FILE": "server-state",
+    }
+    settings = {f"RAY_SERVE_HAPROXY_{key}": str(Path(folder, name)) for key, name in files.items()}
+    ports = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
+    probes = [socket.create_server(("", 0)) for _ in ports]
+    for name, probe in zip(ports, probes, strict=True):
+        settings[name] = str(probe.getsockname()[1])
+        probe.close()
+    # Ctrl-C is meant: do not wait for a load balancer elsewhere to notice.
+    settings["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"
+    # A model that does not load will not load the second time either.
+    settings["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"] = "1"
+    return settings

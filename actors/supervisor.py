@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from typing import Any
 
@@ -47,7 +48,7 @@ class Supervisor:
         actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
         name = f"{self._name}#{time.time_ns()}"
         options = engine_options(self._group) | {"name": name, "namespace": NAMESPACE}
-        engine = actor.options(**options).remote(self._config, self._group, self._gpu)
+        engine = actor.options(**options).remote(self._config, self._group, self._gpu, os.getpid())
         try:
             await engine.start.remote()
         except RayError as e:

@@ -18,10 +18,9 @@ import types
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from actors.environment import SINGLE_MACHINE
+from actors.environment import SINGLE_MACHINE, private_haproxy
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
 
@@ -172,7 +171,7 @@ def _serve(args: argparse.Namespace) -> int:
     resolve(config.model, config.revision)
     stop = threading.Event()
     with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
-        for name, value in {**SINGLE_MACHINE, **_private_haproxy(folder)}.items():
+        for name, value in {**SINGLE_MACHINE, **private_haproxy(folder)}.items():
             os.environ.setdefault(name, value)
         try:
             _start(args, config)
@@ -200,28 +199,6 @@ def _check_port(host: str, port: int) -> None:
         raise CallboardError(
             f"Port {port} on {host} cannot be used ({e.strerror}); stop what has it or pass another --port."
         ) from e
-
-
-def _private_haproxy(folder: str) -> dict[str, str]:
-    """Files and side ports of this server's own, so that several servers run on one machine."""
-    files = {
-        "CONFIG_FILE_LOC": "haproxy.cfg",
-        "SOCKET_PATH": "admin.sock",
-        "METRICS_SOCKET_PATH": "metrics.sock",
-        "SERVER_STATE_BASE": "",
-        "SERVER_STATE_FILE": "server-state",
-    }
-    settings = {f"RAY_SERVE_HAPROXY_{key}": str(Path(folder, name)) for key, name in files.items()}
-    ports = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
-    probes = [socket.create_server(("", 0)) for _ in ports]
-    for name, probe in zip(ports, probes, strict=True):
-        settings[name] = str(probe.getsockname()[1])
-        probe.close()
-    # Ctrl-C is meant: do not wait for a load balancer elsewhere to notice.
-    settings["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"
-    # A model that does not load will not load the second time either.
-    settings["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"] = "1"
-    return settings
 
 
 def _start(args: argparse.Namespace, config: EngineConfig) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from actors.environment import SINGLE_MACHINE
+from actors.environment import SINGLE_MACHINE, private_haproxy
 from runtime.loading.resolve import resolve
 from runtime.text.pieces import BYTE_OF_CHAR
 
@@ -25,10 +26,10 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One private Ray for the whole test session; it listens on loopback only and is stopped by what started it."""
-    os.environ.update(SINGLE_MACHINE | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"})
+    directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
+    os.environ.update(SINGLE_MACHINE | private_haproxy(directory))
     import ray
 
-    directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
     ray.init(
         num_cpus=4,  # logical ones: they limit placement, not threads
         include_dashboard=False,
@@ -37,6 +38,8 @@ def ray_session() -> Iterator[None]:
         _temp_dir=directory,
     )
     yield
+    if serve := sys.modules.get("ray.serve"):
+        serve.shutdown()
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
 

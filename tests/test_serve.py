@@ -1,0 +1,178 @@
+"""The whole server: Serve, HTTP, engine and runners as real processes with the real model, and kills in mid-stream."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+MODEL = "smollm2"
+ROOT = Path(__file__).parents[1]
+PROMPTS = [
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):\n",
+    "The three primary colors are",
+    "My favourite recipe begins with",
+    "The capital of France is",
+    "In the year 2050, people will",
+    "Dear Sir or Madam,\n",
+    "1, 2, 3, 4, 5,",
+]
+
+
+@pytest.fixture(scope="module")
+def url(ray_session):
+    """The application as `serve run` builds it, in deterministic mode so that tokens can be compared exactly."""
+    import ray
+    from ray import serve
+
+    from serve_app.app import AppArgs, build_app
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
+    args = AppArgs(
+        served_model_name=MODEL,
+        deterministic=True,
+        max_num_seqs=8,
+        kv_cache_memory=0.2,
+        max_model_len=1024,
+        num_fronts=1,
+    )
+    serve.run(build_app(args), name="callboard")
+    yield f"http://127.0.0.1:{port}"
+    serve.delete("callboard")
+    assert ray.is_initialized()
+
+
+def engine():
+    from actors.supervisor import find_engine
+    from serve_app.app import engine_name
+
+    return find_engine(engine_name("callboard", 0))
+
+
+def stats():
+    import ray
+
+    return ray.get(engine().stats.remote())
+
+
+def test_the_openai_client_reads_plain_and_streamed_answers(url):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    assert [m.id for m in client.models.list()] == [MODEL]
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    plain = client.chat.completions.create(model=MODEL, messages=question, temperature=0)
+    assert plain.choices[0].message.content == "The capital of France is Paris."
+    assert plain.choices[0].finish_reason == "stop"
+    assert (plain.usage.prompt_tokens, plain.usage.completion_tokens) == (42, 8)
+    chunks = list(client.chat.completions.create(model=MODEL, messages=question, temperature=0, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "The capital of France is Paris."
+    whole = client.completions.create(model=MODEL, prompt=PROMPTS[1], max_tokens=40, temperature=0.8, seed=3)
+    parts = client.completions.create(
+        model=MODEL, prompt=PROMPTS[1], max_tokens=40, temperature=0.8, seed=3, stream=True
+    )
+    assert "".join(c.choices[0].text for c in parts) == whole.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.completions.create(model=MODEL, prompt=[5] * 2000)
+
+
+async def read_all(url, counts):
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    async def one(i):
+        text = ""
+        stream = await client.completions.create(
+            model=MODEL, prompt=PROMPTS[i], max_tokens=64, temperature=0.7 * (i % 2), seed=i, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            counts[i] += 1
+        return text
+
+    async with client:
+        return await asyncio.gather(*(one(i) for i in range(len(PROMPTS))))
+
+
+async def watch_health(url, seen):
+    async with httpx.AsyncClient() as client:
+        while True:
+            answer = await client.get(f"{url}/health")
+            seen.append((answer.status_code, answer.text))
+            await asyncio.sleep(0.05)
+
+
+def pid_of(victim):
+    import ray
+
+    if victim == "runner":
+        return ray.get(engine().runner_pids.remote())[0]
+    if victim == "engine":
+        return stats()["pid"]
+    return ray.get(engine().supervisor_pid.remote())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(url):
+    return asyncio.run(read_all(url, [0] * 8))
+
+
+@pytest.mark.parametrize("victim", ["runner", "engine", "supervisor"])
+async def test_a_kill_in_mid_stream_changes_no_text(url, undisturbed, victim):
+    counts, seen = [0] * 8, []
+    watch = asyncio.create_task(watch_health(url, seen))
+    reading = asyncio.create_task(read_all(url, counts))
+    while min(counts) < 6:
+        await asyncio.sleep(0.01)
+        assert not reading.done(), await reading
+    pid = await asyncio.to_thread(pid_of, victim)
+    assert min(64 - c for c in counts) > 5, "the kill must come in mid-stream"
+    os.kill(pid, signal.SIGKILL)
+    assert await reading == undisturbed
+    await asyncio.sleep(0.2)
+    watch.cancel()
+    assert {200, 503} == {status for status, _ in seen}
+    assert seen[-1][0] == 200
+    assert all("restart" in text or "engine" in text for status, text in seen if status == 503)
+
+
+async def test_a_client_that_leaves_frees_the_engine(url):
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+    stream = await client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    await anext(aiter(stream))
+    assert (await asyncio.to_thread(stats))["running"] == 1
+    await stream.close()
+    await client.close()
+    end = time.monotonic() + 1.0
+    while (await asyncio.to_thread(stats))["running"]:
+        assert time.monotonic() < end, "the request was not aborted within a second"
+        await asyncio.sleep(0.02)
+
+
+def test_another_ray_job_streams_through_the_handle(url):
+    import ray
+
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "docs" / "handle_call.py"),
+            "What is the capital of France? Answer in one sentence.",
+        ],
+        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "The capital of France is Paris.", done.stderr
