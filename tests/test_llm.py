@@ -1,0 +1,102 @@
+"""Offline Python on a tiny random model: every toggle changes speed, never tokens (C6); texts, stops, seeds."""
+
+import pytest
+
+from runtime.core.types import CallboardError, FinishReason, SamplingParams
+from runtime.llm import LLM
+
+BASE = {"deterministic": True, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4, "num_kv_blocks": 80}
+SHARED = [5, 9, 33, 7, 8, 41, 3, 3, 9]
+PROMPTS = [SHARED, [*SHARED, 17, 60], [8] * 21, [40, 3], [*SHARED, 17, 60, 2, 2, 8, 9], list(range(2, 40))]
+PARAMS = [
+    SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=15, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=20, temperature=0.7, top_k=9, top_p=0.9, seed=2),
+    SamplingParams(max_tokens=9, temperature=1.5, min_p=0.01, seed=3, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=14, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, seed=4),
+    SamplingParams(max_tokens=11, logit_bias=((7, 3.0), (8, -90.0)), min_tokens=5, stop_token_ids=(7,), seed=5),
+]
+
+
+@pytest.fixture
+def load(write_tiny_gguf):
+    path = str(write_tiny_gguf())
+    return lambda **kw: LLM(path, **(BASE | kw))
+
+
+def tokens(llm):
+    return [(c.token_ids, c.finish_reason, [p.token_id for p in c.logprobs]) for c in llm.generate(PROMPTS, PARAMS)]
+
+
+def test_no_toggle_changes_a_token(load):
+    expected = tokens(load(max_num_seqs=1))  # each request alone, one after the other
+    toggles = (
+        {},
+        {"pipeline_depth": 1},
+        {"prefix_cache": False},
+        {"batching": "static"},
+        {"kv_layout": "contiguous", "num_kv_blocks": None},
+        {"chunked_prefill": False, "max_model_len": 100, "max_num_batched_tokens": 100},
+        {"max_num_batched_tokens": 3},
+        {"policy": "sjf"},
+        {"block_size": 16},
+        {"num_kv_blocks": 26, "max_model_len": 60},
+        {"num_threads": 1},
+    )
+    for toggle in toggles:
+        llm = load(**toggle)
+        assert tokens(llm) == expected, toggle
+        assert tokens(llm) == expected, f"{toggle}, once more with a warm prefix cache"
+
+
+def test_a_preempted_request_gives_the_same_tokens(load):
+    params = [SamplingParams(max_tokens=40, seed=i, logit_bias=((0, -100.0),)) for i in range(4)]
+    alone = [c.token_ids for c in load().generate([SHARED] * 4, params)]
+    tight = load(num_kv_blocks=26, max_model_len=60, prefix_cache=False)
+    tight.engine.scheduler.output_share = 0.0
+    assert [c.token_ids for c in tight.generate([SHARED] * 4, params)] == alone
+    assert tight.engine.scheduler.num_preemptions > 0
+
+
+def test_stream_equals_generate_and_stop_strings_cut(load):
+    llm = load()
+    params = SamplingParams(max_tokens=40, seed=7, ignore_eos=True)
+    whole = llm.generate("hell", params)[0]
+    assert "".join(llm.stream("hell", params)) == whole.text
+    assert whole.finish_reason is FinishReason.LENGTH
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    cut = llm.generate("hell", SamplingParams(max_tokens=40, seed=7, ignore_eos=True, stop=(stop,)))[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop) == (FinishReason.STOP, stop)
+    assert not llm.engine.scheduler.requests
+
+
+def test_closing_a_stream_ends_its_request(load):
+    llm = load()
+    stream = llm.stream("hell", SamplingParams(max_tokens=60, seed=7, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work
+
+
+def test_chat_takes_one_conversation_or_several(load):
+    llm = load()
+    hello = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(max_tokens=5, temperature=0)
+    one = llm.chat(hello, params)
+    two = llm.chat([hello, [{"role": "user", "content": "hell"}]], params)
+    assert one[0].token_ids == two[0].token_ids
+    assert one[0].prompt_token_ids == llm.tokenizer.encode("<|start|>hello<|end|>", add_special_tokens=False)
+
+
+def test_bad_calls_say_what_to_change(load, tmp_path):
+    llm = load()
+    with pytest.raises(CallboardError, match="2 prompts and 1 SamplingParams"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(CallboardError, match="maximum context length"):
+        llm.generate([[5] * 500])
+    assert not llm.engine.has_work
+    with pytest.raises(CallboardError, match="tensor_parallel_size"):
+        LLM("x", tensor_parallel_size=2)
+    with pytest.raises(CallboardError, match="nothing"):
+        LLM(str(tmp_path / "nothing.gguf"))
