@@ -16,7 +16,7 @@ import tempfile
 import threading
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, redirect_stdout, suppress
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -240,8 +240,10 @@ def _stop() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
-        sys.modules["ray.serve"].shutdown()
-        ray.shutdown()
+        # Ray prints that the controller's last task was not answered, since that task ends the controller.
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            sys.modules["ray.serve"].shutdown()
+            ray.shutdown()
 
 
 def _announce(args: argparse.Namespace, config: EngineConfig) -> None:

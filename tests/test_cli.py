@@ -244,6 +244,7 @@ def test_serve_end_to_end(smollm2_path: Path):
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0
         assert time.monotonic() - started < 15
+        assert process.stdout.read() == ""
         assert "Traceback" not in process.stderr.read()
     finally:
         if process.poll() is None:
