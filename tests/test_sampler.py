@@ -40,16 +40,16 @@ def plain_bits(seed: int, position: int, token: int) -> int:
 def test_noise_bits_equal_the_definition_in_plain_integers(seed, position, tokens):
     keys = noise_keys(torch.tensor([seed]), torch.tensor([position], dtype=torch.int32))
     got = noise_bits(keys, torch.tensor(tokens, dtype=torch.int32))
-    assert got[0].tolist() == [plain_bits(seed, position, t) for t in tokens]
+    assert got.tolist() == [plain_bits(seed, position, t) for t in tokens]
 
 
 def test_noise_is_the_same_alone_and_among_others():
     seeds, positions = torch.tensor([5, 2**62 + 1, 5]), torch.tensor([0, 9, 10], dtype=torch.int32)
     ids = torch.arange(1000, dtype=torch.int32)
-    together = gumbel_noise(noise_keys(seeds, positions), ids)
+    together = gumbel_noise(noise_keys(seeds, positions)[:, :, None], ids)
     for row in range(3):
         alone = gumbel_noise(noise_keys(seeds[row : row + 1], positions[row : row + 1]), ids[500:])
-        assert torch.equal(alone[0], together[row, 500:])
+        assert torch.equal(alone, together[row, 500:])
 
 
 def test_extreme_bits_give_finite_noise():
@@ -78,7 +78,7 @@ WALKS = {
 
 def walk_bits(name: str, n: int) -> torch.Tensor:
     seeds, positions, tokens = WALKS[name](n)
-    return noise_bits(noise_keys(seeds, positions.int()), tokens.int()).reshape(-1)
+    return noise_bits(noise_keys(seeds, positions.int()), tokens.int())
 
 
 @pytest.mark.parametrize("walk", WALKS)
@@ -95,10 +95,11 @@ def test_rows_with_close_keys_do_not_share_noise():
     ids = torch.arange(1 << 16, dtype=torch.int32)
     seeds = torch.tensor([0, 0, 1, 1, 1 << 32, 1 << 62])
     positions = torch.tensor([0, 1, 0, 1, 0, 0], dtype=torch.int32)
-    noise = gumbel_noise(noise_keys(seeds, positions), ids)
+    keys = noise_keys(seeds, positions)[:, :, None]
+    noise = gumbel_noise(keys, ids)
     correlation = torch.corrcoef(noise) - torch.eye(len(seeds))
     assert correlation.abs().max() < 5 / math.sqrt(len(ids))
-    values = noise_bits(noise_keys(seeds, positions), ids).sort(-1).values
+    values = noise_bits(keys, ids).sort(-1).values
     for a in range(len(seeds)):  # nor are they permutations of one another
         for b in range(a):
             assert (values[a] == values[b]).float().mean() < 0.01
@@ -108,7 +109,8 @@ def test_gumbel_max_draws_from_softmax():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0, 1.5])
     n = 200_000
     keys = noise_keys(torch.full((n,), 123), torch.arange(n, dtype=torch.int32))
-    drawn = torch.bincount((logits + gumbel_noise(keys, torch.arange(6, dtype=torch.int32))).argmax(-1), minlength=6)
+    noise = gumbel_noise(keys[:, :, None], torch.arange(6, dtype=torch.int32))
+    drawn = torch.bincount((logits + noise).argmax(-1), minlength=6)
     expected = logits.double().softmax(0) * n
     assert float(((drawn - expected) ** 2 / expected).sum()) < 30  # chi-square with 5 degrees of freedom
 

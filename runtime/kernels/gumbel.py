@@ -34,7 +34,7 @@ def noise_keys(
     seeds: torch.Tensor,  # [n] int64
     positions: torch.Tensor,  # [n] int32, of the token that is sampled, counted from the sequence's first
 ) -> torch.Tensor:
-    """[2, n] int32."""
+    """[2, n] int32: the two words of each row's key."""
     low, high = _low_word(seeds), _low_word(seeds >> 32)
     first = _keyed_hash(_keyed_hash(positions ^ low, 0) ^ high, _GOLDEN)
     return torch.stack((first, _keyed_hash(first ^ low, 0)))
@@ -46,12 +46,12 @@ def _low_word(x: torch.Tensor) -> torch.Tensor:
 
 
 def noise_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """k: [n, num_tokens] int32 in [0, 2^23), for keys [2, n] and token_ids [num_tokens] or [n, num_tokens] int32."""
-    hashed = _keyed_hash(token_ids ^ keys[0, :, None], keys[1, :, None])
+    """k, int32 in [0, 2^23), for keys [2, ...] and token_ids int32, whose shapes broadcast against each other."""
+    hashed = _keyed_hash(token_ids ^ keys[0], keys[1])
     return (hashed >> 9).bitwise_and_((1 << 23) - 1)
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """[n, num_tokens] float32."""
+    """float32 noise, arguments as for `noise_bits`."""
     u = noise_bits(keys, token_ids).float().add_(0.5).mul_(2.0**-23)
     return u.neg_().log1p_().neg_().log_().neg_()

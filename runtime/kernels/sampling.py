@@ -10,7 +10,7 @@ import math
 
 import torch
 
-_NUCLEUS_GUESS = 1024  # tokens sorted at first for top-p; almost every nucleus is smaller
+_NUCLEUS_GUESSES = (1024, 8192)  # tokens sorted for top-p before all of them are; almost every nucleus is smaller
 
 
 def apply_penalties(
@@ -60,13 +60,15 @@ def lower_bounds(
 
 def _nucleus_bounds(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """[n, 1]: the last logit of the smallest set of best tokens whose probability reaches top_p."""
-    log_total = logits.logsumexp(-1, keepdim=True)
     vocab = logits.shape[-1]
-    for size in (min(_NUCLEUS_GUESS, vocab), vocab):
+    best_logprob = logits.log_softmax(-1).amax(
+        -1, keepdim=True
+    )  # unlike logsumexp, summed alike for any number of rows
+    for size in (*(s for s in _NUCLEUS_GUESSES if s < vocab), vocab):
         ordered = logits.topk(size).values
-        probs = (ordered - log_total).exp()
+        probs = (ordered - ordered[:, :1] + best_logprob).exp()
         mass = probs.cumsum(-1)
-        if size == vocab or bool((mass[:, -1:] >= top_p).all()):
+        if bool((mass[:, -1:] >= top_p).all()):
             break
     last = (mass - probs < top_p).sum(-1, keepdim=True) - 1
     return ordered.gather(1, last)

@@ -105,10 +105,10 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Forget all requests, as after an engine's restart; the cache's contents are nobody's."""
-        spec, memory, device = self.decoder.spec, self.memory, self.numerics.device
+        memory, device = self.memory, self.numerics.device
         max_blocks = -(-memory.max_model_len // memory.block_size)
         self.slots = Slots(self.config.max_num_seqs, memory.max_model_len, max_blocks, device)
-        self.sampler = Sampler(self.config.max_num_seqs, spec.vocab_size, self.eos_token_ids, device)
+        self.sampler = Sampler(self.config.max_num_seqs, self.decoder.spec.vocab_size, self.eos_token_ids, device)
         self.poisoned = False  # some step had a non-finite value, so that free blocks may hold one
 
     @torch.inference_mode()
