@@ -24,6 +24,22 @@ SINGLE_MACHINE = FAST_SERVE | {
     "RAY_AUTH_MODE": "disabled",
 }
 
+# For ray.init(runtime_env=...) on one machine: called in each of Ray's worker processes before anything else.
+LOOPBACK_WORKERS = {"worker_process_setup_hook": "actors.environment.listen_on_loopback"}
+
+
+def listen_on_loopback() -> None:
+    """Serve replicas open an unauthenticated gRPC port on all interfaces, which nothing can configure; nobody beyond
+    this machine needs it here."""
+    from grpc.aio._server import Server
+
+    add_insecure_port = Server.add_insecure_port
+
+    def add_loopback_port(server: Server, address: str) -> int:
+        return int(add_insecure_port(server, address.replace("[::]:", "127.0.0.1:")))
+
+    Server.add_insecure_port = add_loopback_port
+
 
 def private_haproxy(folder: str) -> dict[str, str]:
     """Files and side ports of this server's own, so that several servers run on one machine."""

@@ -20,7 +20,7 @@ from contextlib import closing, redirect_stdout, suppress
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from actors.environment import SINGLE_MACHINE, private_haproxy
+from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, private_haproxy
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
 
@@ -218,6 +218,7 @@ def _start(args: argparse.Namespace, config: EngineConfig) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
         object_store_memory=_OBJECT_STORE_BYTES,
+        runtime_env=LOOPBACK_WORKERS,
     )
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(http_options={"host": args.host, "port": args.port}, logging_config={"enable_access_log": False})

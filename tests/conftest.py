@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from actors.environment import SINGLE_MACHINE, private_haproxy
+from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, private_haproxy
 from runtime.loading.resolve import resolve
 from runtime.text.pieces import BYTE_OF_CHAR
 
@@ -35,6 +35,7 @@ def ray_session() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=100 << 20,
+        runtime_env=LOOPBACK_WORKERS,
         _temp_dir=directory,
     )
     yield
