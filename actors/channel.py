@@ -10,16 +10,22 @@ Three executors (runtime.core.executor) for one engine core: `InProcess` around 
     collect()                 <-- result -----                       rank 0 alone; any rank: a fault, or its end
 
 One socket a rank: Unix SEQPACKET on the same node (14 us a round trip, wakes without spinning), TCP to another node.
-Ranks other than 0 say nothing while all is well: their death shows as the end of their socket, which `collect` watches
-beside rank 0's answer. Frames are runtime.core.plan's; nothing is ever unpickled from a socket.
+Ranks other than 0 say nothing while all is well, so a step costs one wake-up of the engine however many ranks there
+are; their death shows as the end of their socket, which the engine watches whenever it waits. Frames are
+runtime.core.plan's; nothing is ever unpickled from a socket.
+
+Whoever waits, waits in the kernel, and the engine never waits for one rank alone: a rank that does not read its plan
+may itself wait for a rank that died, or for the engine to read a result.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import logging
 import os
+import queue
 import secrets
 import select
 import shutil
@@ -28,7 +34,10 @@ import struct
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from actors.frames import tune_tcp
@@ -39,17 +48,29 @@ from runtime.core.types import CallboardError
 logger = logging.getLogger(__name__)
 
 _PACKET = 64 << 10  # bytes of a SEQPACKET message; below the kernel's default send buffer, whatever its setting
+_SEND_BUFFER = 4 << 20  # bytes; the kernel clamps it to net.core.wmem_max
 _MAX_FRAME = 256 << 20  # bytes; checked before anything is allocated
 _LENGTH = struct.Struct("<I")
+_MORE, _LAST = b"\1", b"\0"  # first byte of a packet
 _SECRET_LEN = 32
 _FAULT = b"CBE1"  # starts the frame of a runner that could not execute a plan; a sentence follows
 
-
-class RunnersLost(CallboardError):
-    """A rank is gone, or the channel was closed: the whole group must be rebuilt."""
+OnFull = Callable[[], None]
 
 
-class RunnerFault(CallboardError):
+class GroupFailed(CallboardError):
+    """The group of runners must be rebuilt, because of `rank` (None: the channel was closed)."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class RunnersLost(GroupFailed):
+    """A rank is gone, or the channel was closed."""
+
+
+class RunnerFault(GroupFailed):
     """A rank raised while executing a plan; its state cannot be trusted any more."""
 
 
@@ -61,43 +82,61 @@ class Address:
     host: str
     port: int
     rank: int
-    secret: bytes  # the connection's first frame
+    secret: bytes = field(repr=False)  # the first bytes on the connection
 
 
 class Wire(Protocol):
-    """A socket that carries whole frames. `receive` returns None at the end of the connection."""
+    """A connected socket that carries whole frames; both ends raise OSError when it fails."""
 
     sock: socket.socket
 
-    def send(self, frame: bytes) -> None: ...
+    def send(self, frame: bytes, on_full: OnFull | None = None) -> None:
+        """Write `frame`. A full socket blocks, or calls `on_full` until there is room."""
+        ...
 
-    def receive(self) -> bytes | None: ...
+    def receive(self) -> bytes | None:
+        """The next frame, or None at the end of the connection."""
+        ...
+
+
+def _write(sock: socket.socket, parts: Iterable[bytes | memoryview], on_full: OnFull | None) -> int:
+    if on_full is None:
+        return sock.sendmsg(parts)
+    while True:
+        try:
+            return sock.sendmsg(parts, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            on_full()
+
+
+def _too_large(size: int) -> OSError:
+    return OSError(errno.EMSGSIZE, f"a step frame of {size} bytes exceeds the limit of {_MAX_FRAME}")
 
 
 class _PacketWire:
-    """Frames over SEQPACKET: packets of up to 64 KiB, the first byte says whether more follow."""
+    """Frames over SEQPACKET, cut into packets whose first byte says whether more follow."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
 
-    def send(self, frame: bytes) -> None:
-        at = 0
-        while len(frame) - at >= _PACKET:
-            self.sock.sendmsg((b"\1", frame[at : at + _PACKET - 1]))
-            at += _PACKET - 1
-        self.sock.sendmsg((b"\0", frame[at:] if at else frame))
+    def send(self, frame: bytes, on_full: OnFull | None = None) -> None:
+        rest = memoryview(frame)
+        while len(rest) >= _PACKET:
+            _write(self.sock, (_MORE, rest[: _PACKET - 1]), on_full)
+            rest = rest[_PACKET - 1 :]
+        _write(self.sock, (_LAST, rest), on_full)
 
     def receive(self) -> bytes | None:
         packet = self.sock.recv(_PACKET)
-        if packet[:1] == b"\0":
+        if packet[:1] == _LAST:
             return packet[1:]
-        parts = []
-        size = 0
-        while packet[:1] == b"\1":
+        parts, size = [], 0
+        while packet[:1] == _MORE:
             parts.append(packet[1:])
             size += len(packet)
             if size > _MAX_FRAME:
-                raise CallboardError(f"A step frame exceeds {_MAX_FRAME} bytes.")
+                raise _too_large(size)
             packet = self.sock.recv(_PACKET)
         return b"".join((*parts, packet[1:])) if packet else None
 
@@ -107,9 +146,12 @@ class _StreamWire:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        tune_tcp(sock)
 
-    def send(self, frame: bytes) -> None:
-        self.sock.sendall(_LENGTH.pack(len(frame)) + frame)
+    def send(self, frame: bytes, on_full: OnFull | None = None) -> None:
+        rest = memoryview(_LENGTH.pack(len(frame)) + frame)
+        while rest:
+            rest = rest[_write(self.sock, (rest,), on_full) :]
 
     def receive(self) -> bytes | None:
         head = self._exactly(_LENGTH.size)
@@ -117,38 +159,36 @@ class _StreamWire:
             return None
         (size,) = _LENGTH.unpack(head)
         if size > _MAX_FRAME:
-            raise CallboardError(f"A step frame claims {size} bytes; the limit is {_MAX_FRAME}.")
+            raise _too_large(size)
         return self._exactly(size)
 
     def _exactly(self, size: int) -> bytes | None:
-        data = self.sock.recv(size, socket.MSG_WAITALL)
-        if len(data) == size:
-            return data
-        parts = bytearray(data)
-        while len(parts) < size:
-            part = self.sock.recv(size - len(parts), socket.MSG_WAITALL)
+        data = self.sock.recv(size, socket.MSG_WAITALL)  # a signal may still cut it short
+        while len(data) < size:
+            part = self.sock.recv(size - len(data), socket.MSG_WAITALL)
             if not part:
                 return None
-            parts += part
-        return bytes(parts)
+            data += part
+        return data
 
 
 def _wire(sock: socket.socket) -> Wire:
-    if sock.family == socket.AF_UNIX:
-        return _PacketWire(sock)
-    tune_tcp(sock)
-    return _StreamWire(sock)
+    return _PacketWire(sock) if sock.family == socket.AF_UNIX else _StreamWire(sock)
 
 
 class SocketExecutor:
-    """The engine's end of the sockets to `num_ranks` runners."""
+    """The engine's end of the sockets to `num_ranks` runners. One thread submits and collects; any may close."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self._secrets = [secrets.token_bytes(_SECRET_LEN) for _ in range(num_ranks)]
         self._directory = tempfile.mkdtemp(prefix="callboard-")  # mode 0700
-        self._listeners = [self._listen(socket.AF_UNIX, socket.SOCK_SEQPACKET, os.path.join(self._directory, "step"))]
+        self._path = os.path.join(self._directory, "step")
+        self._listeners = [self._listen(socket.AF_UNIX, socket.SOCK_SEQPACKET, self._path)]
         self._wires: list[Wire] = []
+        self._ranks: dict[int, int] = {}  # by file descriptor
+        self._poll = select.poll()
+        self._results: deque[bytes] = deque()  # rank 0's, heard while a plan waited for room
         self._closed = False
 
     @staticmethod
@@ -161,96 +201,126 @@ class SocketExecutor:
     def address(self, rank: int, host: str = "") -> Address:
         """Where `rank` connects to; `host` is this node's address, for a rank on another node."""
         if not host:
-            return Address(os.path.join(self._directory, "step"), "", 0, rank, self._secrets[rank])
+            return Address(self._path, "", 0, rank, self._secrets[rank])
         if len(self._listeners) == 1:
             self._listeners.append(self._listen(socket.AF_INET, socket.SOCK_STREAM, (host, 0)))
         return Address("", host, self._listeners[1].getsockname()[1], rank, self._secrets[rank])
 
     def accept(self, timeout_s: float = 30.0) -> None:
-        """Wait until every rank has connected. Raises RunnersLost if one has not in time."""
-        wires: dict[int, Wire] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(wires) < self.num_ranks:
-            ready, _, _ = select.select(self._listeners, [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self.close()
-                missing = sorted(set(range(self.num_ranks)) - set(wires))
-                raise RunnersLost(f"Ranks {missing} did not connect within {timeout_s:.0f} s.")
-            sock, _ = ready[0].accept()
-            rank, wire = self._admit(sock)
-            if rank is None:
-                sock.close()  # not one of ours; go on listening
-            else:
-                wires[rank] = wire
-        self._wires = [wires[rank] for rank in range(self.num_ranks)]
-        self._stop_listening()
-        self._poll = select.poll()
-        for wire in self._wires:
-            self._poll.register(wire.sock, select.POLLIN)
+        """Wait until every rank has connected. Raises RunnersLost if one has not in time, or on `close`.
 
-    def _admit(self, sock: socket.socket) -> tuple[int | None, Wire]:
-        wire = _wire(sock)
-        sock.settimeout(2.0)
+        Whoever connects without a secret is dropped, and cannot hold up the ranks by saying nothing."""
         try:
-            said = wire.receive() or b""
-        except (OSError, CallboardError):
-            said = b""
-        sock.settimeout(None)
-        return next((r for r, s in enumerate(self._secrets) if hmac.compare_digest(s, said)), None), wire
+            wires = self._meet(time.monotonic() + timeout_s)
+        finally:
+            for listener in self._listeners:
+                listener.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+        if missing := [rank for rank in range(self.num_ranks) if rank not in wires]:
+            if self._closed:
+                raise self._lost(None, "")
+            raise RunnersLost(f"Ranks {missing} did not connect within {timeout_s:.0f} s.", missing[0])
+        for rank, wire in sorted(wires.items()):
+            self._ranks[wire.sock.fileno()] = rank
+            self._poll.register(wire.sock, select.POLLIN)
+            self._wires.append(wire)
+        if self._closed:
+            self.close()  # again: the first time there were no wires to shut
+
+    def _meet(self, deadline: float) -> dict[int, Wire]:
+        """The wires of the ranks that connected until `deadline` or `close`."""
+        wires: dict[int, Wire] = {}
+        sockets = {listener.fileno(): listener for listener in self._listeners}  # and those who have said nothing yet
+        poll = select.poll()
+        for fd in sockets:
+            poll.register(fd, select.POLLIN)
+        while len(wires) < self.num_ranks:
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if self._closed or not ready:
+                break
+            for fd, _ in ready:
+                sock = sockets[fd]
+                if sock in self._listeners:
+                    sock, _ = sock.accept()
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _SECRET_LEN)  # TCP: readable when whole
+                    sockets[sock.fileno()] = sock
+                    poll.register(sock, select.POLLIN)
+                    continue
+                poll.unregister(fd)
+                del sockets[fd]
+                rank = self._rank_of(sock)
+                if rank is None or rank in wires:
+                    sock.close()
+                else:
+                    wires[rank] = _wire(sock)
+        for sock in sockets.values():
+            sock.close()
+        return wires
+
+    def _rank_of(self, sock: socket.socket) -> int | None:
+        """Whose secret waits on the new connection."""
+        try:
+            said = sock.recv(_SECRET_LEN, socket.MSG_DONTWAIT)
+        except OSError:
+            return None
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        return next((rank for rank, secret in enumerate(self._secrets) if hmac.compare_digest(secret, said)), None)
 
     def submit(self, plan: StepPlan) -> None:
+        """Raises RunnersLost or RunnerFault, as `collect` does."""
         frame = encode_plan(plan)
         for rank, wire in enumerate(self._wires):
             try:
-                wire.send(frame)
+                wire.send(frame, partial(self._make_room, rank))
             except OSError as e:
                 raise self._lost(rank, str(e)) from e
 
     def collect(self) -> StepResult:
-        if self.num_ranks > 1:
-            self._wait_for_rank_0()
+        """Raises RunnersLost when any rank is gone, RunnerFault when one could not execute its plan."""
+        while not self._results:
+            if self.num_ranks == 1:
+                self._hear(0)  # its recv blocks: no need to poll
+            else:
+                for fd, _ in self._poll.poll():
+                    self._hear(self._ranks[fd])
+        return decode_result(self._results.popleft())
+
+    def _make_room(self, rank: int) -> None:
+        """Wait until `rank` reads its plan, listening to all ranks meanwhile."""
+        sock = self._wires[rank].sock
+        self._poll.modify(sock, select.POLLIN | select.POLLOUT)
         try:
-            frame = self._wires[0].receive()
+            for fd, events in self._poll.poll():
+                if events & ~select.POLLOUT:
+                    self._hear(self._ranks[fd])
+        finally:
+            self._poll.modify(sock, select.POLLIN)
+
+    def _hear(self, rank: int) -> None:
+        try:
+            frame = self._wires[rank].receive()
         except OSError as e:
-            raise self._lost(0, str(e)) from e
-        return decode_result(self._checked(0, frame))
-
-    def _wait_for_rank_0(self) -> None:
-        """Until rank 0 answers; another rank has something to say only when it fails."""
-        first = self._wires[0].sock.fileno()
-        while True:
-            ready = {fd for fd, _ in self._poll.poll()}
-            for rank, wire in enumerate(self._wires):
-                if rank and wire.sock.fileno() in ready:
-                    try:
-                        self._checked(rank, wire.receive())
-                    except OSError as e:
-                        raise self._lost(rank, str(e)) from e
-            if first in ready:
-                return
-
-    def _checked(self, rank: int, frame: bytes | None) -> bytes:
+            raise self._lost(rank, str(e)) from e
         if frame is None:
             raise self._lost(rank, "its connection ended")
         if frame[: len(_FAULT)] == _FAULT:
-            raise RunnerFault(f"The runner of rank {rank} failed: {frame[len(_FAULT) :].decode()}")
-        return frame
+            raise RunnerFault(f"The runner of rank {rank} failed: {frame[len(_FAULT) :].decode()}", rank)
+        self._results.append(frame)
 
-    def _lost(self, rank: int, why: str) -> RunnersLost:
-        return RunnersLost("The step channel was closed." if self._closed else f"Rank {rank} is gone: {why}.")
-
-    def _stop_listening(self) -> None:
-        for listener in self._listeners:
-            listener.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+    def _lost(self, rank: int | None, why: str) -> RunnersLost:
+        if self._closed:
+            return RunnersLost("The step channel was closed.")
+        return RunnersLost(f"Rank {rank} is gone: {why}.", rank)
 
     def close(self) -> None:
-        """May be called from any thread, and twice: a blocked submit or collect then raises RunnersLost."""
+        """May be called from any thread, and twice: a blocked accept, submit or collect then raises RunnersLost.
+
+        Sockets are shut, not closed: another thread may be waiting on their descriptors."""
         self._closed = True
-        self._stop_listening()
-        for wire in self._wires:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        for sock in (*self._listeners, *(wire.sock for wire in self._wires)):
             with contextlib.suppress(OSError):
-                wire.sock.shutdown(socket.SHUT_RDWR)
+                sock.shutdown(socket.SHUT_RDWR)
 
 
 def connect(address: Address, timeout_s: float = 30.0) -> Wire:
@@ -261,25 +331,40 @@ def connect(address: Address, timeout_s: float = 30.0) -> Wire:
     else:
         sock = socket.create_connection((address.host, address.port), timeout_s)
         sock.settimeout(None)
-    wire = _wire(sock)
-    wire.send(address.secret)
-    return wire
+    sock.sendall(address.secret)
+    return _wire(sock)
 
 
 def serve_steps(address: Address, runner: Runner) -> None:
     """Execute plans until the engine goes away, or until one fails: the engine then gets the reason as one sentence,
     and this process's log the traceback."""
     wire = connect(address)
-    with wire.sock, contextlib.suppress(OSError):
-        while (frame := wire.receive()) is not None:
-            try:
-                result = runner.execute(decode_plan(frame))
-            except Exception as e:
-                logger.exception("a step failed")
-                wire.send(_FAULT + f"{type(e).__name__}: {e}".splitlines()[0].encode())
-                return
-            if address.rank == 0:
-                wire.send(encode_result(result))
+    with wire.sock:
+        try:
+            while (frame := wire.receive()) is not None:
+                try:
+                    result = runner.execute(decode_plan(frame))
+                except Exception as e:
+                    logger.exception("a step failed")
+                    wire.send(_FAULT + _sentence(e).encode(errors="replace"))
+                    _leave(wire)
+                    return
+                if address.rank == 0:
+                    wire.send(encode_result(result))
+        except OSError as e:
+            logger.info("the engine's socket failed: %s", e)
+
+
+def _leave(wire: Wire) -> None:
+    """Wait for the engine to close: closing first, with a plan unread, would reset the connection and lose the fault."""
+    while wire.receive() is not None:
+        pass
+
+
+def _sentence(error: BaseException) -> str:
+    """What it says in its first line; a fault that is no CallboardError is named, since its text may say little."""
+    first = next(iter(str(error).splitlines()), "").removesuffix(".")
+    return f"{first}." if isinstance(error, CallboardError) else f"{type(error).__name__}: {first}."
 
 
 class RayRpc:
@@ -288,24 +373,41 @@ class RayRpc:
     def __init__(self, runners: list[Any]) -> None:
         """`runners` are handles of actors with `execute(bytes) -> bytes`, by rank."""
         self._runners = runners
-        self._steps: deque[list[Any]] = deque()
-        self._closed = False
+        self._steps: deque[Future[bytes]] = deque()  # rank 0's results
+        self._news: queue.SimpleQueue[tuple[int, Future[bytes]] | None] = queue.SimpleQueue()  # None: closed
 
     def submit(self, plan: StepPlan) -> None:
         frame = encode_plan(plan)
-        self._steps.append([r.execute.remote(frame) for r in self._runners])
+        calls = [runner.execute.remote(frame).future() for runner in self._runners]
+        self._steps.append(calls[0])
+        for rank, call in enumerate(calls):
+            call.add_done_callback(partial(self._tell, rank))
+
+    def _tell(self, rank: int, call: Future[bytes]) -> None:
+        self._news.put((rank, call))
 
     def collect(self) -> StepResult:
-        import ray
-        from ray.exceptions import RayError, RayTaskError
-
-        try:
-            return decode_result(ray.get(self._steps.popleft())[0])
-        except RayTaskError as e:
-            raise RunnerFault(f"A runner failed: {e.cause}") from e
-        except RayError as e:
-            raise RunnersLost(f"A rank is gone: {type(e).__name__}.") from e
+        """Raises RunnersLost when any rank is gone, RunnerFault when one could not execute its plan."""
+        oldest = self._steps.popleft()
+        while not oldest.done() or not self._news.empty():
+            news = self._news.get()
+            if news is None:
+                self._news.put(None)
+                raise RunnersLost("The step channel was closed.")
+            _rpc_result(*news)
+        return decode_result(_rpc_result(0, oldest))
 
     def close(self) -> None:
-        """A blocked collect ends when the actors do, which is up to their owner."""
-        self._steps.clear()
+        """May be called from any thread: a collect, blocked or to come, raises RunnersLost."""
+        self._news.put(None)
+
+
+def _rpc_result(rank: int, call: Future[bytes]) -> bytes:
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return call.result()
+    except RayTaskError as e:
+        raise RunnerFault(f"The runner of rank {rank} failed: {_sentence(e.cause)}", rank) from e
+    except RayError as e:
+        raise RunnersLost(f"Rank {rank} is gone: {type(e).__name__}.", rank) from e
