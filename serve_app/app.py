@@ -114,6 +114,8 @@ def build_app(args: AppArgs) -> serve.Application:
 
     Raises CallboardError if a value is out of range or the cluster lacks what is asked for."""
     config = args.engine_config()
+    if not ray.is_initialized():
+        ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
     gpu = uses_gpu(config, ray.cluster_resources())
     engines = serve.deployment(
         EngineHost,
