@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s
 
+MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
 _CHUNK = 64  # positions in one fixed-shape piece of `attention_exact`
 _ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned, so `attention_exact` pads head_dim
 
@@ -88,7 +89,12 @@ def plan_attention(
     num_decode = int((counts == 1).sum())
     buckets = decode_bucket(starts[:num_decode])
     edges = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), num_decode] if num_decode else []
-    spans = [_decode_span(a, b, tables[a:b], starts[a:b], shape) for a, b in itertools.pairwise(edges)]
+    spans = []
+    for first, end in itertools.pairwise(edges):
+        most = max(1, MAX_GATHERED >> int(buckets[first]))
+        for a in range(first, end, most):
+            b = min(a + most, end)
+            spans.append(_decode_span(a, b, tables[a:b], starts[a:b], shape))
     at = num_decode
     for row in range(num_decode, len(counts)):
         count = int(counts[row])

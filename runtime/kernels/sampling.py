@@ -53,7 +53,7 @@ def lower_bounds(
         kept = logits
     rows = (top_p < 1.0).nonzero().squeeze(1)
     if len(rows):
-        nucleus = _nucleus_bounds(kept[rows], top_p[rows, None])
+        nucleus = _nucleus_bounds(kept.index_select(0, rows), top_p[rows, None])
         bounds[rows] = torch.maximum(bounds[rows], nucleus)
     return bounds
 

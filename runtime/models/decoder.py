@@ -79,7 +79,7 @@ class Decoder:
     @classmethod
     def load(
         cls, checkpoint: Weights, spec: DecoderSpec, names: dict[str, str], numerics: Numerics, num_positions: int
-    ):
+    ) -> Decoder:
         """From a checkpoint whose tensor names are `names` (see a family's NAMES), checked before any is read."""
         sources = checkpoint_names(spec, names)
         check_tensors(checkpoint, spec, sources)

@@ -12,6 +12,7 @@ import torch
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
+from runtime.kernels.attention import MAX_GATHERED
 from runtime.models.spec import DecoderSpec
 
 _GIB = 1 << 30
@@ -111,8 +112,8 @@ def _working_bytes(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, 
     activations = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.ffn_size) * dtype.itemsize
     logits = min(config.max_num_seqs, tokens) * spec.vocab_size * 4 * 4
     mask = min(tokens, max_model_len) * max_model_len * dtype.itemsize
-    layer_kv = 2 * max_model_len * spec.num_kv_heads * spec.head_dim * dtype.itemsize
-    return activations + logits + mask + 2 * layer_kv
+    gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
+    return activations + logits + mask + 2 * gathered
 
 
 def _gib(size: int) -> str:

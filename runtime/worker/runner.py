@@ -49,7 +49,9 @@ class ModelRunner:
         self._open(decoder, checkpoint.fingerprint, checkpoint.eos_token_ids)
 
     @classmethod
-    def dummy(cls, config: EngineConfig, spec: DecoderSpec, seed: int = 0, eos_token_ids: tuple[int, ...] = ()):
+    def dummy(
+        cls, config: EngineConfig, spec: DecoderSpec, seed: int = 0, eos_token_ids: tuple[int, ...] = ()
+    ) -> ModelRunner:
         """A runner of seeded random weights; for tests and benchmarks."""
         runner = cls.__new__(cls)
         runner._prepare(config, spec, 0, 1)

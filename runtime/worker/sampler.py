@@ -89,7 +89,7 @@ class Sampler:
         rows = np.flatnonzero(~self.plain[slots])
         if len(rows):
             index = self._tensor(rows)
-            token_ids[index] = self._choose(logits[index], slots[rows], positions[rows], state)
+            token_ids[index] = self._choose(logits.index_select(0, index), slots[rows], positions[rows], state)
         logprobs = self._logprobs(logits, token_ids, slots)
         return token_ids.masked_fill_(~finite, -1), logprobs
 
@@ -99,19 +99,19 @@ class Sampler:
         rows = np.flatnonzero(self.penalised[slots])
         if len(rows):
             index, subset = self._tensor(rows), slots[rows]
-            chosen = logits[index]
+            chosen = logits.index_select(0, index)
             tokens = state.tokens[self._tensor(subset), : int(positions[rows].max())]
             lengths = self._tensor(positions[rows]), self._tensor(self.prompt_len[subset])
             penalties = (self._float(f"{name}_penalty", subset) for name in ("repetition", "frequency", "presence"))
             apply_penalties(chosen, tokens, *lengths, *penalties)
-            logits[index] = chosen
+            logits.index_copy_(0, index, chosen)
         rows = np.flatnonzero(self.floats["temperature"][slots] > 0)
         if len(rows) == len(slots):
             return self._draw(logits, slots, positions)
         token_ids = logits.argmax(-1)
         if len(rows):
             index = self._tensor(rows)
-            token_ids[index] = self._draw(logits[index], slots[rows], positions[rows])
+            token_ids[index] = self._draw(logits.index_select(0, index), slots[rows], positions[rows])
         return token_ids
 
     def _apply_bias_and_stops(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> None:
@@ -130,10 +130,10 @@ class Sampler:
         rows = np.flatnonzero(self.filtered[slots])
         if len(rows):
             index, subset = self._tensor(rows), slots[rows]
-            chosen = logits[index]
+            chosen = logits.index_select(0, index)
             top_k = self._tensor(self.ints["top_k"][subset])
             bounds = lower_bounds(chosen, top_k, self._float("top_p", subset), self._float("min_p", subset))
-            logits[index] = chosen.masked_fill_(chosen < bounds, -torch.inf)
+            logits.index_copy_(0, index, chosen.masked_fill_(chosen < bounds, -torch.inf))
         keys = noise_keys(self._tensor(self.seed[slots]), self._tensor(positions))
         return logits.add_(gumbel_noise(keys[:, :, None], self.vocab_ids)).argmax(-1)
 
@@ -143,7 +143,7 @@ class Sampler:
         if not len(rows):
             return None
         index = self._tensor(rows)
-        own, ranks, top_ids, top = token_logprobs(logits[index], token_ids[index], int(wanted.max()))
+        own, ranks, top_ids, top = token_logprobs(logits.index_select(0, index), token_ids[index], int(wanted.max()))
         return Logprobs(rows.astype(np.int32), ranks, own, top_ids, top)
 
     def _float(self, name: str, slots: Int32s) -> torch.Tensor:
