@@ -8,6 +8,7 @@ import logging
 import os
 import re
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -94,14 +95,15 @@ class Front:
 
         Yields {"index", "text", "token_ids", "finish_reason"} as tokens come; docs/handle_call.py shows a caller."""
         request = parse(ChatRequest if "messages" in body else CompletionRequest, encode_json(body))
-        async for deltas in self._service.run(self._service.prepare(request)):
-            for delta in deltas:
-                yield {
-                    "index": delta.index,
-                    "text": delta.text,
-                    "token_ids": delta.token_ids,
-                    "finish_reason": delta.finish_reason,
-                }
+        async with aclosing(self._service.run(self._service.prepare(request))) as deltas:
+            async for new in deltas:
+                for delta in new:
+                    yield {
+                        "index": delta.index,
+                        "text": delta.text,
+                        "token_ids": delta.token_ids,
+                        "finish_reason": delta.finish_reason,
+                    }
 
 
 def engine_name(app_name: str, rank: int) -> str:

@@ -1,12 +1,14 @@
 """The command line, the application's arguments, and the YAML files that start it elsewhere."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -216,6 +218,45 @@ def test_cluster_yaml_is_what_ray_up_accepts():
         assert "ray start" in start
         for name, value in FAST_SERVE.items():
             assert f"{name}={value}" in start[: start.index("ray start")]
+
+
+def ray_environment(home: Path) -> dict[str, str]:
+    """For Ray processes of their own that leave nothing behind in the user's home."""
+    return {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@pytest.mark.slow
+def test_the_builder_runs_before_ray_does_as_with_serve_run(tmp_path: Path):
+    code = "from serve_app.app import *; print(type(build_app(AppArgs(device='cpu'))).__name__)"
+    command, env = [sys.executable, "-c", code], ray_environment(tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=env, cwd=ROOT)
+    assert done.stdout == "Application\n", done.stderr
+
+
+@pytest.mark.slow
+def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"] |= {"model": str(smollm2_path), "num_threads": 2, "kv_cache_memory": 0.1}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=ray_environment(tmp_path), cwd=ROOT)
+    try:
+        deadline, answer = time.monotonic() + 90, None
+        while answer is None and time.monotonic() < deadline and process.poll() is None:
+            with suppress(httpx.TransportError):
+                response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)
+                answer = response.json() if response.status_code == 200 else None
+            time.sleep(0.2)
+        assert answer is not None, (tmp_path / "log").read_text()[-3000:]
+        assert answer["data"][0]["id"] == "smollm2"
+        assert "For full speed set RAY_SERVE_ENABLE_HA_PROXY=1" in (tmp_path / "log").read_text()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
 
 
 @pytest.mark.slow

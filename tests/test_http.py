@@ -1,13 +1,14 @@
 """The HTTP front against a scripted engine: answers, streams, and every error's shape."""
 
 import json
+import pickle
 
 import httpx
 import pytest
 from fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 
 from serve_app.http import MAX_BODY_BYTES
-from serve_app.openai import choice_seed
+from serve_app.openai import ApiError, choice_seed
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
@@ -351,3 +352,9 @@ async def test_body_size_cap(declared: bool):
     async with client_of(FakeEngine()) as client:
         response = await client.post("/v1/completions", content=content)
     assert_error(response, 413, None, "33554432 bytes", "body_too_large")
+
+
+def test_errors_survive_the_way_to_another_process():
+    error = ApiError(429, "Come back.", type="rate_limit_error", param="n", code="engine_busy", retry_after_s=2.0)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.status, copy.retry_after_s, copy.body()) == (429, 2.0, error.body())
