@@ -323,19 +323,19 @@ class EngineActor:
             actor.options(**runner_options(self._group, rank, self._gpu)).remote()
             for rank in range(config.tensor_parallel_size)
         ]
-        infos: list[ModelInfo] = ray.get([r.load.remote(config, rank) for rank, r in enumerate(self._runners)])
+        infos: list[ModelInfo] = _all([r.load.remote(config, rank) for rank, r in enumerate(self._runners)])
         executor: Executor
         if config.channel == "rpc":
             executor = RayRpc(self._runners)
         else:
             executor = SocketExecutor(len(self._runners))
             here = ray.get_runtime_context().get_node_id()
-            for rank, runner in enumerate(self._runners):
-                node, _ = ray.get(runner.where.remote())
+            where = _all([r.where.remote() for r in self._runners])
+            for rank, (runner, (node, _)) in enumerate(zip(self._runners, where, strict=True)):
                 runner.attach.remote(executor.address(rank, "" if node == here else _host()))
             executor.accept()
-        sentinels = [r.forever.remote() for r in self._runners]
-        threading.Thread(target=_close_when_lost, args=(sentinels, executor), daemon=True).start()
+        for runner in self._runners:  # a closed executor wakes the step thread, whatever it waits for
+            runner.forever.remote().future().add_done_callback(lambda _: executor.close())
         return executor, infos[0]
 
 
@@ -344,7 +344,6 @@ def _host() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def _close_when_lost(sentinels: list[Any], executor: Executor) -> None:
-    """Blocks until the first rank dies; a closed executor then wakes the step thread, whatever it waits for."""
-    ray.wait(sentinels, num_returns=1)
-    executor.close()
+def _all(refs: list[Any]) -> list[Any]:
+    """The results of Ray calls, waited for in a thread: `ray.get` would block the actor's event loop."""
+    return [future.result() for future in [ref.future() for ref in refs]]
