@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
-from runtime.models import family_of
+from runtime.models import describe
 from runtime.models.llama import decoder_spec
 from runtime.models.spec import RopeSpec
 from runtime.worker.runner import ModelRunner
@@ -102,7 +102,9 @@ def test_rope_is_read_from_both_forms_of_config():
 
 def test_unsupported_models_are_named_with_what_is_supported():
     with pytest.raises(CallboardError, match="MambaForCausalLM; supported are LlamaForCausalLM"):
-        family_of({"architectures": ["MambaForCausalLM"]})
+        describe({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(CallboardError, match="lacks num_hidden_layers, which LlamaForCausalLM needs"):
+        describe({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "hidden_size": 8})
     with pytest.raises(CallboardError, match="'yarn'; supported are default, linear and llama3"):
         decoder_spec(BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
     with pytest.raises(CallboardError, match="hidden_act is 'gelu'; supported is silu"):

@@ -217,9 +217,10 @@ PARAMS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     frequency_penalty=st.sampled_from([0.0, 0.5]),
     presence_penalty=st.sampled_from([0.0, -0.5]),
-    logit_bias=st.sampled_from([(), ((3, 2.0), (7, -100.0))]),
+    logit_bias=st.sampled_from([(), ((3, 2.0), (7, -100.0)), ((20, 1.0),)]),
     min_tokens=st.sampled_from([0, 4]),
-    stop_token_ids=st.sampled_from([(), (5, 6)]),
+    stop_token_ids=st.sampled_from([(), (5, 6), (2**31 - 1,)]),
+    ignore_eos=st.booleans(),
     logprobs=st.sampled_from([None, 0, 3]),
 )
 

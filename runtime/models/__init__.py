@@ -8,13 +8,22 @@ from typing import Any
 
 from runtime.core.types import CallboardError
 from runtime.models import llama
+from runtime.models.spec import DecoderSpec
 
-FAMILIES: dict[str, ModuleType] = {"LlamaForCausalLM": llama}
+FAMILIES: dict[str, ModuleType] = {  # each with decoder_spec(config) and NAMES
+    "LlamaForCausalLM": llama,
+}
 
 
-def family_of(config: Mapping[str, Any]) -> ModuleType:
-    """The family module (`decoder_spec`, `NAMES`) of a config.json; raises CallboardError if there is none."""
-    names = config.get("architectures") or [None]
-    if names[0] not in FAMILIES:
-        raise CallboardError(f"The model's architecture is {names[0]}; supported are {', '.join(sorted(FAMILIES))}.")
-    return FAMILIES[names[0]]
+def describe(config: Mapping[str, Any]) -> tuple[DecoderSpec, dict[str, str]]:
+    """The spec of a config.json, and the names of its checkpoint's tensors (see llama.NAMES).
+
+    Raises CallboardError if the architecture, or a variant that the config asks for, is not supported."""
+    name = (config.get("architectures") or [None])[0]
+    if name not in FAMILIES:
+        raise CallboardError(f"The model's architecture is {name}; supported are {', '.join(sorted(FAMILIES))}.")
+    family = FAMILIES[name]
+    try:
+        return family.decoder_spec(config), family.NAMES
+    except KeyError as e:
+        raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e

@@ -80,7 +80,7 @@ class Decoder:
     def load(
         cls, checkpoint: Weights, spec: DecoderSpec, names: dict[str, str], numerics: Numerics, num_positions: int
     ) -> Decoder:
-        """From a checkpoint whose tensor names are `names` (see a family's NAMES), checked before any is read."""
+        """From a checkpoint whose tensor names are `names` (see llama.NAMES), checked before any is read."""
         sources = checkpoint_names(spec, names)
         check_tensors(checkpoint, spec, sources)
         read = lambda name: checkpoint.tensor(sources[name], numerics.dtype, numerics.device)  # noqa: E731
@@ -130,7 +130,7 @@ class Decoder:
 
 
 def checkpoint_names(spec: DecoderSpec, names: dict[str, str]) -> dict[str, str]:
-    """Every parameter of the spec -> its tensor in a checkpoint, from a family's NAMES."""
+    """Every parameter of the spec -> its tensor in a checkpoint, from `names` (see llama.NAMES)."""
     sources = {}
     for parameter in spec.shapes():
         layer, part, suffix = re.fullmatch(r"(?:layers\.(\d+)\.)?(\w+)(\.weight|\.bias)?", parameter).groups("")

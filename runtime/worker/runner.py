@@ -21,7 +21,7 @@ from runtime.core.types import CallboardError
 from runtime.kernels.attention import AttentionShape
 from runtime.kernels.linear import can_pack
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.models import family_of
+from runtime.models import describe
 from runtime.models.decoder import Decoder, Numerics
 from runtime.models.spec import DecoderSpec
 from runtime.worker.inputs import StepInput, build_input
@@ -41,11 +41,9 @@ class ModelRunner:
         Raises CallboardError if the model is not supported, damaged, or does not fit into memory; the last before
         any weight is read."""
         checkpoint = open_checkpoint(path)
-        family = family_of(checkpoint.config)
-        spec = family.decoder_spec(checkpoint.config)
+        spec, names = describe(checkpoint.config)
         self._prepare(config, spec, rank, world_size)
-        names, num_positions = family.NAMES, self.memory.max_model_len
-        decoder = Decoder.load(checkpoint, spec, names, self.numerics, num_positions)
+        decoder = Decoder.load(checkpoint, spec, names, self.numerics, self.memory.max_model_len)
         self._open(decoder, checkpoint.fingerprint, checkpoint.eos_token_ids)
 
     @classmethod

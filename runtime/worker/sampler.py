@@ -60,11 +60,13 @@ class Sampler:
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         )
         self.filtered[slot] = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        if params.logit_bias:
-            ids, values = zip(*params.logit_bias, strict=True)
+        # Ids that the model does not have are ignored: they must not fail the step of others (C9).
+        vocab = range(len(self.vocab_ids))
+        if bias := [(i, value) for i, value in params.logit_bias if i in vocab]:
+            ids, values = zip(*bias, strict=True)
             self.bias[slot] = (torch.tensor(ids, device=self.device), torch.tensor(values, device=self.device))
         stops = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
-        if params.min_tokens and stops:
+        if params.min_tokens and (stops := [i for i in stops if i in vocab]):
             self.stops[slot] = torch.tensor(stops, device=self.device)
         self.plain[slot] = not (
             params.temperature > 0.0 or self.penalised[slot] or slot in self.bias or slot in self.stops
@@ -122,8 +124,9 @@ class Sampler:
                     logits[row].index_add_(0, ids, values)
         if self.stops:
             waiting = positions - self.prompt_len[slots] < self.ints["min_tokens"][slots]
-            for row in np.flatnonzero(waiting).tolist():
-                logits[row].index_fill_(0, self.stops[int(slots[row])], -torch.inf)
+            for row, slot in enumerate(slots.tolist()):
+                if waiting[row] and slot in self.stops:
+                    logits[row].index_fill_(0, self.stops[slot], -torch.inf)
 
     def _draw(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
         logits.div_(self._float("temperature", slots)[:, None])
