@@ -1,18 +1,22 @@
-"""What a step costs beside the model: round trip of the step channel, and the engine's CPU time per step.
+"""The step channel's round trip, and what a step costs the engine's thread.
 
-    python benchmarks/step_channel.py [--ray]
+    python benchmarks/step_channel.py [--steps 2000] [--ranks 1] [--ray]
 
-A runner process answers at once with one token a row. "channel" is submit + collect of a decode plan (encode, send,
-receive, decode); "engine" is EngineCore.step around it: plan, channel, commit. CPU is the engine thread's own.
+A step of batch B is B decode rows: one token a row, sampled, and a table write for every 16th row. The runner answers
+at once, so a round trip is encode, send, wake the runner, decode, encode, send, wake the engine, decode. Engine CPU is
+the time of its thread alone; "engine core" adds the scheduler: schedule, submit, collect, commit of a whole batch.
+At depth 2 a new step is submitted before the oldest is collected: the time between results says more than a round trip,
+and both are shown. The runner is another process, except for "in process".
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -23,86 +27,106 @@ from runtime.core.executor import Executor, InProcess
 from runtime.core.plan import StepPlan, StepResult, decode_plan, encode_result
 from runtime.core.types import Request, SamplingParams
 
+BATCHES = (1, 64, 256)
+BLOCK_SIZE = 16
+PROMPT_LEN = 32
+WARM_UP = 100  # steps
 
-class InstantRunner:
-    """Token 7 for every sampling row."""
+
+class EchoRunner:
+    """Samples token 1 for every row that samples."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return StepResult(plan.step_id, np.full(int(plan.samples.sum()), 7, np.int32))
+        return StepResult(plan.step_id, np.ones(int(plan.samples.sum()), np.int32))
 
 
-class InstantActor:
+class EchoActor:
     """The same behind Ray calls."""
 
     def execute(self, frame: bytes) -> bytes:
-        return encode_result(InstantRunner().execute(decode_plan(frame)))
+        return encode_result(EchoRunner().execute(decode_plan(frame)))
 
 
 def serve(address: Address) -> None:
-    serve_steps(address, InstantRunner())
+    serve_steps(address, EchoRunner())
 
 
-def socket_executor(num_ranks: int, host: str) -> Executor:
-    executor = SocketExecutor(num_ranks)
+@contextlib.contextmanager
+def in_process(_: int) -> Iterator[Executor]:
+    yield InProcess(EchoRunner())
+
+
+@contextlib.contextmanager
+def sockets(num_ranks: int, host: str) -> Iterator[Executor]:
     spawn = multiprocessing.get_context("spawn")
-    for rank in range(num_ranks):
-        spawn.Process(target=serve, args=(executor.address(rank, host),), daemon=True).start()
-    executor.accept()
-    return executor
+    executor = SocketExecutor(num_ranks)
+    ranks = [spawn.Process(target=serve, args=(executor.address(rank, host),)) for rank in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    try:
+        executor.accept()
+        yield executor
+    finally:
+        executor.close()  # the ranks end with it
+        for process in ranks:
+            process.join()
 
 
-def ray_executor() -> Executor:
+@contextlib.contextmanager
+def rpc(num_ranks: int) -> Iterator[Executor]:
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    actor: Any = ray.remote(InstantActor)
-    return RayRpc([actor.remote()])
+    actor = ray.remote(num_cpus=0, max_restarts=0)(EchoActor)
+    yield RayRpc([actor.remote() for _ in range(num_ranks)])
 
 
 def decode_step(step_id: int, batch: int) -> StepPlan:
+    """What the scheduler plans for `batch` requests that decode."""
     rows = np.arange(batch, dtype=np.int32)
     ones = np.ones(batch, np.int32)
-    return StepPlan(step_id, slots=rows, starts=rows + 100, counts=ones, samples=ones)
+    full = rows[step_id % BLOCK_SIZE :: BLOCK_SIZE]
+    tables = np.stack((full, full + 1, full + 7))
+    return StepPlan(step_id, tables=tables, slots=rows, starts=rows, counts=ones, samples=ones)
 
 
-def measure(step: Callable[[int], None], steps: int) -> tuple[float, float, float]:
-    """p50 and p99 of a call in us, and this thread's CPU time per call in us."""
-    for i in range(20):
-        step(i)
-    times = []
-    cpu = time.thread_time()
-    for i in range(20, 20 + steps):
-        start = time.perf_counter()
-        step(i)
-        times.append(time.perf_counter() - start)
-    cpu = time.thread_time() - cpu
-    p50, p99 = np.percentile(times, [50, 99])
-    return p50 * 1e6, p99 * 1e6, cpu / steps * 1e6
+def bare(executor: Executor, batch: int, depth: int, num_steps: int) -> tuple[np.ndarray, float, float]:
+    """Round trips in us, us between results, and the engine thread's CPU in us a step."""
+    plans = [decode_step(i, batch) for i in range(64)]
+    sent: list[float] = []
+    trips: list[float] = []
+    for i in range(WARM_UP + num_steps + depth - 1):
+        if i == WARM_UP:
+            start, cpu = time.perf_counter(), time.thread_time()
+        if i < WARM_UP + num_steps:
+            sent.append(time.perf_counter())
+            executor.submit(plans[i % 64])
+        if i >= depth - 1:
+            executor.collect()
+            trips.append(time.perf_counter() - sent[i - depth + 1])
+    us = 1e6 / num_steps
+    return np.array(trips[WARM_UP:]) * 1e6, (time.perf_counter() - start) * us, (time.thread_time() - cpu) * us
 
 
-def channel(executor: Executor, batch: int, depth: int, steps: int) -> tuple[float, float, float]:
-    for i in range(depth - 1):
-        executor.submit(decode_step(i, batch))
-
-    def step(i: int) -> None:
-        executor.submit(decode_step(i, batch))
-        executor.collect()
-
-    figures = measure(step, steps)
-    for _ in range(depth - 1):
-        executor.collect()
-    return figures
-
-
-def engine(executor: Executor, batch: int, depth: int, steps: int) -> tuple[float, float, float]:
-    config = EngineConfig(max_num_seqs=batch, max_num_batched_tokens=8192, pipeline_depth=2 if depth == 2 else 1)
-    info = ModelInfo("toy", "toy", 50_000, 8192, (0,), batch * 600, 16, "none", "none")
+def whole(executor: Executor, batch: int, depth: int, num_steps: int) -> tuple[float, float]:
+    """us between steps of the engine core, and its thread's CPU in us a step, while `batch` requests decode."""
+    max_len = PROMPT_LEN + WARM_UP + num_steps + 2 * BLOCK_SIZE
+    num_blocks = 1 + batch * (max_len // BLOCK_SIZE + 1)
+    config = EngineConfig(
+        max_num_seqs=batch, max_num_batched_tokens=batch * PROMPT_LEN, block_size=BLOCK_SIZE, pipeline_depth=depth
+    )
+    info = ModelInfo("echo", "echo", 32000, max_len, (0,), num_blocks, BLOCK_SIZE, "none", "none")
     core = EngineCore(config, info, executor)
+    params = SamplingParams(max_tokens=WARM_UP + num_steps, temperature=0.0)
+    rng = np.random.default_rng(0)
     for i in range(batch):
-        core.add(Request(str(i), [100 + i] * 20, 20, SamplingParams(max_tokens=8000)))
-    figures = measure(lambda _: core.step() and None, steps)
-    for i in range(batch):
-        core.abort(str(i))
+        core.add(Request(str(i), rng.integers(1, 32000, PROMPT_LEN).tolist(), PROMPT_LEN, params))
+    for _ in range(WARM_UP):
+        core.step()
+    start, cpu = time.perf_counter(), time.thread_time()
+    for _ in range(num_steps - 2 * depth):
+        core.step()
+    us = 1e6 / (num_steps - 2 * depth)
+    figures = (time.perf_counter() - start) * us, (time.thread_time() - cpu) * us
     while core.has_work:
         core.step()
     return figures
@@ -110,27 +134,46 @@ def engine(executor: Executor, batch: int, depth: int, steps: int) -> tuple[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ray", action="store_true", help="also measure Ray actor calls")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000, help="measured steps of each case")
+    parser.add_argument("--ranks", type=int, default=1, help="runner processes (tensor-parallel ranks)")
+    parser.add_argument("--ray", action="store_true", help="Ray calls too; starts Ray")
     args = parser.parse_args()
-    executors: dict[str, Executor] = {
-        "in process": InProcess(InstantRunner()),
-        "Unix socket": socket_executor(1, ""),
-        "Unix socket, 2 ranks": socket_executor(2, ""),
-        "TCP": socket_executor(1, "127.0.0.1"),
+    kinds: dict[str, Callable[[int], contextlib.AbstractContextManager[Executor]]] = {
+        "in process": in_process,
+        "unix": lambda n: sockets(n, ""),
+        "tcp": lambda n: sockets(n, "127.0.0.1"),
     }
     if args.ray:
-        executors["Ray calls"] = ray_executor()
-    print("| executor | depth | batch | channel p50 / p99 us | channel CPU us | engine p50 / p99 us | engine CPU us |")
-    print("|---|---|---|---|---|---|---|")
-    for name, executor in executors.items():
-        steps = args.steps // 10 if name == "Ray calls" else args.steps
-        for depth in (1, 2):
-            for batch in (1, 64, 256):
-                a, b, c = channel(executor, batch, depth, steps)
-                d, e, f = engine(executor, batch, depth, steps)
-                print(f"| {name} | {depth} | {batch} | {a:.0f} / {b:.0f} | {c:.0f} | {d:.0f} / {e:.0f} | {f:.0f} |")
-        executor.close()
+        start_ray()
+        kinds["ray rpc"] = rpc
+    sys.setswitchinterval(0.0005)  # as the engine does
+    print(f"{args.ranks} rank(s), {args.steps} steps a case, us")
+    print("                          channel alone                       engine core")
+    print("kind        batch depth   trip p50   trip p99   step   cpu     step   cpu")
+    for kind, make in kinds.items():
+        num_steps = args.steps if kind != "ray rpc" else args.steps // 10
+        with make(args.ranks) as executor:
+            for batch in BATCHES:
+                for depth in (1, 2):
+                    trips, step, cpu = bare(executor, batch, depth, num_steps)
+                    core_step, core_cpu = whole(executor, batch, depth, num_steps)
+                    p50, p99 = np.percentile(trips, (50, 99))
+                    print(
+                        f"{kind:<11} {batch:>5} {depth:>5}   {p50:>8.1f}   {p99:>8.1f} {step:>6.0f} {cpu:>5.0f}"
+                        f"   {core_step:>6.0f} {core_cpu:>5.0f}",
+                        flush=True,
+                    )
+
+
+def start_ray() -> None:
+    import os
+
+    from actors.environment import SINGLE_MACHINE
+
+    os.environ.update(SINGLE_MACHINE)  # before `import ray`
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
 
 
 if __name__ == "__main__":

@@ -1,171 +1,538 @@
-"""The step channel between real processes: order, size, faults, and deaths that are noticed at once."""
+"""The step channel over real sockets: order, large frames, faults, strangers, deaths; and the same over Ray calls."""
 
 import contextlib
-import logging
 import multiprocessing
 import os
-import signal
 import socket
+import sys
 import threading
 import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from actors.channel import RunnerFault, RunnersLost, SocketExecutor, serve_steps
-from runtime.core.plan import NewSlot, StepPlan, StepResult
+from actors import channel
+from actors.channel import Address, RayRpc, RunnerFault, RunnersLost, SocketExecutor, connect, serve_steps
+from runtime.core.executor import InProcess
+from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
 from runtime.core.types import SamplingParams
 
-SPAWN = multiprocessing.get_context("spawn")  # a forked child would hold the parent's sockets open
+HOSTS = pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
+PARAMS = SamplingParams(max_tokens=1)
 
 
-class EchoRunner:
-    """Answers each step with its id and the sum of its new prompts; counts 7 and 13 are its bad days."""
+def plan_of(step_id: int, num_rows: int = 1, num_ids: int = 0) -> StepPlan:
+    rows = np.arange(num_rows, dtype=np.int32)
+    new = [NewSlot(3, np.arange(num_ids, dtype=np.int32), num_ids, 7, PARAMS)] if num_ids else []
+    return StepPlan(step_id, new=new, slots=rows, starts=rows, counts=rows + 1, samples=rows)
+
+
+def failing(step_id: int, rank: int) -> StepPlan:
+    """In this step `rank` fails (or none, for -1), and the others wait for it for ever, as in a collective."""
+    return replace(plan_of(step_id), freed=np.array([rank], np.int32))
+
+
+class Runner:
+    """Answers with a checksum of the plan that arrived, in an array of `num_out` ids."""
+
+    def __init__(self, rank: int = 0, num_out: int = 1) -> None:
+        self.rank, self.num_out, self.executed = rank, num_out, []
+        self.go, self.released = threading.Event(), threading.Event()
+        self.go.set()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        if 7 in plan.counts:
-            raise ValueError("seven is too much\nfor me")
-        if 13 in plan.counts:
-            time.sleep(60)
-        total = sum(int(new.token_ids.sum()) for new in plan.new) % (1 << 30)
-        return StepResult(plan.step_id, np.array([plan.step_id, total], np.int32))
+        self.go.wait()
+        self.executed.append(plan.step_id)
+        if self.rank in plan.freed:
+            raise ValueError(f"step {plan.step_id} is bad\nsecond line")
+        if len(plan.freed):
+            self.released.wait()
+        return expected(plan, self.num_out)
 
 
-def run_rank(address):
-    logging.disable()
-    serve_steps(address, EchoRunner())
+def serve_rank(address: Address) -> None:
+    """The body of a runner process."""
+    serve_steps(address, Runner(address.rank))
+
+
+def expected(plan: StepPlan, num_out: int = 1) -> StepResult:
+    return StepResult(plan.step_id, np.full(num_out, zlib.crc32(encode_plan(plan)) >> 1, np.int32))
+
+
+def same(a: StepResult, b: StepResult) -> bool:
+    return encode_result(a) == encode_result(b)
 
 
 class Group:
-    """An executor and its ranks."""
+    """A socket executor whose ranks are threads of this process."""
 
-    def __init__(self, num_ranks, host):
+    def __init__(self, num_ranks: int = 1, host: str = "", num_out: int = 1) -> None:
         self.executor = SocketExecutor(num_ranks)
-        self.ranks = [
-            SPAWN.Process(target=run_rank, args=(self.executor.address(r, host),), daemon=True)
-            for r in range(num_ranks)
+        self.runners = [Runner(rank, num_out) for rank in range(num_ranks)]
+        self.threads = [
+            threading.Thread(target=serve_steps, args=(self.executor.address(rank, host), runner), daemon=True)
+            for rank, runner in enumerate(self.runners)
         ]
-        for rank in self.ranks:
-            rank.start()
-        self.executor.accept()
+        for thread in self.threads:
+            thread.start()
+        self.executor.accept(10)
 
-    def stop(self):
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, *_) -> None:
         self.executor.close()
-        for rank in self.ranks:
-            rank.join(5)
-            assert rank.exitcode is not None, "a rank outlived its engine"
+        for runner, thread in zip(self.runners, self.threads, strict=True):
+            runner.go.set()
+            runner.released.set()
+            thread.join(5)
+            assert not thread.is_alive(), "a runner ends with its engine"
 
 
-@pytest.fixture(params=["", "127.0.0.1"], ids=["unix", "tcp"])
-def group(request):
-    groups = []
-
-    def make(num_ranks=1):
-        groups.append(Group(num_ranks, request.param))
-        return groups[-1]
-
-    yield make
-    for g in groups:
-        g.stop()
-
-
-def plan(step_id, count=1, prompt=()):
-    new = [NewSlot(0, np.array(prompt, np.int32), len(prompt), 0, SamplingParams())] if len(prompt) else []
-    one = np.array([1], np.int32)
-    return StepPlan(step_id, new=new, slots=one, starts=one, counts=np.array([count], np.int32), samples=one)
-
-
-def lost_within_a_second(action):
-    start = time.monotonic()
-    with pytest.raises(RunnersLost) as lost:
-        action()
-    assert time.monotonic() - start < 1.0
-    return str(lost.value)
+@contextlib.contextmanager
+def processes(num_ranks: int, host: str = ""):
+    """A socket executor and the processes of its ranks."""
+    spawn = multiprocessing.get_context("spawn")
+    executor = SocketExecutor(num_ranks)
+    ranks = [
+        spawn.Process(target=serve_rank, args=(executor.address(rank, host),), daemon=True) for rank in range(num_ranks)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        executor.accept(60)
+        yield executor, ranks
+    finally:
+        executor.close()
+        for process in ranks:
+            process.kill()
+            process.join()
 
 
-@pytest.mark.slow
+# ---- frames -------------------------------------------------------------------------------------------------------
+
+
+def pair(kind: str) -> tuple[channel.Wire, channel.Wire]:
+    if kind == "unix":
+        a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            a = socket.create_connection(listener.getsockname())
+            b, _ = listener.accept()
+    return channel._wire(a), channel._wire(b)
+
+
+KINDS = pytest.mark.parametrize("kind", ["unix", "tcp"])
+packets = st.builds(lambda n, more: max(1, n * (channel._PACKET - 1) + more), st.integers(0, 3), st.integers(-2, 2))
+
+
+@KINDS
+@given(st.lists(packets | st.integers(1, 200), min_size=1, max_size=6))
+def test_frames_of_any_size_keep_their_bounds(kind, sizes):
+    a, b = pair(kind)
+    frames = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
+    sender = threading.Thread(target=lambda: ([a.send(f) for f in frames], a.sock.close()))
+    sender.start()
+    for frame in frames:
+        assert b.receive() == frame
+    assert b.receive() is None
+    sender.join()
+    b.sock.close()
+
+
+@KINDS
+def test_a_frame_cut_off_by_a_death_is_the_end(kind):
+    a, b = pair(kind)
+    if kind == "unix":
+        a.sock.send(channel._MORE + bytes(100))
+    else:
+        a.sock.send(channel._LENGTH.pack(1000) + bytes(100))
+    a.sock.close()
+    assert b.receive() is None
+    b.sock.close()
+
+
+@KINDS
+def test_an_oversize_frame_is_refused_before_it_is_read(kind, monkeypatch):
+    monkeypatch.setattr(channel, "_MAX_FRAME", 1 << 20)
+    a, b = pair(kind)
+    if kind == "unix":
+        sender = ThreadPoolExecutor(1).submit(a.send, bytes(2 << 20))
+    else:
+        sender = None
+        a.sock.send(channel._LENGTH.pack((1 << 32) - 1))
+    with pytest.raises(OSError, match="exceeds the limit of 1048576"):
+        b.receive()
+    b.sock.close()
+    if sender:
+        with pytest.raises(OSError):  # noqa: PT011  (EPIPE or ECONNRESET)
+            sender.result(5)
+    a.sock.close()
+
+
+# ---- plans and results --------------------------------------------------------------------------------------------
+
+
+def test_in_process_executes_in_order():
+    runner = Runner()
+    executor = InProcess(runner)
+    executor.submit(plan_of(1))
+    executor.submit(plan_of(2))
+    assert runner.executed == []
+    assert [executor.collect().step_id, executor.collect().step_id] == [1, 2]
+
+
+@HOSTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_depth_two_keeps_the_order(group, num_ranks):
-    executor = group(num_ranks).executor
-    executor.submit(plan(1))
-    for step in range(2, 50):
-        executor.submit(plan(step))
-        assert executor.collect().token_ids[0] == step - 1
-    assert executor.collect().step_id == 49
-
-
-@pytest.mark.slow
-def test_a_plan_of_16_mb_arrives_whole(group):
-    executor = group().executor
-    prompt = np.arange(4_000_000, dtype=np.int32)
-    for step, length in enumerate((4_000_000, 0, 16_383, 16_384, 16_320), start=1):
-        executor.submit(plan(step, prompt=prompt[:length]))
-        assert executor.collect().token_ids.tolist() == [step, int(prompt[:length].sum() % (1 << 30))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_at_once(group, victim):
-    g = group(2)
-    g.executor.submit(plan(1))
-    g.executor.collect()
-    g.executor.submit(plan(2, count=13))  # all ranks are busy for a minute
-    threading.Timer(0.2, os.kill, (g.ranks[victim].pid, signal.SIGKILL)).start()
-    assert f"Rank {victim}" in lost_within_a_second(g.executor.collect)
-    g.ranks[1 - victim].kill()
-
-
-@pytest.mark.slow
-def test_closing_wakes_a_blocked_collect(group):
-    g = group(2)
-    g.executor.submit(plan(1, count=13))
-    threading.Timer(0.2, g.executor.close).start()
-    assert "closed" in lost_within_a_second(g.executor.collect)
-    for rank in g.ranks:
-        rank.kill()
-
-
-@pytest.mark.slow
-def test_a_fault_comes_back_as_one_sentence(group):
-    executor = group(2).executor
-    executor.submit(plan(1, count=7))
-    with pytest.raises(RunnerFault, match=r"rank [01] failed: ValueError: seven is too much$"):
+def test_depth_2_keeps_the_order(host, num_ranks):
+    with Group(num_ranks, host) as group:
+        executor = group.executor
+        executor.submit(plan_of(0))
+        for step in range(1, 50):
+            executor.submit(plan_of(step, num_rows=step))
+            assert same(executor.collect(), expected(plan_of(step - 1, num_rows=max(1, step - 1))))
         executor.collect()
+        time.sleep(0.05)  # ranks other than 0 are not waited for
+        assert all(runner.executed == list(range(50)) for runner in group.runners)
 
 
-def serve_in_thread(address, secret=None):
-    if secret is not None:
-        address = type(address)(address.path, address.host, address.port, address.rank, secret)
-    threading.Thread(target=serve_steps, args=(address, EchoRunner()), daemon=True).start()
+@HOSTS
+def test_a_plan_of_four_million_ids_and_its_result_pass(host):
+    plan = plan_of(5, num_ids=4_000_000)
+    with Group(2, host) as group:
+        group.executor.submit(plan)
+        assert same(group.executor.collect(), expected(plan))
 
 
-@pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
-def test_a_wrong_secret_is_turned_away_and_the_right_one_still_gets_in(host):
+@HOSTS
+def test_large_results_and_large_plans_do_not_block_each_other(host):
+    """Rank 0 cannot write its result until the engine reads, the engine cannot write its plan until rank 0 reads."""
+    plans = [plan_of(i, num_ids=6_000_000) for i in range(4)]
+    with Group(1, host, num_out=6_000_000) as group, ThreadPoolExecutor(1) as pool:
+
+        def pipelined() -> list[StepResult]:
+            executor = group.executor
+            results = []
+            for i, plan in enumerate(plans):
+                executor.submit(plan)
+                if i:
+                    results.append(executor.collect())
+            return [*results, executor.collect()]
+
+        future = pool.submit(pipelined)
+        try:
+            results = future.result(30)
+        finally:
+            group.executor.close()
+    assert all(same(r, expected(p, 6_000_000)) for r, p in zip(results, plans, strict=True))
+
+
+def test_submit_returns_while_the_runner_computes():
+    with Group() as group:
+        group.runners[0].go.clear()
+        start = time.monotonic()
+        for step in range(2):
+            group.executor.submit(plan_of(step, num_rows=256, num_ids=8192))
+        assert time.monotonic() - start < 1
+        group.runners[0].go.set()
+        assert [group.executor.collect().step_id for _ in range(2)] == [0, 1]
+
+
+# ---- faults and ends ----------------------------------------------------------------------------------------------
+
+
+@HOSTS
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failing_step_is_one_sentence_that_names_the_rank(host, rank, caplog):
+    for _ in range(10):
+        with Group(2, host) as group:
+            group.runners[rank].go.clear()
+            group.executor.submit(failing(0, rank))
+            group.executor.submit(plan_of(1))  # unread when the runner fails: that must not reset its socket
+            group.runners[rank].go.set()
+            with pytest.raises(RunnerFault) as error:
+                group.executor.collect()
+            assert error.value.rank == rank
+            assert str(error.value) == f"The runner of rank {rank} failed: ValueError: step 0 is bad."
+    assert "Traceback" in caplog.text  # here the runner's log is ours
+
+
+@HOSTS
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("blocked_in", ["collect", "submit", "accept"])
+def test_close_wakes_whoever_is_blocked(host, num_ranks, blocked_in):
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        if blocked_in == "accept":
+            executor = SocketExecutor(num_ranks)
+            executor.address(0, host)
+            blocked = pool.submit(executor.accept, 30)
+        else:
+            group = stack.enter_context(Group(num_ranks, host))
+            executor = group.executor
+            for runner in group.runners:
+                runner.go.clear()
+            executor.submit(plan_of(0))
+            if blocked_in == "collect":
+                blocked = pool.submit(executor.collect)
+            else:
+                blocked = pool.submit(executor.submit, plan_of(1, num_ids=20_000_000))
+        time.sleep(0.1)
+        assert not blocked.done()
+        executor.close()
+        executor.close()
+        with pytest.raises(RunnersLost, match="closed") as error:
+            blocked.result(1)
+        assert error.value.rank is None
+
+
+def test_a_lost_rank_is_seen_while_another_one_does_not_read():
+    """Rank 0 waits for rank 1 (a collective), so it never reads the large plan; rank 1 dies."""
+    with Group(2) as group, ThreadPoolExecutor(1) as pool:
+        group.runners[0].go.clear()
+        group.executor.submit(plan_of(0))
+        blocked = pool.submit(group.executor.submit, plan_of(1, num_ids=20_000_000))
+        time.sleep(0.1)
+        assert not blocked.done()
+        group.executor._wires[1].sock.shutdown(socket.SHUT_RD)  # as the end of rank 1's socket shows here
+        with pytest.raises(RunnersLost, match="Rank 1 is gone") as error:
+            blocked.result(1)
+        assert error.value.rank == 1
+
+
+def test_waiting_costs_no_cpu():
+    with Group(2) as group, ThreadPoolExecutor(1) as pool:
+        for runner in group.runners:
+            runner.go.clear()
+        group.executor.submit(plan_of(0))
+        blocked = pool.submit(group.executor.collect)
+        time.sleep(0.1)
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.02
+        for runner in group.runners:
+            runner.go.set()
+        assert blocked.result(5).step_id == 0
+
+
+# ---- who may connect ----------------------------------------------------------------------------------------------
+
+
+def dial(address: Address) -> socket.socket:
+    if address.path:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(address.path)
+    else:
+        sock = socket.create_connection((address.host, address.port))
+    sock.settimeout(5)
+    return sock
+
+
+@HOSTS
+def test_strangers_are_dropped_and_hold_nobody_up(host):
     executor = SocketExecutor(1)
     address = executor.address(0, host)
-    serve_in_thread(address, b"x" * 32)
-    time.sleep(0.1)
-    serve_in_thread(address)
-    executor.accept()
-    executor.submit(plan(1))
-    assert executor.collect().step_id == 1
-    executor.close()
+    silent, wrong, short = (dial(address) for _ in range(3))
+    wrong.sendall(b"x" * 32)
+    short.sendall(b"x")
+    with ThreadPoolExecutor(2) as pool:
+        accepted = pool.submit(executor.accept, 10)
+        assert wrong.recv(1) == b""
+        assert not accepted.done()
+        start = time.monotonic()
+        serving = pool.submit(serve_steps, address, Runner())
+        accepted.result(5)
+        assert time.monotonic() - start < 1
+        executor.submit(plan_of(0))
+        assert executor.collect().step_id == 0
+        for sock in (silent, short):
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        executor.close()
+        serving.result(5)
 
 
-def test_a_claim_of_a_huge_frame_is_refused():
-    executor = SocketExecutor(1)
-    address = executor.address(0, "127.0.0.1")
-    stranger = socket.create_connection((address.host, address.port))
-    stranger.sendall(b"\xff\xff\xff\xff" + address.secret)
-    serve_in_thread(address)
-    executor.accept()
-    with contextlib.suppress(ConnectionResetError):
-        assert stranger.recv(1) == b""
-    executor.close()
-
-
-def test_a_rank_that_does_not_come_is_named():
+def test_a_secret_is_good_for_one_connection_and_never_printed():
     executor = SocketExecutor(2)
-    serve_in_thread(executor.address(0))
-    with pytest.raises(RunnersLost, match=r"Ranks \[1\]"):
-        executor.accept(timeout_s=0.3)
+    first, second = executor.address(0), executor.address(1)
+    assert first.secret != second.secret
+    assert repr(first.secret) not in repr(first)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(executor.accept, 10)
+        rank_0 = connect(first)
+        again = connect(first)
+        assert again.receive() is None
+        rank_1 = connect(second)
+        accepted.result(5)
+    executor.close()
+    assert rank_0.receive() is None
+    assert rank_1.receive() is None
+
+
+def test_the_socket_is_private_and_removed_once_all_have_connected():
+    executor = SocketExecutor(1)
+    address = executor.address(0)
+    folder = os.path.dirname(address.path)
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    wire = connect(address)
+    executor.accept(5)
+    assert not os.path.exists(folder)
+    executor.close()
+    wire.sock.close()
+
+
+def test_ranks_that_do_not_connect_in_time_are_named():
+    executor = SocketExecutor(3)
+    wire = connect(executor.address(1))
+    with pytest.raises(RunnersLost, match=r"Ranks \[0, 2\] did not connect within 0 s") as error:
+        executor.accept(0.05)
+    assert error.value.rank == 0
+    wire.sock.close()
+
+
+# ---- real processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@HOSTS
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_plans_arrive_whole_in_other_processes_and_a_kill_is_noticed(host, num_ranks):
+    with processes(num_ranks, host) as (executor, ranks):
+        plans = [plan_of(i, num_rows=1 + 50 * i, num_ids=1000 * i) for i in range(6)]
+        executor.submit(plans[0])
+        for before, plan in pairwise(plans):
+            executor.submit(plan)
+            assert same(executor.collect(), expected(before))
+        assert same(executor.collect(), expected(plans[-1]))
+
+        victim = num_ranks - 1
+        executor.submit(failing(6, -1))
+        time.sleep(0.1)
+        ranks[victim].kill()
+        start = time.monotonic()
+        with pytest.raises(RunnersLost, match=f"Rank {victim} is gone") as error:
+            executor.collect()
+        assert time.monotonic() - start < 1
+        assert error.value.rank == victim
+
+
+@pytest.mark.slow
+@HOSTS
+def test_a_death_between_steps_is_noticed_by_the_next_one(host):
+    with processes(2, host) as (executor, ranks):
+        executor.submit(plan_of(0))
+        executor.collect()
+        ranks[1].kill()
+        ranks[1].join()
+        with pytest.raises(RunnersLost) as error:  # noqa: PT012  (TCP takes the plan and then says that nobody is there)
+            executor.submit(failing(1, -1))
+            executor.collect()
+        assert error.value.rank == 1
+
+
+@pytest.mark.slow
+@HOSTS
+def test_runners_end_with_their_engine(host):
+    with processes(2, host) as (executor, ranks):
+        executor.close()
+        for process in ranks:
+            process.join(10)
+            assert process.exitcode == 0
+
+
+# ---- Ray ----------------------------------------------------------------------------------------------------------
+
+
+def actors(num_ranks: int):
+    import ray
+
+    from runtime.core.plan import decode_plan
+
+    @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"steps": 1})
+    class Actor:
+        def __init__(self, rank):
+            self.runner = Runner(rank)
+
+        @ray.method(concurrency_group="steps")
+        def execute(self, frame):
+            return encode_result(self.runner.execute(decode_plan(frame)))
+
+        def attach(self, address):
+            threading.Thread(target=serve_steps, args=(address, self.runner), daemon=True).start()
+
+    return [Actor.remote(rank) for rank in range(num_ranks)]
+
+
+@pytest.fixture
+def group_of_actors(ray_session):
+    import ray
+
+    here = sys.modules[__name__]
+    ray.cloudpickle.register_pickle_by_value(here)  # the actors cannot import the tests
+    group = actors(2)
+    yield group
+    for actor in group:
+        ray.kill(actor)
+    ray.cloudpickle.unregister_pickle_by_value(here)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rpc", "socket"])
+class TestActors:
+    @pytest.fixture
+    def executor(self, kind, group_of_actors):
+        if kind == "rpc":
+            executor = RayRpc(group_of_actors)
+        else:
+            executor = SocketExecutor(2)
+            for rank, actor in enumerate(group_of_actors):
+                actor.attach.remote(executor.address(rank))
+            executor.accept(20)
+        yield executor
+        executor.close()
+
+    def test_depth_2_keeps_the_order(self, executor):
+        executor.submit(plan_of(0))
+        for step in range(1, 20):
+            executor.submit(plan_of(step, num_ids=step))
+            assert same(executor.collect(), expected(plan_of(step - 1, num_ids=step - 1)))
+        executor.collect()
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_failing_step_is_one_sentence(self, executor, rank):
+        executor.submit(failing(0, rank))
+        executor.submit(plan_of(1))
+        with pytest.raises(RunnerFault) as error:
+            executor.collect()
+        assert str(error.value) == f"The runner of rank {rank} failed: ValueError: step 0 is bad."
+        assert error.value.rank == rank
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_killed_actor_is_noticed_mid_step(self, executor, rank, group_of_actors):
+        import ray
+
+        executor.submit(plan_of(0))
+        executor.collect()
+        executor.submit(failing(1, -1))
+        time.sleep(0.2)
+        ray.kill(group_of_actors[rank])
+        start = time.monotonic()
+        with pytest.raises(RunnersLost, match=f"Rank {rank} is gone") as error:
+            executor.collect()
+        assert time.monotonic() - start < 1
+        assert error.value.rank == rank
+
+    def test_close_wakes_collect(self, executor):
+        executor.submit(failing(0, -1))
+        with ThreadPoolExecutor(1) as pool:
+            blocked = pool.submit(executor.collect)
+            time.sleep(0.2)
+            assert not blocked.done()
+            executor.close()
+            with pytest.raises(RunnersLost, match="closed"):
+                blocked.result(1)
