@@ -356,7 +356,7 @@ def serve_steps(address: Address, runner: Runner) -> None:
 
 
 def _leave(wire: Wire) -> None:
-    """Wait for the engine to close: closing first, with a plan unread, would reset the connection and lose the fault."""
+    """Let the engine close first: to close with a plan unread would reset the connection and lose the fault."""
     while wire.receive() is not None:
         pass
 
