@@ -11,8 +11,8 @@ from actors.environment import SINGLE_MACHINE
 
 os.environ.update(SINGLE_MACHINE)  # this process must talk to Ray as `callboard serve` does; before `import ray`
 
-import ray  # noqa: E402
-from ray import serve  # noqa: E402
+import ray
+from ray import serve
 
 
 def main() -> None:

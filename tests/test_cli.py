@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -220,21 +222,26 @@ def test_cluster_yaml_is_what_ray_up_accepts():
             assert f"{name}={value}" in start[: start.index("ray start")]
 
 
-def ray_environment(home: Path) -> dict[str, str]:
-    """For Ray processes of their own that leave nothing behind in the user's home."""
-    return {**os.environ, "HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+@pytest.fixture
+def private_ray(tmp_path: Path):
+    """Environment for Ray clusters of a test's own, which find each other and no other cluster of this machine."""
+    directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
+    ray = {"RAY_TMPDIR": directory, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    yield {**inherited, "HOME": str(tmp_path), **ray}
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.mark.slow
-def test_the_builder_runs_before_ray_does_as_with_serve_run(tmp_path: Path):
+def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[str, str]):
     code = "from serve_app.app import *; print(type(build_app(AppArgs(device='cpu'))).__name__)"
-    command, env = [sys.executable, "-c", code], ray_environment(tmp_path)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=env, cwd=ROOT)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=private_ray, cwd=ROOT)
     assert done.stdout == "Application\n", done.stderr
 
 
 @pytest.mark.slow
-def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path):
+def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_ray: dict[str, str]):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
@@ -243,7 +250,7 @@ def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path):
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=ray_environment(tmp_path), cwd=ROOT)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=private_ray, cwd=ROOT)
     try:
         deadline, answer = time.monotonic() + 90, None
         while answer is None and time.monotonic() < deadline and process.poll() is None:
@@ -260,13 +267,15 @@ def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_serve_end_to_end(smollm2_path: Path):
+def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
     """The command as a user runs it: two lines on stdout, the curl line works, Ctrl-C ends it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     flags = ["--port", port, "--served-model-name", "smol", "--num-threads", "2", "--kv-cache-memory", "0.1"]
     command = [sys.executable, "-m", "serve_app.cli", "serve", str(smollm2_path), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=private_ray, cwd=ROOT
+    )
     try:
         lines = [process.stdout.readline(), process.stdout.readline()]
         assert lines[0] == f"Callboard serves smol at http://127.0.0.1:{port}/v1\n", process.stderr.read()
@@ -278,7 +287,7 @@ def test_serve_end_to_end(smollm2_path: Path):
         assert httpx.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok"}
         caller = subprocess.run(
             [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
-            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            capture_output=True, text=True, timeout=60, env=private_ray, cwd=ROOT,
         )  # fmt: skip
         assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
         started = time.monotonic()
