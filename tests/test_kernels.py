@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -160,8 +161,8 @@ def steps(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps())
-def test_attention_equals_softmax_over_each_tokens_past(step):
+@given(steps(), st.sampled_from([1, 512, 1 << 15]))
+def test_attention_equals_softmax_over_each_tokens_past(step, most):
     group, kv_heads, dim, block_size, rows, shuffled, seed = step
     torch.manual_seed(seed)
     starts, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))
@@ -185,6 +186,7 @@ def test_attention_equals_softmax_over_each_tokens_past(step):
     want = torch.stack(want).float()
     for exact, attention in ((False, attention_torch), (True, attention_exact)):
         shape = AttentionShape(kv_heads * group, kv_heads, len(blocks) + 1, block_size, torch.float32, CPU, exact)
-        plan = plan_attention(tables, starts, counts, shape)
+        with mock.patch("runtime.kernels.attention.MAX_GATHERED", most):
+            plan = plan_attention(tables, starts, counts, shape)
         assert plan.num_tokens == len(q)
         torch.testing.assert_close(attention(q.clone(), kv, plan), want, atol=2e-5, rtol=1e-4)

@@ -216,7 +216,7 @@ def test_devices_and_backends_that_are_not_there_are_refused():
     assert choose_numerics(EngineConfig()).dtype == torch.float32
 
 
-# ---- the real model -----------------------------------------------------------------------------------------------
+# ---- the real model, on one thread: on busy cores two wait for each other at every operation -----------------------
 
 CHAT_IDS = "What is the capital of France? Answer in one sentence."
 ANSWER = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # The capital of France is Paris.<|im_end|>
@@ -233,7 +233,7 @@ def test_smollm2_answers(dtype, deterministic, smollm2_path):
         f"<|im_start|>user\n{CHAT_IDS}<|im_end|>\n<|im_start|>assistant\n"
     )
     tokens = Tokenizer.load(smollm2_path).encode(text)
-    config = EngineConfig(device="cpu", dtype=dtype, deterministic=deterministic, num_threads=2, max_model_len=256)
+    config = EngineConfig(device="cpu", dtype=dtype, deterministic=deterministic, num_threads=1, max_model_len=256)
     driver = Driver(ModelRunner(config, smollm2_path))
     for slot in range(3):
         driver.open(slot, tokens)
@@ -254,6 +254,6 @@ def test_smollm2_logits_equal_transformers(smollm2_path):
     tokens = np.random.default_rng(0).integers(20, 49152, 300).tolist()
     with torch.no_grad():
         want = theirs(torch.tensor([tokens])).logits[0, -1]
-    driver = Driver(ModelRunner(EngineConfig(device="cpu", num_threads=2, max_model_len=512), smollm2_path))
+    driver = Driver(ModelRunner(EngineConfig(device="cpu", num_threads=1, max_model_len=512), smollm2_path))
     driver.open(0, tokens)
     torch.testing.assert_close(driver.prefill(0, tokens, cuts=(200, 299)), want, atol=2e-3, rtol=1e-3)

@@ -153,8 +153,8 @@ class ModelRunner:
         self.cache[:, :, :, torch.from_numpy(fresh.astype(np.int64)).to(self.cache.device)] = 0
 
     def _warm_up(self) -> None:
-        """A row of one token and a row of many, on the null block: the libraries choose and build their kernels."""
-        for count in (1, min(self.config.max_num_batched_tokens, self.memory.max_model_len - 1)):
+        """A row of one token and a row of several, on the null block: libraries load and build their kernels."""
+        for count in (1, min(32, self.config.max_num_batched_tokens, self.memory.max_model_len - 1)):
             slot, start, counts = np.zeros((3, 1), np.int32) + np.array([[0], [0], [count]], np.int32)
             self.execute(StepPlan(0, slots=slot, starts=start, counts=counts, samples=np.ones(1, np.int32)))
         self.cache[:, :, :, 0] = 0
