@@ -22,7 +22,7 @@ TINY = DecoderSpec(
 
 def tiny_runner(spec: DecoderSpec = TINY, **config) -> ModelRunner:
     """A random model; `config` overrides EngineConfig's fields."""
-    defaults = {"device": "cpu", "num_kv_blocks": 160, "max_num_seqs": 40, "max_model_len": 192, "num_threads": 2}
+    defaults = {"device": "cpu", "num_kv_blocks": 160, "max_num_seqs": 40, "max_model_len": 192, "num_threads": 1}
     return ModelRunner.dummy(EngineConfig(**defaults | config), spec)
 
 

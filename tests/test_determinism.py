@@ -26,7 +26,7 @@ KINDS = [(spec, dtype) for spec in SPECS for dtype in ("float32", "bfloat16")]
 
 @cache
 def runner_of(spec: str, dtype: str, **config) -> ModelRunner:
-    return tiny_runner(SPECS[spec], dtype=dtype, deterministic=True, **config)
+    return tiny_runner(SPECS[spec], dtype=dtype, deterministic=True, num_threads=2, **config)
 
 
 def tokens_of(seed: int, count: int, vocab: int) -> list[int]:

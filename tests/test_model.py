@@ -57,7 +57,7 @@ def save_model(folder: Path, **overrides) -> LlamaForCausalLM:
 
 
 def open_runner(folder: Path, **config) -> ModelRunner:
-    return ModelRunner(EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.05, num_threads=2, **config), folder)
+    return ModelRunner(EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.05, num_threads=1, **config), folder)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
