@@ -324,18 +324,15 @@ class EngineActor:
             for rank in range(config.tensor_parallel_size)
         ]
         infos: list[ModelInfo] = _all([r.load.remote(config, rank) for rank, r in enumerate(self._runners)])
-        executor: Executor
-        if config.channel == "rpc":
-            executor = RayRpc(self._runners)
-        else:
-            executor = SocketExecutor(len(self._runners))
+        executor = RayRpc(self._runners) if config.channel == "rpc" else SocketExecutor(len(self._runners))
+        for runner in self._runners:  # a closed executor wakes whoever waits for it, here and in the step thread
+            runner.forever.remote().future().add_done_callback(lambda _: executor.close())
+        if isinstance(executor, SocketExecutor):
             here = ray.get_runtime_context().get_node_id()
             where = _all([r.where.remote() for r in self._runners])
             for rank, (runner, (node, _)) in enumerate(zip(self._runners, where, strict=True)):
                 runner.attach.remote(executor.address(rank, "" if node == here else _host()))
             executor.accept()
-        for runner in self._runners:  # a closed executor wakes the step thread, whatever it waits for
-            runner.forever.remote().future().add_done_callback(lambda _: executor.close())
         return executor, infos[0]
 
 

@@ -81,7 +81,7 @@ class Status(msgspec.Struct, array_like=True, tag=6):
 class LinkAddress:
     """Where an engine listens for one replica; it travels by a Ray call, so the secret never crosses a socket first."""
 
-    path: str  # of a Unix socket; empty: TCP
+    path: str  # of a Unix socket, in the abstract namespace; empty: TCP
     host: str
     port: int
     secret: bytes  # 32 bytes, the connection's first frame

@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
-import os
 import secrets
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from array import array
@@ -130,8 +127,9 @@ class LinkServer:
     def __init__(self, deliver: Callable[[Connection, Submit | Abort | None], None]) -> None:
         self._deliver = deliver
         self._secrets: set[bytes] = set()
-        self._directory = tempfile.mkdtemp(prefix="callboard-")  # mode 0700
-        self._unix = self._listen(socket.AF_UNIX, os.path.join(self._directory, "link"))
+        # An abstract name: no file that outlives a killed engine. Anyone on this host may connect; the secret decides.
+        self._name = f"\0callboard-{secrets.token_hex(8)}"
+        self._unix = self._listen(socket.AF_UNIX, self._name)
         self._tcp: socket.socket | None = None
 
     def _listen(self, family: int, address: str | tuple[str, int]) -> socket.socket:
@@ -146,7 +144,7 @@ class LinkServer:
         secret = secrets.token_bytes(_SECRET_LEN)
         self._secrets.add(secret)
         if same_node:
-            return LinkAddress(os.path.join(self._directory, "link"), "", 0, secret)
+            return LinkAddress(self._name, "", 0, secret)
         if self._tcp is None:
             self._tcp = self._listen(socket.AF_INET, (host, 0))
         return LinkAddress("", host, self._tcp.getsockname()[1], secret)
@@ -200,4 +198,3 @@ class LinkServer:
         for listener in (self._unix, self._tcp):
             if listener is not None:
                 listener.close()
-        shutil.rmtree(self._directory, ignore_errors=True)

@@ -150,6 +150,7 @@ class LLM:
         if output is None:
             return 0
         num_finished = 0
+        stopped = {state for state, reason in output.finished if reason is FinishReason.STOP}
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
             job: _Job = state.owner
             done = job.completion
@@ -157,7 +158,8 @@ class LLM:
             done.num_cached = max(state.num_cached, 0)
             if i in output.logprobs:
                 done.logprobs.append(output.logprobs[i])
-            done.text += job.text.push([token])
+            if state not in stopped or state.params.include_stop_str_in_output:  # the id that ends it is not text
+                done.text += job.text.push([token])
             if job.text.stopped is not None:
                 done.finish_reason, done.stop = FinishReason.STOP, job.text.stopped
                 self.engine.abort(state.request.request_id)

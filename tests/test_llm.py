@@ -69,6 +69,11 @@ def test_stream_equals_generate_and_stop_strings_cut(load):
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.finish_reason, cut.stop) == (FinishReason.STOP, stop)
     assert not llm.engine.scheduler.requests
+    last = whole.token_ids[20]
+    ended = llm.generate("hell", SamplingParams(max_tokens=40, seed=7, ignore_eos=True, stop_token_ids=(last,)))[0]
+    at = whole.token_ids.index(last)
+    assert (ended.token_ids, ended.stop) == (whole.token_ids[: at + 1], last)
+    assert ended.text == llm.tokenizer.decode(whole.token_ids[:at])
 
 
 def test_closing_a_stream_ends_its_request(load):
