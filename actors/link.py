@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from array import array
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
@@ -187,7 +188,10 @@ class EngineLink:
         loop = asyncio.get_running_loop()
         make = lambda: _Connection(self._on_message)  # noqa: E731
         if address.path:
-            transport, connection = await loop.create_unix_connection(make, address.path)
+            sock = socket.socket(socket.AF_UNIX)
+            sock.setblocking(False)
+            sock.connect(address.path)  # local and at once; uvloop does not take an abstract name
+            transport, connection = await loop.create_unix_connection(make, sock=sock)
         else:
             transport, connection = await loop.create_connection(make, address.host, address.port)
             tune_tcp(transport.get_extra_info("socket"))
@@ -200,13 +204,16 @@ class EngineLink:
         return connection.lost
 
     async def _keep_connected(self) -> None:
+        said = ""
         while True:
             try:
                 lost = await self._connect()
             except Exception as e:  # whatever keeps us from the engine now may pass: it is being started
-                logger.debug("no engine yet: %s", e)
+                if said != (said := f"{type(e).__name__}: {e}"):
+                    logger.warning("no engine yet: %s", said)
                 await asyncio.sleep(_RETRY_S)
                 continue
+            said = ""
             self._connected.set()
             await lost
             self._transport = None

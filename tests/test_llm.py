@@ -100,6 +100,8 @@ def test_bad_calls_say_what_to_change(load, tmp_path):
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(CallboardError, match="maximum context length"):
         llm.generate([[5] * 500])
+    with pytest.raises(CallboardError, match="Token id 262 "):
+        llm.generate([[5, 262]])
     assert not llm.engine.has_work
     with pytest.raises(CallboardError, match="tensor_parallel_size"):
         LLM("x", tensor_parallel_size=2)
