@@ -69,14 +69,16 @@ class EngineLoop:
             return "The engine's step thread has ended."
         return self.reason
 
-    def check_progress(self) -> None:
-        """Called now and then: a step that takes longer than step_timeout_s loses its runners."""
+    def check_progress(self) -> bool:
+        """Called now and then: a step that takes longer than step_timeout_s loses its runners.
+
+        False if even that did not help: then this process itself is stuck, and must be replaced."""
         stuck_s = time.monotonic() - self._progress
-        if self.core.has_work and not self.reason and stuck_s > self.config.step_timeout_s:
-            logger.error(
-                "no step finished for %.0f s with %d requests live", stuck_s, len(self.core.scheduler.requests)
-            )
-            self.executor.close()
+        if not self.core.has_work or self.reason or stuck_s <= self.config.step_timeout_s:
+            return True
+        logger.error("no step finished for %.0f s with %d requests live", stuck_s, len(self.core.scheduler.requests))
+        self.executor.close()
+        return stuck_s <= 2 * self.config.step_timeout_s
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, read without a lock: each is right, together they may be a step apart."""
@@ -311,7 +313,8 @@ class EngineActor:
     async def _check_progress(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            self._loop.check_progress()
+            if not self._loop.check_progress():
+                os._exit(1)  # the supervisor starts another engine, and the links resubmit
 
     def _start_runners(self) -> tuple[Executor, ModelInfo]:
         """A fresh group of runners, loaded and connected; what was left of the old one is killed."""

@@ -240,6 +240,11 @@ def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[st
     assert done.stdout == "Application\n", done.stderr
 
 
+def heed_ctrl_c() -> None:
+    """A shell that runs the tests in the background makes them and their children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.slow
 def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_ray: dict[str, str]):
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -250,7 +255,7 @@ def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=private_ray, cwd=ROOT)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=private_ray, cwd=ROOT, preexec_fn=heed_ctrl_c)
     try:
         deadline, answer = time.monotonic() + 90, None
         while answer is None and time.monotonic() < deadline and process.poll() is None:

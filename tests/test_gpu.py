@@ -1,0 +1,77 @@
+"""The same runner on a GPU: its fp32 tokens are the CPU's, and every kernel's compiled form agrees with its twin."""
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.core.engine import EngineCore
+from runtime.core.executor import InProcess
+from runtime.core.types import Request, SamplingParams
+from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.models.spec import DecoderSpec
+from runtime.worker.runner import ModelRunner
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+SPEC = DecoderSpec(
+    num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=512, vocab_size=4099,
+    max_positions=1024, norm_eps=1e-5,
+)  # fmt: skip
+
+
+def generate(device: str, **config) -> list[list[int]]:
+    """Twelve requests of mixed lengths and sampling, through the whole engine core."""
+    settings = {"device": device, "num_kv_blocks": 300, "max_num_seqs": 8, "max_model_len": 512, "dtype": "float32"}
+    runner = ModelRunner.dummy(EngineConfig(**settings | config), SPEC)
+    core = EngineCore(runner.config, runner.info, InProcess(runner))
+    rng = np.random.default_rng(0)
+    tokens: dict[str, list[int]] = {}
+    for i in range(12):
+        prompt = rng.integers(0, SPEC.vocab_size, 5 + 37 * i % 300).tolist()
+        params = SamplingParams(max_tokens=48, temperature=0.9 * (i % 2), top_p=0.95 if i % 3 else 1.0, ignore_eos=True)
+        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
+        tokens[str(i)] = []
+    while core.has_work:
+        if (output := core.step()) is not None:
+            for state, token in zip(output.states, output.token_ids, strict=True):
+                tokens[state.request.request_id].append(token)
+    return list(tokens.values())
+
+
+def test_fp32_tokens_are_those_of_the_cpu():
+    on_cpu, on_gpu = generate("cpu"), generate("cuda")
+    same = [a == b for a, b in zip(on_cpu, on_gpu, strict=True)]
+    # Two devices round differently, and a near tie may fall either way; random weights have few.
+    assert sum(same) >= 11, [next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y) for a, b in
+                             zip(on_cpu, on_gpu, strict=True) if a != b]  # fmt: skip
+
+
+def test_torch_and_triton_backends_agree_on_the_gpu():
+    a, b = generate("cuda", kernel_backend="torch"), generate("cuda", kernel_backend="triton")
+    assert sum(x == y for x, y in zip(a, b, strict=True)) >= 11
+
+
+def test_bf16_runs_and_stays_within_the_vocabulary():
+    tokens = generate("cuda", dtype="bfloat16")
+    assert [len(t) for t in tokens] == [48] * 12
+    assert all(0 <= i < SPEC.vocab_size for t in tokens for i in t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 576, 2048, 4096, 5000])
+@pytest.mark.parametrize("rows", [1, 7, 256])
+def test_rms_norm_against_float64(rows, size, dtype):
+    generator = torch.Generator("cuda").manual_seed(rows + size)
+    x, residual = (torch.randn(rows, size, device="cuda", generator=generator).to(dtype) for _ in range(2))
+    weight = torch.rand(size, device="cuda", generator=generator).to(dtype)
+    total = x.double() + residual.double()
+    total = total.to(dtype).double()  # the residual stream is kept in the compute dtype
+    want = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.double()
+    for norm in (rms_norm_torch, rms_norm_triton):
+        got = norm(x.clone(), weight, 1e-5, residual.clone())
+        error = (got.double() - want).norm() / want.norm()
+        assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], norm
