@@ -168,7 +168,7 @@ def _attend(q: torch.Tensor, span: Span, k: torch.Tensor, v: torch.Tensor) -> to
         scores = torch.baddbmm(span.mask, q, k.view(-1, length, head_dim).transpose(1, 2), alpha=head_dim**-0.5)
         return torch.bmm(scores.softmax(-1), v.view(-1, length, head_dim)).view(num_rows, -1)
     if num_tokens == 1:
-        return F.scaled_dot_product_attention(q.view(1, num_kv_heads, group, head_dim), k, v).view(1, -1)
+        return F.scaled_dot_product_attention(q.view(1, num_kv_heads, group, head_dim), k, v).reshape(1, -1)
     q = q.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = (x[0].unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=span.mask, is_causal=span.causal)
