@@ -203,6 +203,12 @@ def test_too_little_memory_is_refused_with_the_flag_to_change(available, config,
         plan_memory(EngineConfig(**config), BIG, torch.bfloat16, True, available)
 
 
+def test_a_gpu_of_our_own_is_filled():
+    plan = plan_memory(EngineConfig(max_num_seqs=256), BIG, torch.bfloat16, False, 80 * GIB, fill=True)
+    total = plan.weights + plan.kv + plan.working
+    assert 79.9 * GIB < total <= 80 * GIB
+
+
 def test_available_memory_is_plausible():
     assert 1 << 24 < available_memory(torch.device("cpu")) < 1 << 44
 

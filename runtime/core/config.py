@@ -41,7 +41,6 @@ class EngineConfig:
     policy: Literal["fcfs", "sjf"] = _toggle("fcfs", "order within a priority: by arrival, or shortest job first")
     pipeline_depth: Literal[1, 2] = _toggle(2, "steps in flight; 2 plans a step before the last one's tokens are known")
     packed_weights: bool = _toggle(True, "pre-pack the linear layers for oneDNN on a CPU")
-    cuda_graphs: bool = _toggle(True, "capture decode steps as CUDA graphs on a GPU")
     tensor_parallel_size: int = _toggle(1, "GPUs that share one model replica")
     num_threads: int | None = _toggle(None, "CPU threads of a runner; default: the cores it may use")
     channel: Literal["socket", "rpc"] = _toggle("socket", "how plans reach the runners: sockets, or Ray calls")

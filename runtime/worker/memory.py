@@ -43,9 +43,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, packed: bool, available: int
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, packed: bool, available: int, fill: bool = False
 ) -> MemoryPlan:
-    """Weights + KV + working memory. Raises CallboardError, with the flag to change, if they do not fit."""
+    """Weights + KV + working memory; `fill` gives the KV cache all that is left, as on a GPU of our own.
+
+    Raises CallboardError, with the flag to change, if they do not fit."""
     weights = sum(math.prod(shape) for shape in spec.shapes().values())
     if packed and spec.tied_head:
         weights += spec.vocab_size * spec.hidden_size  # the packed head is a second copy of the embedding
@@ -56,7 +58,9 @@ def plan_memory(
         raise CallboardError(f"max_model_len is {wanted}; the model's context is {spec.max_positions} tokens at most.")
     working = _working_bytes(config, spec, dtype, wanted or spec.max_positions)
     room = available - weights - working
-    budget = int((config.kv_cache_memory or _DEFAULT_CPU_KV) * _GIB)
+    budget = max(room, 0) if fill else int(_DEFAULT_CPU_KV * _GIB)
+    if config.kv_cache_memory is not None:
+        budget = int(config.kv_cache_memory * _GIB)
     flag = "kv_cache_memory"
     if config.kv_cache_memory is None and budget > room:
         budget, flag = max(room, 0), "max_num_batched_tokens"
@@ -89,10 +93,12 @@ def plan_memory(
     return plan
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that this process can still get: free on the GPU; on a CPU what the kernel and the cgroup leave."""
+def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) -> int:
+    """Bytes that this process may still take: the GPU's free memory less the share that must stay free; on a CPU what
+    the kernel and the cgroup leave."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, free - int((1.0 - gpu_memory_utilization) * total))
     free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

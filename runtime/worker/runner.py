@@ -65,8 +65,10 @@ class ModelRunner:
         self.numerics = choose_numerics(config)
         if self.numerics.device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
-        dtype, packed = self.numerics.dtype, self.numerics.packed
-        self.memory: MemoryPlan = plan_memory(config, spec, dtype, packed, available_memory(self.numerics.device))
+        numerics = self.numerics
+        available = available_memory(numerics.device, config.gpu_memory_utilization)
+        fill = numerics.device.type == "cuda"
+        self.memory: MemoryPlan = plan_memory(config, spec, numerics.dtype, numerics.packed, available, fill)
         logger.info("%s", self.memory)
 
     def _open(self, decoder: Decoder, weights_fingerprint: str, eos_token_ids: tuple[int, ...]) -> None:
