@@ -9,7 +9,9 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Request, SamplingParams
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.models.spec import DecoderSpec
+from runtime.kernels.rope import rope_store_kv_torch, rope_store_kv_triton, rope_table
+from runtime.kernels.silu_mul import silu_mul_torch, silu_mul_triton
+from runtime.models.spec import DecoderSpec, RopeSpec
 from runtime.worker.runner import ModelRunner
 
 pytestmark = [
@@ -75,3 +77,50 @@ def test_rms_norm_against_float64(rows, size, dtype):
         got = norm(x.clone(), weight, 1e-5, residual.clone())
         error = (got.double() - want).norm() / want.norm()
         assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "ffn"), [(1, 1536), (7, 8192), (256, 14336), (3, 1000)])
+def test_silu_mul_against_float64(rows, ffn, dtype):
+    generator = torch.Generator("cuda").manual_seed(rows + ffn)
+    x = torch.randn(rows, 2 * ffn, device="cuda", generator=generator).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    want = gate / (1 + torch.exp(-gate)) * up
+    for act in (silu_mul_torch, silu_mul_triton):
+        error = (act(x.clone()).double() - want).norm() / want.norm()
+        assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], act
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "dim"),
+    [
+        (1, 9, 3, 64),
+        (256, 32, 8, 64),
+        (7, 32, 8, 128),
+        (512, 24, 8, 128),
+        (5, 4, 1, 256),
+        (3, 32, 32, 80),
+        (2, 8, 2, 96),
+    ],
+)
+def test_rope_store_kv_against_float64(tokens, heads, kv_heads, dim, dtype):
+    generator = torch.Generator("cuda").manual_seed(tokens + heads)
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda", generator=generator).to(dtype)
+    table = rope_table(RopeSpec(), dim, tokens + 9, dtype).cuda()[:, 9:]
+    cos, sin = table.unsqueeze(2).unbind(0)
+    index = torch.randperm(tokens + 16, device="cuda", generator=generator)[:tokens]
+    x, half = qkv.double(), dim // 2
+    turned = x * cos.double() + torch.cat((x[..., half:], x[..., :half]), -1) * sin.double()
+    for rope_store in (rope_store_kv_torch, rope_store_kv_triton):
+        kv = torch.full((2, kv_heads, tokens + 16, 1, dim), torch.nan, device="cuda", dtype=dtype)
+        q = rope_store(qkv.clone(), cos, sin, kv, index)
+        written = kv[:, :, index, 0].transpose(1, 2).double()
+        for got, want in (
+            (q.double(), turned[:, :heads]),
+            (written[0], turned[:, heads : heads + kv_heads]),
+            (written[1], x[:, heads + kv_heads :]),
+        ):
+            error = (got - want).norm() / want.norm()
+            assert error < {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype], rope_store
+        assert kv.isnan().sum() == 2 * kv_heads * 16 * dim

@@ -43,6 +43,9 @@ def test_rms_norm_adds_and_keeps_the_residual():
 INTERPRETED = """
 import torch
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.rope import rope_store_kv_torch, rope_store_kv_triton, rope_table
+from runtime.kernels.silu_mul import silu_mul_torch, silu_mul_triton
+from runtime.models.spec import RopeSpec
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.float16):
     for rows, hidden in ((1, 1), (3, 7), (2, 64), (5, 100), (4, 576), (2, 1025), (0, 16)):
@@ -56,13 +59,28 @@ for dtype in (torch.float32, torch.float16):
             torch.testing.assert_close(got, want, msg=lambda m: f"{dtype} {rows}x{hidden} {with_residual}: {m}")
             if with_residual:
                 assert torch.equal(residual, twin)
+for dtype in (torch.float32, torch.float16):
+    for rows, ffn in ((1, 1), (3, 50), (2, 1024), (2, 1500), (0, 8)):
+        x = torch.randn(rows, 2 * ffn, dtype=dtype)
+        torch.testing.assert_close(silu_mul_triton(x), silu_mul_torch(x.clone()), msg=f"silu {dtype} {rows}x{ffn}")
+    for tokens, heads, kv_heads, dim in ((1, 1, 1, 64), (5, 4, 2, 64), (3, 6, 2, 80), (2, 9, 3, 16), (2, 8, 1, 96)):
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+        cos, sin = rope_table(RopeSpec(), dim, 64, dtype)[:, 3 : 3 + tokens].unsqueeze(2).unbind(0)
+        kv = torch.full((2, kv_heads, 3, 4, dim), 7.0, dtype=dtype)  # poisoned: only the tokens' places may change
+        twin, index = kv.clone(), torch.randperm(12)[:tokens]
+        got = rope_store_kv_triton(qkv.clone(), cos, sin, kv, index)
+        want = rope_store_kv_torch(qkv.clone(), cos, sin, twin, index)
+        # The twin rounds both products before it adds them, the kernel only the sum.
+        near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 4e-3}
+        torch.testing.assert_close(got, want, **near, msg=f"rope {dtype} {tokens} {heads}/{kv_heads} {dim}")
+        torch.testing.assert_close(kv, twin, **near, msg=f"kv {dtype} {tokens} {heads}/{kv_heads} {dim}")
 print("equal")
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_rms_norm_under_the_interpreter():
+def test_triton_kernels_under_the_interpreter():
     """In a process of its own: Triton decides at import whether it interprets. (bf16 is not supported there.)"""
     env = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -10,8 +10,8 @@ from typing import Literal
 
 from runtime.kernels.attention import attention_exact, attention_torch
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.rope import rope_store_kv_torch
-from runtime.kernels.silu_mul import silu_mul_exact, silu_mul_torch
+from runtime.kernels.rope import rope_store_kv_torch, rope_store_kv_triton
+from runtime.kernels.silu_mul import silu_mul_exact, silu_mul_torch, silu_mul_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,7 @@ class Kernels:
 
 def select(backend: Literal["torch", "triton"], deterministic: bool) -> Kernels:
     """The operations of a backend. Deterministic ones give a row the same bits whatever the other rows are."""
-    return Kernels(
-        rms_norm=rms_norm_triton if backend == "triton" else rms_norm_torch,
-        rope_store_kv=rope_store_kv_torch,
-        attention=attention_exact if deterministic else attention_torch,
-        silu_mul=silu_mul_exact if deterministic else silu_mul_torch,
-    )
+    attention = attention_exact if deterministic else attention_torch
+    if backend == "triton":
+        return Kernels(rms_norm_triton, rope_store_kv_triton, attention, silu_mul_triton)
+    return Kernels(rms_norm_torch, rope_store_kv_torch, attention, silu_mul_exact if deterministic else silu_mul_torch)
