@@ -5,7 +5,10 @@ On a cluster they belong in front of `ray start` on every node (cluster.yaml doe
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 # Serve's fast front door: HAProxy straight to the replicas, and no thread hop inside them. Measured per streamed token:
@@ -61,3 +64,12 @@ def private_haproxy(folder: str) -> dict[str, str]:
     # A model that does not load will not load the second time either.
     settings["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"] = "1"
     return settings
+
+
+def end_haproxy(folder: str) -> None:
+    """End the HAProxy of `private_haproxy(folder)` if Ray has left it behind, as it does when a signal reaches all of a
+    server's processes at once (`timeout`, a closed terminal): the actor that would stop it is then gone first."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended since
+            if folder.encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGTERM)

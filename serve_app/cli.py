@@ -20,7 +20,7 @@ from contextlib import closing, redirect_stdout, suppress
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, private_haproxy
+from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, end_haproxy, private_haproxy
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
 
@@ -182,6 +182,7 @@ def _serve(args: argparse.Namespace) -> int:
             print("Stopping.", file=sys.stderr)
         finally:
             _stop()
+            end_haproxy(folder)
     return 0
 
 

@@ -20,7 +20,7 @@ import uvicorn
 import yaml
 from fake_engine import MODEL, FakeEngine, byte_tokenizer
 
-from actors.environment import FAST_SERVE
+from actors.environment import FAST_SERVE, end_haproxy
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app import cli
@@ -305,3 +305,13 @@ def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
         if process.poll() is None:
             process.terminate()
             process.wait(timeout=30)
+
+
+def test_an_orphaned_haproxy_is_ended_by_its_own_folder_and_no_other(tmp_path: Path):
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    ours, other = (subprocess.Popen([*sleep, str(tmp_path / name / "haproxy.cfg")]) for name in ("ours", "other"))
+    end_haproxy(str(tmp_path / "ours"))
+    assert ours.wait(timeout=5) == -signal.SIGTERM
+    assert other.poll() is None
+    other.kill()
+    other.wait()
