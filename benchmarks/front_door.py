@@ -43,7 +43,7 @@ from serve_app.app import Front, engine_name  # noqa: E402
 TICK_S = 0.025
 TOKENS = 160  # a request: 4 s
 APP = "front-door"
-INFO = ModelInfo("toy", "toy", 49152, 8192, (2,), 20_000, 16, "none", "none")
+INFO = ModelInfo("toy", 49152, 8192, (2,), 20_000, 16, "none", "none")
 CONFIG = EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192)
 
 

@@ -114,7 +114,7 @@ def whole(executor: Executor, batch: int, depth: int, num_steps: int) -> tuple[f
     config = EngineConfig(
         max_num_seqs=batch, max_num_batched_tokens=batch * PROMPT_LEN, block_size=BLOCK_SIZE, pipeline_depth=depth
     )
-    info = ModelInfo("echo", "echo", 32000, max_len, (0,), num_blocks, BLOCK_SIZE, "none", "none")
+    info = ModelInfo("echo", 32000, max_len, (0,), num_blocks, BLOCK_SIZE, "none", "none")
     core = EngineCore(config, info, executor)
     params = SamplingParams(max_tokens=WARM_UP + num_steps, temperature=0.0)
     rng = np.random.default_rng(0)

@@ -52,7 +52,7 @@ class FakeEngine:
         reason: str = "",
         max_model_len: int = 128,
     ) -> None:
-        self.info = ModelInfo(MODEL, "f", 320, max_model_len, (EOS,), 9, 16, "float32", "cpu")
+        self.info = ModelInfo("f", 320, max_model_len, (EOS,), 9, 16, "float32", "cpu")
         self.script = [*text.encode(), EOS]
         self.group, self.delay_s, self.busy, self.fails_after, self.reason = group, delay_s, busy, fails_after, reason
         self.requests: list[Request] = []

@@ -14,7 +14,7 @@ from actors.link import EngineBusy, EngineLink, LinkGroup
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
 
-INFO = ModelInfo("fake", "f", VOCAB, 512, (EOS,), 200, 4, "none", "none")
+INFO = ModelInfo("f", VOCAB, 512, (EOS,), 200, 4, "none", "none")
 
 
 class SlowRunner(FakeRunner):

@@ -38,7 +38,7 @@ def make(**kw) -> tuple[EngineConfig, ModelInfo]:
     size = max_len if config.kv_layout == "contiguous" else config.block_size
     if config.kv_layout == "contiguous":
         blocks = config.max_num_seqs + 1
-    return config, ModelInfo("fake", "f", VOCAB, max_len, (EOS,), blocks, size, "none", "none")
+    return config, ModelInfo("f", VOCAB, max_len, (EOS,), blocks, size, "none", "none")
 
 
 configs = st.builds(

@@ -89,7 +89,6 @@ _CHOICES = {
 class ModelInfo:
     """What the engine and the replicas must know of a loaded model; found once by the runner, sent as plain data."""
 
-    model_id: str  # the name that clients use
     fingerprint: str  # hash of weights' identity, dtype and numerics: part of every block's identity (C5)
     vocab_size: int  # rows of the output head, padding included
     max_model_len: int

@@ -6,7 +6,7 @@
     noise  -log(-log1p(-u)): -log1p(-u) is an exponential variate, precise for small u, where the noise is largest
 
 Words are int32 with wrap-around products and masked shifts, so every backend gets the same integers. The finaliser is
-Chris Wellons' lowbias32 (github.com/skeeto/hash-prospector); the second key word enters between its two rounds, so
+lowbias32, of the hash-prospector project; the second key word enters between its two rounds, so
 that two rows never see permutations of the same noise.
 """
 

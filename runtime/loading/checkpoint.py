@@ -177,7 +177,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 def _read_safetensors(path: Path, file_index: int) -> list[tuple[str, _Stored]]:
-    """The tensors of one file: u64 header length | JSON header | data (github.com/huggingface/safetensors#format)."""
+    """The tensors of one file: u64 header length | JSON header | data (the safetensors format)."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -73,7 +73,7 @@ class ModelRunner:
 
     def _open(self, decoder: Decoder, weights_fingerprint: str, eos_token_ids: tuple[int, ...]) -> None:
         """The KV cache and the state objects around a decoder."""
-        spec, memory, numerics, config = decoder.spec, self.memory, self.numerics, self.config
+        spec, memory, numerics = decoder.spec, self.memory, self.numerics
         self.decoder = decoder
         shape = (2, spec.num_kv_heads, memory.num_kv_blocks, memory.block_size, spec.head_dim)
         self.cache = torch.zeros((spec.num_layers, *shape), dtype=numerics.dtype, device=numerics.device)
@@ -92,7 +92,6 @@ class ModelRunner:
         dtype_name = str(numerics.dtype).removeprefix("torch.")
         identity = (weights_fingerprint, dtype_name, numerics.backend, numerics.deterministic)
         self.info = ModelInfo(
-            model_id=config.model,
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
             vocab_size=spec.vocab_size,
             max_model_len=memory.max_model_len,
