@@ -2,6 +2,8 @@
 
 callboard serve                    # in one terminal
 python docs/handle_call.py "Hi!"   # in another one, on the same machine
+
+Where several Ray clusters run on the machine, RAY_ADDRESS=HOST:PORT says which one; otherwise Ray takes any of them.
 """
 
 import os

@@ -224,7 +224,7 @@ def test_cluster_yaml_is_what_ray_up_accepts():
 
 @pytest.fixture
 def private_ray(tmp_path: Path):
-    """Environment for Ray clusters of a test's own, which find each other and no other cluster of this machine."""
+    """Environment for Ray clusters of a test's own: no settings and no folders shared with others of this machine."""
     directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
     ray = {"RAY_TMPDIR": directory, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -290,9 +290,12 @@ def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
         assert done == "data: [DONE]"
         assert all(json.loads(event.removeprefix("data: "))["model"] == "smol" for event in events)
         assert httpx.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok"}
+        # Ray's address "auto" takes any cluster of the machine, and other tests have theirs; RAY_ADDRESS names this one.
+        (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
         caller = subprocess.run(
             [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
-            capture_output=True, text=True, timeout=60, env=private_ray, cwd=ROOT,
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            env={**private_ray, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
         )  # fmt: skip
         assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
         started = time.monotonic()
