@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
+
 try:
     import triton.language as tl
-    from triton import jit, next_power_of_2
+    from triton import jit, knobs, next_power_of_2
+
+    INTERPRETED = bool(knobs.runtime.interpret)  # kernels run in numpy, on a CPU
 except ImportError:
     tl = None
+    INTERPRETED = False
 
     def jit(fn):
         return fn
@@ -15,4 +22,24 @@ except ImportError:
         return 1 << (n - 1).bit_length()
 
 
-__all__ = ["jit", "next_power_of_2", "tl"]
+__all__ = ["INTERPRETED", "jit", "next_power_of_2", "tl", "use_pdl"]
+
+
+def use_pdl(tensor: torch.Tensor) -> bool:
+    """Whether kernels on the tensor's device take part in programmatic dependent launch (Hopper and later).
+
+    The rule for a kernel launched with `PDL=use_pdl(x), launch_pdl=use_pdl(x)`: every program runs
+
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+
+    in this order, exactly once, before any early return, any write, and any read of what earlier kernels of the step
+    wrote. So when a kernel passes its wait, all before it are complete. What no kernel of a step writes (weights,
+    tables) is better loaded before the wait."""
+    return not INTERPRETED and _has_pdl(tensor.device)
+
+
+@cache
+def _has_pdl(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
