@@ -32,13 +32,14 @@ import shutil
 import socket
 import struct
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from actors.frames import tune_tcp
 from runtime.core.executor import Runner
@@ -337,28 +338,51 @@ def connect(address: Address, timeout_s: float = 30.0) -> Wire:
 
 def serve_steps(address: Address, runner: Runner) -> None:
     """Execute plans until the engine goes away, or until one fails: the engine then gets the reason as one sentence,
-    and this process's log the traceback."""
+    and this process's log the traceback.
+
+    This thread launches each plan as soon as it arrives. Another one waits for the results, in order, and sends them:
+    so a plan is on its way to the GPU while the step before it still runs there."""
     wire = connect(address)
+    steps: queue.SimpleQueue[Callable[[], StepResult]] = queue.SimpleQueue()
+    failed = threading.Event()
+    threading.Thread(
+        target=_send_results, args=(address.rank, wire, steps, failed), name="runner-results", daemon=True
+    ).start()
     with wire.sock:
         try:
             while (frame := wire.receive()) is not None:
+                if failed.is_set():
+                    continue  # the engine closes first: to close with a plan unread would lose the fault
                 try:
-                    result = runner.execute(decode_plan(frame))
+                    steps.put(runner.launch(decode_plan(frame)))
                 except Exception as e:
-                    logger.exception("a step failed")
-                    wire.send(_FAULT + _sentence(e).encode(errors="replace"))
-                    _leave(wire)
-                    return
-                if address.rank == 0:
-                    wire.send(encode_result(result))
+                    steps.put(partial(_raise, e))  # told in its turn, after the results before it
         except OSError as e:
             logger.info("the engine's socket failed: %s", e)
+    steps.put(partial(_raise, SystemExit()))  # ends the other thread, if it still waits for a step
 
 
-def _leave(wire: Wire) -> None:
-    """Let the engine close first: to close with a plan unread would reset the connection and lose the fault."""
-    while wire.receive() is not None:
-        pass
+def _send_results(
+    rank: int, wire: Wire, steps: queue.SimpleQueue[Callable[[], StepResult]], failed: threading.Event
+) -> None:
+    """Wait for each step and send its result, from rank 0; until one fails or the engine is gone."""
+    try:
+        while True:
+            try:
+                result = steps.get()()
+            except Exception as e:
+                failed.set()
+                logger.exception("a step failed")
+                wire.send(_FAULT + _sentence(e).encode(errors="replace"))
+                return
+            if rank == 0:
+                wire.send(encode_result(result))
+    except OSError as e:
+        logger.info("the engine's socket failed: %s", e)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _sentence(error: BaseException) -> str:

@@ -56,7 +56,7 @@ class ModelRunnerActor:
     @ray.method(concurrency_group="steps")
     def execute(self, frame: bytes) -> bytes:
         """One step by Ray call (channel="rpc"): an encoded plan in, an encoded result out."""
-        return encode_result(self._runner.execute(decode_plan(frame)))
+        return encode_result(self._runner.launch(decode_plan(frame))())
 
     def progress(self) -> int:
         """Steps done so far: a runner that answers but does not advance is stuck."""

@@ -48,7 +48,9 @@ class FakeRunner:
         self.memory = np.zeros((info.num_kv_blocks, self.size), np.int64)
         self.tokens: dict[int, dict[int, int]] = {}
         self.tables: dict[int, dict[int, int]] = {}
-        self.budget = config.max_num_batched_tokens if config.chunked_prefill else 1 << 30
+        self.budget = (
+            (config.max_num_batched_tokens or info.max_num_batched_tokens) if config.chunked_prefill else 1 << 30
+        )
         self.queue: list[bytes] = []
         self.rows = Counter()
 

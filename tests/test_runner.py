@@ -166,7 +166,7 @@ GIB = 1 << 30
 
 
 def test_the_memory_plan_adds_up_and_names_the_flags():
-    plan = plan_memory(EngineConfig(max_model_len=4096), BIG, torch.bfloat16, True, 16 * GIB)
+    plan = plan_memory(EngineConfig(max_model_len=4096).sized_for("cpu"), BIG, torch.bfloat16, True, 16 * GIB)
     assert plan.kv == plan.num_kv_blocks * 16 * 2 * 16 * 8 * 64 * 2
     assert 0.9 * GIB < plan.kv <= GIB
     assert plan.weights == 2 * (1_235_814_400 + 128256 * 2048)  # Llama 3.2 1B, and the packed head
@@ -177,13 +177,16 @@ def test_the_memory_plan_adds_up_and_names_the_flags():
 
 
 def test_the_cache_is_never_larger_than_the_requests_can_use():
-    plan = plan_memory(EngineConfig(max_num_seqs=2, max_model_len=100), TINY, torch.float32, True, GIB)
+    plan = plan_memory(EngineConfig(max_num_seqs=2, max_model_len=100).sized_for("cpu"), TINY, torch.float32, True, GIB)
     assert plan.num_kv_blocks == 2 * 7 + 1
-    assert plan_memory(EngineConfig(max_num_seqs=2), TINY, torch.float32, True, GIB).max_model_len == TINY.max_positions
+    assert (
+        plan_memory(EngineConfig(max_num_seqs=2).sized_for("cpu"), TINY, torch.float32, True, GIB).max_model_len
+        == TINY.max_positions
+    )
 
 
 def test_contiguous_blocks_are_as_long_as_the_context():
-    config = EngineConfig(kv_layout="contiguous", max_num_seqs=3, max_model_len=100)
+    config = EngineConfig(kv_layout="contiguous", max_num_seqs=3, max_model_len=100).sized_for("cpu")
     plan = plan_memory(config, TINY, torch.float32, True, GIB)
     assert (plan.block_size, plan.num_kv_blocks, plan.max_model_len) == (100, 4, 100)
 
@@ -200,11 +203,11 @@ def test_contiguous_blocks_are_as_long_as_the_context():
 )
 def test_too_little_memory_is_refused_with_the_flag_to_change(available, config, message):
     with pytest.raises(CallboardError, match=message):
-        plan_memory(EngineConfig(**config), BIG, torch.bfloat16, True, available)
+        plan_memory(EngineConfig(**config).sized_for("cpu"), BIG, torch.bfloat16, True, available)
 
 
 def test_a_gpu_of_our_own_is_filled():
-    plan = plan_memory(EngineConfig(max_num_seqs=256), BIG, torch.bfloat16, False, 80 * GIB, fill=True)
+    plan = plan_memory(EngineConfig(max_num_seqs=256).sized_for("cpu"), BIG, torch.bfloat16, False, 80 * GIB, fill=True)
     total = plan.weights + plan.kv + plan.working
     assert 79.9 * GIB < total <= 80 * GIB
 

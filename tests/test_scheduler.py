@@ -27,7 +27,7 @@ def check(core: EngineCore) -> None:
     assert s.pool.num_available == s.pool.num_blocks - 1 - len(held)
     slots = [state.slot for state in s.running]
     assert len(set(slots)) == len(slots)
-    assert sorted(slots + s._free_slots) == list(range(s.config.max_num_seqs))
+    assert sorted(slots + s._free_slots) == list(range(s.max_num_seqs))
     assert s.num_waiting == sum(state.slot < 0 for state in s.requests.values())
     assert len(s.running) + s.num_waiting == len(s.requests)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from runtime.core.types import CallboardError
@@ -28,8 +28,8 @@ class EngineConfig:
     kernel_backend: Literal["auto", "triton", "torch"] = _toggle("auto", "auto is triton on a GPU and torch on a CPU")
     deterministic: bool = _toggle(False, "bit-equal logits whatever the batch, chunks, cache hits and restarts")
     max_model_len: int | None = _toggle(None, "longest prompt + output in tokens; default: the model's own context")
-    max_num_seqs: int = _toggle(64, "most requests in one step")
-    max_num_batched_tokens: int = _toggle(512, "token budget of one step")
+    max_num_seqs: int | None = _toggle(None, "most requests in one step; default: 64 on a CPU, 256 on a GPU")
+    max_num_batched_tokens: int | None = _toggle(None, "token budget of one step; default: 512 on a CPU, 8192 on a GPU")
     block_size: int = _toggle(16, "tokens in one KV block")
     num_kv_blocks: int | None = _toggle(None, "KV blocks; default: as many as kv_cache_memory or the free memory holds")
     kv_cache_memory: float | None = _toggle(None, "GiB for the KV cache; default: 1 on a CPU, what is free on a GPU")
@@ -40,6 +40,7 @@ class EngineConfig:
     prefix_cache: bool = _toggle(True, "reuse the KV blocks of equal prompt prefixes")
     policy: Literal["fcfs", "sjf"] = _toggle("fcfs", "order within a priority: by arrival, or shortest job first")
     pipeline_depth: Literal[1, 2] = _toggle(2, "steps in flight; 2 plans a step before the last one's tokens are known")
+    cuda_graphs: bool = _toggle(True, "replay decode steps as one CUDA graph each (kernel_backend triton)")
     packed_weights: bool = _toggle(True, "pre-pack the linear layers for oneDNN on a CPU")
     tensor_parallel_size: int = _toggle(1, "GPUs that share one model replica")
     num_threads: int | None = _toggle(None, "CPU threads of a runner; default: the cores it may use")
@@ -49,8 +50,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
-            (self.max_num_batched_tokens >= 1, "max_num_batched_tokens", "at least 1"),
+            (self.max_num_seqs is None or self.max_num_seqs >= 1, "max_num_seqs", "at least 1"),
+            (self._budget(1) >= 1, "max_num_batched_tokens", "at least 1"),
             (self.block_size >= 1, "block_size", "at least 1"),
             (self.num_kv_blocks is None or self.num_kv_blocks >= 2, "num_kv_blocks", "at least 2 (block 0 is null)"),
             (self.kv_cache_memory is None or self.kv_cache_memory > 0, "kv_cache_memory", "above 0 GiB"),
@@ -60,7 +61,7 @@ class EngineConfig:
             (self.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
             (self.step_timeout_s > 0, "step_timeout_s", "above 0 seconds"),
             (
-                self.chunked_prefill or self.max_model_len is None or self.max_num_batched_tokens >= self.max_model_len,
+                self.chunked_prefill or self.max_model_len is None or self._budget(1 << 62) >= self.max_model_len,
                 "max_num_batched_tokens",
                 "at least max_model_len when chunked_prefill is off",
             ),
@@ -72,6 +73,18 @@ class EngineConfig:
             choices = _CHOICES.get(f.name)
             if choices and getattr(self, f.name) not in choices:
                 raise CallboardError(f"{f.name} is {getattr(self, f.name)!r}; it must be one of {', '.join(choices)}.")
+
+    def _budget(self, default: int) -> int:
+        return default if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+
+    def sized_for(self, device: str) -> EngineConfig:
+        """With the batch limits that suit a device type, where none are given."""
+        seqs, tokens = (256, 8192) if device == "cuda" else (64, 512)
+        return replace(
+            self,
+            max_num_seqs=seqs if self.max_num_seqs is None else self.max_num_seqs,
+            max_num_batched_tokens=self._budget(tokens),
+        )
 
 
 _CHOICES = {
@@ -97,3 +110,5 @@ class ModelInfo:
     block_size: int  # tokens; max_model_len rounded up when kv_layout is contiguous
     dtype: str
     device: str
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from runtime.core.plan import StepPlan, StepResult
@@ -27,23 +28,26 @@ class Executor(Protocol):
 class Runner(Protocol):
     """What computes steps (runtime.worker.runner.ModelRunner)."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Apply `plan` and compute its rows."""
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Start applying `plan` and computing its rows; the returned call waits for the result.
+
+        Plans are launched by one thread and waited for, in the same order, by one thread, perhaps another. Where
+        nothing runs beside the CPU, `launch` leaves all the work to the wait."""
         ...
 
 
 class InProcess:
-    """An Executor around one runner of this process; a step runs when it is collected."""
+    """An Executor around one runner of this process."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._queue: deque[StepPlan] = deque()
+        self._steps: deque[Callable[[], StepResult]] = deque()
 
     def submit(self, plan: StepPlan) -> None:
-        self._queue.append(plan)
+        self._steps.append(self._runner.launch(plan))
 
     def collect(self) -> StepResult:
-        return self._runner.execute(self._queue.popleft())
+        return self._steps.popleft()()
 
     def close(self) -> None:
-        self._queue.clear()
+        self._steps.clear()

@@ -67,7 +67,8 @@ class Scheduler:
         self.config, self.info = config, info
         self.block_size = info.block_size
         self.max_len = min(info.max_model_len, (info.num_kv_blocks - 1) * info.block_size)
-        self.budget = config.max_num_batched_tokens
+        self.max_num_seqs = config.max_num_seqs or info.max_num_seqs
+        self.budget = config.max_num_batched_tokens or info.max_num_batched_tokens
         if not config.chunked_prefill:
             self.budget = max(self.budget, self.max_len)
         self.cache = PrefixCache()
@@ -85,7 +86,7 @@ class Scheduler:
         self._forget_runners()
 
     def _forget_runners(self) -> None:
-        self._free_slots = list(range(self.config.max_num_seqs - 1, -1, -1))
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[tuple[int, list[tuple[RequestState, int]]]] = deque()
         self._freed: list[int] = []
         self._writes: list[tuple[int, int, int]] = []  # slot, index in its table, block: not sent yet

@@ -34,6 +34,7 @@ class DecoderSpec:
     rope: RopeSpec = RopeSpec()
     activation: Literal["silu"] = "silu"
     tied_head: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim of each q and k head, before RoPE
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
@@ -57,6 +58,8 @@ class DecoderSpec:
             shapes["head"] = (self.vocab_size, hidden)
         for i in range(self.num_layers):
             shapes[f"layers.{i}.attn_norm"] = shapes[f"layers.{i}.ffn_norm"] = (hidden,)
+            if self.qk_norm:
+                shapes[f"layers.{i}.q_norm"] = shapes[f"layers.{i}.k_norm"] = (self.head_dim,)
             for parts, has_bias in self.linears().values():
                 for part, shape in parts.items():
                     shapes[f"layers.{i}.{part}.weight"] = shape

@@ -47,7 +47,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Weights + KV + working memory; `fill` gives the KV cache all that is left, as on a GPU of our own.
 
-    Raises CallboardError, with the flag to change, if they do not fit."""
+    `config` is one that is `sized_for` a device. Raises CallboardError, with the flag to change, if they do not fit."""
     weights = sum(math.prod(shape) for shape in spec.shapes().values())
     if packed and spec.tied_head:
         weights += spec.vocab_size * spec.hidden_size  # the packed head is a second copy of the embedding

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +63,9 @@ class ModelRunner:
         """What is decided before weights are read: numerics and the memory plan."""
         if world_size != 1:
             raise CallboardError(f"tensor_parallel_size is {world_size}; only 1 is supported.")
-        self.config, self.rank, self.world_size = config, rank, world_size
         self.numerics = choose_numerics(config)
+        self.config = config = config.sized_for(self.numerics.device.type)
+        self.rank, self.world_size = rank, world_size
         if self.numerics.device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         numerics = self.numerics
@@ -100,6 +103,8 @@ class ModelRunner:
             block_size=memory.block_size,
             dtype=dtype_name,
             device=numerics.device.type,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
         self.reset()
         self._warm_up()
@@ -111,6 +116,10 @@ class ModelRunner:
         self.slots = Slots(self.config.max_num_seqs, memory.max_model_len, max_blocks, device)
         self.sampler = Sampler(self.config.max_num_seqs, self.decoder.spec.vocab_size, self.eos_token_ids, device)
         self.poisoned = False  # some step had a non-finite value, so that free blocks may hold one
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Start a step; the returned call waits for its result, and on a CPU computes it."""
+        return partial(self.execute, plan)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
