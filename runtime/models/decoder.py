@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from runtime.kernels.attention import AttentionPlan
 from runtime.kernels.linear import Linear, make_linear
 from runtime.kernels.rope import rope_table
 from runtime.models.spec import DecoderSpec
+
+_MOST_DRAWN_ON_CPU = 1 << 28  # random weights
 
 
 class Weights(Protocol):
@@ -88,15 +91,20 @@ class Decoder:
 
     @classmethod
     def dummy(cls, spec: DecoderSpec, numerics: Numerics, num_positions: int, seed: int = 0) -> Decoder:
-        """Seeded random weights, scaled so that activations keep their size; for tests and benchmarks."""
-        generator, shapes = torch.Generator().manual_seed(seed), spec.shapes()
+        """Seeded random weights, scaled so that activations keep their size; for tests and benchmarks.
+
+        Drawn on the CPU, the same for every device; large models on their own, as a CPU needs minutes for gigabytes."""
+        shapes = spec.shapes()
+        large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
+        device = numerics.device if large else torch.device("cpu")
+        generator = torch.Generator(device).manual_seed(seed)
 
         def read(name: str) -> torch.Tensor:
             shape = shapes[name]
             if name.endswith("norm"):
-                weight = 1.0 + 0.1 * torch.randn(shape, generator=generator)
+                weight = 1.0 + 0.1 * torch.randn(shape, generator=generator, device=device)
             else:
-                weight = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+                weight = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
             return weight.to(numerics.device, numerics.dtype)
 
         return cls(spec, numerics, num_positions, read)

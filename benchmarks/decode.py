@@ -1,0 +1,46 @@
+"""Decode speed and throughput of the engine in this process: random weights of a published shape, greedy, EOS off.
+
+    python -m benchmarks.decode --model llama-3.2-1b --cells 1x128x512 8x128x256 256x128x256 256x512x128
+
+A cell is BATCHxINxOUT, all requests added at once. Decode tok/s counts the tokens after every request has its first
+one, over the time from then on; output tok/s counts all tokens over all of the time, prefill included. Medians of the
+repeats.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.measure import Engine, Results, engine_config, middle, new_parser, percentiles
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--cells", nargs="+", default=["1x128x512"], metavar="BATCHxINxOUT")
+    args = parser.parse_args()
+    cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells]
+    config = engine_config(args.set, max_num_seqs=max(64, *(batch for batch, _, _ in cells)))
+    results = Results("decode", args.out)
+    engine = Engine(args.model, config)
+    with tqdm(total=len(cells) * (args.repeats + 1), unit="run") as bar:
+        for batch, prompt_len, output_len in cells:
+            bar.set_description(f"{args.model} {batch} x ({prompt_len} in, {output_len} out)")
+            runs = []
+            for repeat in range(args.repeats + 1):
+                run = engine.run(batch, prompt_len, output_len)
+                runs += [run] if repeat else []
+                bar.update()
+            decode, decode_range = middle([run.decode_rate for run in runs])
+            output, output_range = middle([run.output_rate for run in runs])
+            steps = np.concatenate([np.diff(run.step_ends) for run in runs])
+            results.add(
+                config, model=args.model, batch=batch, prompt_len=prompt_len, output_len=output_len,
+                repeats=args.repeats, decode_tok_s=decode, decode_range=decode_range, output_tok_s=output,
+                output_range=output_range, first_token_ms=middle([run.first * 1e3 for run in runs])[0],
+                step_ms=percentiles(steps),
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

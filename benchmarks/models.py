@@ -1,0 +1,72 @@
+"""The published shapes of the models that are measured, each as the part of its config.json that says them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.models import describe
+from runtime.models.spec import DecoderSpec
+
+
+def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 128256,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "rope_scaling": scaling | {"original_max_position_embeddings": 8192}, "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009], "tie_word_embeddings": True,
+    } | shape  # fmt: skip
+
+
+def _qwen3(**shape: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "vocab_size": 151936,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": [151645, 151643], "attention_bias": False,
+        "tie_word_embeddings": True,
+    } | shape  # fmt: skip
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _llama3(
+        32.0, num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, head_dim=64, intermediate_size=8192
+    ),
+    "llama-3.2-3b": _llama3(
+        32.0, num_hidden_layers=28, hidden_size=3072, num_attention_heads=24, head_dim=128, intermediate_size=8192
+    ),
+    "llama-3.1-8b": _llama3(
+        8.0, num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, head_dim=128, intermediate_size=14336,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-0.6b": _qwen3(num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, intermediate_size=3072),
+    "qwen3-4b": _qwen3(num_hidden_layers=36, hidden_size=2560, num_attention_heads=32, intermediate_size=9728),
+    "qwen3-8b": _qwen3(
+        num_hidden_layers=36, hidden_size=4096, num_attention_heads=32, intermediate_size=12288,
+        tie_word_embeddings=False,
+    ),
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 262144, "num_hidden_layers": 26, "hidden_size": 1152, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window": 512,
+        "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "bos_token_id": 2, "eos_token_id": [1, 106],
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 49152,
+        "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
+    },
+    "tiny": {  # nobody's: for trying a benchmark out on a CPU
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 512,
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "bos_token_id": 0,
+        "eos_token_id": 1, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def spec_of(model: str) -> DecoderSpec:
+    """The spec of a name in CONFIGS; raises CallboardError if its architecture does not run yet."""
+    return describe(CONFIGS[model])[0]
