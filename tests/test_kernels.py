@@ -21,7 +21,7 @@ from runtime.kernels.attention import (
     decode_bucket,
     plan_attention,
 )
-from runtime.kernels.linear import can_pack, make_linear
+from runtime.kernels.linear import can_pack, cpu_product
 from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.kernels.rope import rope_store_kv_torch, rope_table
 from runtime.kernels.silu_mul import silu_mul_exact, silu_mul_torch
@@ -153,7 +153,7 @@ def test_linear_variants_agree(dtype, rows, with_bias):
     want = torch.nn.functional.linear(x, weight, bias)
     for packed in (False, True):
         for deterministic in (False, True):
-            got = make_linear(weight, bias, packed, deterministic)(x)
+            got = cpu_product(weight, bias, packed, deterministic)(x)
             torch.testing.assert_close(got, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
 
 
@@ -164,7 +164,7 @@ def test_linear_variants_agree(dtype, rows, with_bias):
 @given(st.sampled_from([16, 50, 576, 1536]), st.sampled_from([1, 48, 333]), st.integers(1, 70), st.integers(0, 40))
 def test_deterministic_linear_gives_a_row_the_same_bits_in_any_batch(dtype, packed, size_in, size_out, rows, first):
     torch.manual_seed(size_in)
-    linear = make_linear(torch.randn(size_out, size_in).to(dtype), None, packed, deterministic=True)
+    linear = cpu_product(torch.randn(size_out, size_in).to(dtype), None, packed, deterministic=True)
     x = torch.randn(120, size_in).to(dtype)
     assert torch.equal(linear(x[first : first + rows]), linear(x)[first : first + rows])
 

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from runtime.kernels.attention import attention_exact, attention_torch
+from runtime.kernels.linear import Linear, cpu_product
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.rope import rope_store_kv_torch, rope_store_kv_triton
 from runtime.kernels.silu_mul import silu_mul_exact, silu_mul_torch, silu_mul_triton
@@ -18,15 +21,22 @@ from runtime.kernels.silu_mul import silu_mul_exact, silu_mul_torch, silu_mul_tr
 class Kernels:
     """What a decoder is written with; signatures are those of the torch references."""
 
+    linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]  # of weight [out, in] and bias [out]
     rms_norm: Callable
     rope_store_kv: Callable
     attention: Callable
-    silu_mul: Callable
 
 
-def select(backend: Literal["torch", "triton"], deterministic: bool) -> Kernels:
+def select(backend: Literal["torch", "triton"], packed: bool, deterministic: bool) -> Kernels:
     """The operations of a backend. Deterministic ones give a row the same bits whatever the other rows are."""
     attention = attention_exact if deterministic else attention_torch
     if backend == "triton":
-        return Kernels(rms_norm_triton, rope_store_kv_triton, attention, silu_mul_triton)
-    return Kernels(rms_norm_torch, rope_store_kv_torch, attention, silu_mul_exact if deterministic else silu_mul_torch)
+        rms_norm, rope_store_kv, activate = rms_norm_triton, rope_store_kv_triton, silu_mul_triton
+    else:
+        rms_norm, rope_store_kv = rms_norm_torch, rope_store_kv_torch
+        activate = silu_mul_exact if deterministic else silu_mul_torch
+
+    def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return Linear(cpu_product(weight, bias, packed, deterministic), rms_norm, activate)
+
+    return Kernels(linear, rms_norm, rope_store_kv, attention)

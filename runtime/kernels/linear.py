@@ -1,6 +1,6 @@
-"""Linear layers on a CPU: oneDNN with weights packed once into its own blocked layout, and the plain fallback.
+"""Linear layers: the forms in which a decoder uses a weight, and the products behind them on a CPU.
 
-Packed is far faster than F.linear at few rows (fp32 1.8x at one row), and bit-invariant: from two rows on, a row's
+There, weights are packed once into oneDNN's own blocked layout, with F.linear as the fallback. Packed is far faster than F.linear at few rows (fp32 1.8x at one row), and bit-invariant: from two rows on, a row's
 result depends neither on the number of rows nor on its place among them. The two calls are private to torch, so a
 build without them falls back.
 """
@@ -12,10 +12,35 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, in] -> [num_tokens, out]
+Product = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, in] -> [num_tokens, out]
 
 _ROWS_HINT = 64  # for what batch oneDNN picks the layout; measured flat from 8 to 256
 _TILE = 16  # rows of one fixed-shape call of `tiled_linear`
+
+
+class Linear:
+    """One weight with what surrounds it in a decoder: the norm before it, the activation or the residual after it.
+
+    This is the plain form, from the separate operations; runtime.kernels.fused_linear has the one for GPUs."""
+
+    def __init__(self, product: Product, rms_norm: Callable, activate: Callable) -> None:
+        self.product, self.rms_norm, self.activate = product, rms_norm, activate
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += linear(x), in place."""
+        residual.add_(self.product(x))
+
+    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """linear(rms_norm(x))."""
+        return self.product(self.rms_norm(x, norm_weight, eps))
+
+    def gated(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """activation(gate) * up of the normed input; the weight's rows are the gate's, then the up projection's."""
+        return self.activate(self.normed(x, norm_weight, eps))
+
+    def logits(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """`normed` for the output head: fp32 where that costs nothing."""
+        return self.normed(x, norm_weight, eps)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -30,14 +55,14 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype in supported and supported[dtype]()
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, packed: bool, deterministic: bool) -> Linear:
+def cpu_product(weight: torch.Tensor, bias: torch.Tensor | None, packed: bool, deterministic: bool) -> Product:
     """x @ weight.T + bias for weight [out, in]. Deterministic: a row's bits do not depend on the other rows."""
     if not packed:
         return tiled_linear(weight, bias) if deterministic else lambda x: F.linear(x, weight, bias)
     return packed_linear(weight, bias, min_rows=2 if deterministic else 1)
 
 
-def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None, min_rows: int) -> Linear:
+def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None, min_rows: int) -> Product:
     """`min_rows=2` pads a single row, which oneDNN may send to another kernel with another order of sums."""
     call = torch.ops.mkldnn._linear_pointwise.default
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
@@ -50,7 +75,7 @@ def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None, min_rows: int
     return linear
 
 
-def tiled_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def tiled_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """F.linear over tiles of a fixed number of rows, so that every row meets the same kernel whatever the batch."""
 
     def linear(x: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from runtime.core.types import CallboardError
 from runtime.kernels import select
 from runtime.kernels.attention import AttentionPlan
-from runtime.kernels.linear import Linear, make_linear
+from runtime.kernels.linear import Linear
 from runtime.kernels.rope import rope_table
 from runtime.models.spec import DecoderSpec
 
@@ -45,6 +45,8 @@ class Layer:
     """One block's weights, fused: q, k and v are one linear map, gate and up another."""
 
     attn_norm: torch.Tensor
+    q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm
+    k_norm: torch.Tensor | None
     qkv: Linear
     out: Linear
     ffn_norm: torch.Tensor
@@ -63,21 +65,24 @@ class Decoder:
         read: Callable[[str], torch.Tensor],  # a parameter of `spec.shapes()` by name
     ) -> None:
         self.spec, self.numerics = spec, numerics
-        self.kernels = select(numerics.backend, numerics.deterministic)
+        self.kernels = select(numerics.backend, numerics.packed, numerics.deterministic)
         self.rope = rope_table(spec.rope, spec.head_dim, num_positions, numerics.dtype).to(numerics.device)
         self.embed = read("embed")
         self.layers = [self._layer(f"layers.{i}.", read) for i in range(spec.num_layers)]
         self.final_norm = read("final_norm")
         head = self.embed if spec.tied_head else read("head")
-        self.head = make_linear(head, None, numerics.packed, numerics.deterministic)
+        self.head = self.kernels.linear(head, None)
 
     def _layer(self, prefix: str, read: Callable[[str], torch.Tensor]) -> Layer:
         linears = {}
         for name, (parts, has_bias) in self.spec.linears().items():
             weight = torch.cat([read(f"{prefix}{part}.weight") for part in parts])
             bias = torch.cat([read(f"{prefix}{part}.bias") for part in parts]) if has_bias else None
-            linears[name] = make_linear(weight, bias, self.numerics.packed, self.numerics.deterministic)
-        return Layer(attn_norm=read(f"{prefix}attn_norm"), ffn_norm=read(f"{prefix}ffn_norm"), **linears)
+            linears[name] = self.kernels.linear(weight, bias)
+        norms: dict[str, torch.Tensor | None] = {f"{n}_norm": read(f"{prefix}{n}_norm") for n in ("attn", "ffn")}
+        for n in ("q_norm", "k_norm"):
+            norms[n] = read(prefix + n) if self.spec.qk_norm else None
+        return Layer(**norms, **linears)
 
     @classmethod
     def load(
@@ -119,22 +124,18 @@ class Decoder:
     ) -> torch.Tensor:
         """[num_tokens, hidden] before the final norm; writes the tokens' keys and values."""
         spec, kernels = self.spec, self.kernels
-        norm, rope_store, attend, act = kernels.rms_norm, kernels.rope_store_kv, kernels.attention, kernels.silu_mul
         eps, heads = spec.norm_eps, (len(token_ids), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         cos, sin = self.rope.index_select(1, positions).unsqueeze(2).unbind(0)
-        residual = F.embedding(token_ids, self.embed)
-        x = None
+        h = F.embedding(token_ids, self.embed)
         for layer, kv in zip(self.layers, caches, strict=True):
-            h = norm(residual, layer.attn_norm, eps) if x is None else norm(x, layer.attn_norm, eps, residual)
-            q = rope_store(layer.qkv(h).view(heads), cos, sin, kv, kv_index)
-            x = layer.out(attend(q, kv, plan))
-            h = norm(x, layer.ffn_norm, eps, residual)
-            x = layer.down(act(layer.gate_up(h)))
-        return residual.add_(x)
+            q = kernels.rope_store_kv(layer.qkv.normed(h, layer.attn_norm, eps).view(heads), cos, sin, kv, kv_index)
+            layer.out.add_to(h, kernels.attention(q, kv, plan))
+            layer.down.add_to(h, layer.gate_up.gated(h, layer.ffn_norm, eps))
+        return h
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] of `forward` -> [n, vocab]."""
-        return self.head(self.kernels.rms_norm(hidden, self.final_norm, self.spec.norm_eps))
+        return self.head.logits(hidden, self.final_norm, self.spec.norm_eps)
 
 
 def checkpoint_names(spec: DecoderSpec, names: dict[str, str]) -> dict[str, str]:
