@@ -20,7 +20,8 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", default=["1x128x512"], metavar="BATCHxINxOUT")
     args = parser.parse_args()
     cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells]
-    config = engine_config(args.set, max_num_seqs=max(64, *(batch for batch, _, _ in cells)))
+    largest = max(batch for batch, _, _ in cells)
+    config = engine_config(args.set, **({"max_num_seqs": largest} if largest > 256 else {}))
     results = Results("decode", args.out)
     engine = Engine(args.model, config)
     with tqdm(total=len(cells) * (args.repeats + 1), unit="run") as bar:

@@ -8,7 +8,15 @@ import pytest
 import torch
 from runner_driver import Driver
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
@@ -43,12 +51,22 @@ VARIANTS = {
             "original_max_position_embeddings": 32,
         }
     },
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
 }
 
 
-def save_model(folder: Path, **overrides) -> LlamaForCausalLM:
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+}
+
+
+def save_model(folder: Path, family: str = "llama", **overrides) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**BASE | overrides, initializer_range=0.1)).eval()
+    model_class, config_class = FAMILIES[family]
+    model = model_class(config_class(**BASE | overrides, initializer_range=0.1)).eval()
     for name, parameter in model.named_parameters():
         if "bias" in name or "norm" in name:
             parameter.data.normal_(1.0 * ("norm" in name), 0.3)
@@ -101,7 +119,7 @@ def test_rope_is_read_from_both_forms_of_config():
 
 
 def test_unsupported_models_are_named_with_what_is_supported():
-    with pytest.raises(CallboardError, match="MambaForCausalLM; supported are LlamaForCausalLM"):
+    with pytest.raises(CallboardError, match="MambaForCausalLM; supported are LlamaForCausalLM, Qwen"):
         describe({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(CallboardError, match="lacks num_hidden_layers, which LlamaForCausalLM needs"):
         describe({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "hidden_size": 8})
@@ -109,6 +127,8 @@ def test_unsupported_models_are_named_with_what_is_supported():
         decoder_spec(BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
     with pytest.raises(CallboardError, match="hidden_act is 'gelu'; supported is silu"):
         decoder_spec(BASE | {"hidden_act": "gelu"})
+    with pytest.raises(CallboardError, match="use_sliding_window is true; only full attention"):
+        describe(BASE | {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True})
 
 
 def damaged(source: Path, target: Path, change) -> Path:

@@ -7,11 +7,13 @@ from types import ModuleType
 from typing import Any
 
 from runtime.core.types import CallboardError
-from runtime.models import llama
+from runtime.models import llama, qwen
 from runtime.models.spec import DecoderSpec
 
 FAMILIES: dict[str, ModuleType] = {  # each with decoder_spec(config) and NAMES
     "LlamaForCausalLM": llama,
+    "Qwen2ForCausalLM": qwen,
+    "Qwen3ForCausalLM": qwen,
 }
 
 
