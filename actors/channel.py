@@ -57,6 +57,7 @@ _SECRET_LEN = 32
 _FAULT = b"CBE1"  # starts the frame of a runner that could not execute a plan; a sentence follows
 
 OnFull = Callable[[], None]
+_Launched = queue.SimpleQueue[Callable[[], StepResult] | None]  # None: the engine is gone
 
 
 class GroupFailed(CallboardError):
@@ -343,11 +344,10 @@ def serve_steps(address: Address, runner: Runner) -> None:
     This thread launches each plan as soon as it arrives. Another one waits for the results, in order, and sends them:
     so a plan is on its way to the GPU while the step before it still runs there."""
     wire = connect(address)
-    steps: queue.SimpleQueue[Callable[[], StepResult]] = queue.SimpleQueue()
+    steps: _Launched = queue.SimpleQueue()
     failed = threading.Event()
-    threading.Thread(
-        target=_send_results, args=(address.rank, wire, steps, failed), name="runner-results", daemon=True
-    ).start()
+    args = (address.rank, wire, steps, failed)
+    threading.Thread(target=_send_results, args=args, name="runner-results", daemon=True).start()
     with wire.sock:
         try:
             while (frame := wire.receive()) is not None:
@@ -356,20 +356,19 @@ def serve_steps(address: Address, runner: Runner) -> None:
                 try:
                     steps.put(runner.launch(decode_plan(frame)))
                 except Exception as e:
+                    failed.set()
                     steps.put(partial(_raise, e))  # told in its turn, after the results before it
         except OSError as e:
             logger.info("the engine's socket failed: %s", e)
-    steps.put(partial(_raise, SystemExit()))  # ends the other thread, if it still waits for a step
+    steps.put(None)
 
 
-def _send_results(
-    rank: int, wire: Wire, steps: queue.SimpleQueue[Callable[[], StepResult]], failed: threading.Event
-) -> None:
+def _send_results(rank: int, wire: Wire, steps: _Launched, failed: threading.Event) -> None:
     """Wait for each step and send its result, from rank 0; until one fails or the engine is gone."""
     try:
-        while True:
+        while (wait := steps.get()) is not None:
             try:
-                result = steps.get()()
+                result = wait()
             except Exception as e:
                 failed.set()
                 logger.exception("a step failed")
@@ -381,7 +380,7 @@ def _send_results(
         logger.info("the engine's socket failed: %s", e)
 
 
-def _raise(error: BaseException) -> NoReturn:
+def _raise(error: Exception) -> NoReturn:
     raise error
 
 

@@ -23,7 +23,7 @@ from actors.channel import RayRpc, SocketExecutor
 from actors.frames import Abort, Ended, LinkAddress, Refused, Status, Submit
 from actors.link_server import Connection, LinkServer, Stream
 from actors.placement import runner_options
-from actors.runner import ModelRunnerActor
+from actors.runner import SWITCH_INTERVAL_S, ModelRunnerActor
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
@@ -32,7 +32,6 @@ from runtime.core.types import CallboardError, FinishReason, StepOutput
 logger = logging.getLogger(__name__)
 
 _MAX_LOSSES = 3  # runners lost in a row without a finished step: the requests in them are at fault
-_SWITCH_INTERVAL_S = 0.0005  # the step thread must not wait 5 ms for a reader thread to give up the GIL
 
 
 class EngineLoop:
@@ -271,7 +270,7 @@ class EngineActor:
 
     def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, supervisor_pid: int) -> None:
         self._supervisor_pid = supervisor_pid
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._config, self._group, self._gpu = config, group, gpu
         self._runners: list[Any] = []
 

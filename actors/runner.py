@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from runtime.worker.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005  # a thread that a step waits for must not wait 5 ms for another to give up the GIL
 
 
 class ModelRunnerActor:
@@ -44,6 +47,8 @@ class ModelRunnerActor:
     def attach(self, address: Address) -> None:
         """Connect to the engine and serve its steps until it goes away; then this process ends."""
 
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+
         def serve() -> None:
             try:
                 serve_steps(address, self._runner)
@@ -55,7 +60,7 @@ class ModelRunnerActor:
 
     @ray.method(concurrency_group="steps")
     def execute(self, frame: bytes) -> bytes:
-        """One step by Ray call (channel="rpc"): an encoded plan in, an encoded result out."""
+        """One step by Ray call (channel="rpc"): an encoded plan in, an encoded result out. Steps do not overlap."""
         return encode_result(self._runner.launch(decode_plan(frame))())
 
     def progress(self) -> int:

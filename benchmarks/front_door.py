@@ -16,6 +16,8 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,7 +57,10 @@ class ToyRunner:
         self._stamps: dict[int, float] = {}
         self._next = time.monotonic()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self._execute, plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         now = time.monotonic()
         self._next = max(self._next + TICK_S, now)
         time.sleep(self._next - now)

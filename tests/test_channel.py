@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -42,9 +44,18 @@ class Runner:
     """Answers with a checksum of the plan that arrived, in an array of `num_out` ids."""
 
     def __init__(self, rank: int = 0, num_out: int = 1) -> None:
-        self.rank, self.num_out, self.executed = rank, num_out, []
-        self.go, self.released = threading.Event(), threading.Event()
+        self.rank, self.num_out, self.executed, self.launched = rank, num_out, [], []
+        self.may_launch, self.go, self.released = threading.Event(), threading.Event(), threading.Event()
+        self.may_launch.set()
         self.go.set()
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Only notes it: the work is left to the wait, as on a CPU."""
+        self.may_launch.wait()
+        self.launched.append((plan.step_id, threading.current_thread()))
+        if plan.step_id < 0:
+            raise ValueError(f"step {plan.step_id} cannot be launched")
+        return partial(self.execute, plan)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.go.wait()
@@ -89,6 +100,7 @@ class Group:
     def __exit__(self, *_) -> None:
         self.executor.close()
         for runner, thread in zip(self.runners, self.threads, strict=True):
+            runner.may_launch.set()
             runner.go.set()
             runner.released.set()
             thread.join(5)
@@ -241,6 +253,70 @@ def test_submit_returns_while_the_runner_computes():
         assert [group.executor.collect().step_id for _ in range(2)] == [0, 1]
 
 
+# ---- launched before the last result ------------------------------------------------------------------------------
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.001)
+
+
+@HOSTS
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_plans_are_launched_while_earlier_results_are_awaited(host, num_ranks):
+    with Group(num_ranks, host) as group:
+        for runner in group.runners:
+            runner.go.clear()
+        for step in range(3):
+            group.executor.submit(plan_of(step))
+        for runner in group.runners:
+            wait_until(lambda runner=runner: [i for i, _ in runner.launched] == [0, 1, 2])
+            assert runner.executed == []
+            runner.go.set()
+        assert [group.executor.collect().step_id for _ in range(3)] == [0, 1, 2]
+
+
+def test_one_thread_launches_and_one_other_computes():
+    with Group() as group:
+        computing = set()
+        execute = group.runners[0].execute
+        group.runners[0].execute = lambda plan: (computing.add(threading.current_thread()), execute(plan))[1]
+        for step in range(20):
+            group.executor.submit(plan_of(step))
+            group.executor.collect()
+        launching = {thread for _, thread in group.runners[0].launched}
+        assert launching == {group.threads[0]}
+        assert len(computing) == 1
+        assert computing.isdisjoint(launching)
+
+
+@HOSTS
+def test_a_failing_launch_is_told_after_the_results_before_it(host):
+    with Group(1, host) as group:
+        runner = group.runners[0]
+        runner.go.clear()
+        for step in (0, -7, 2):
+            group.executor.submit(plan_of(step))
+        wait_until(lambda: len(runner.launched) == 2)
+        runner.go.set()
+        assert group.executor.collect().step_id == 0
+        with pytest.raises(RunnerFault, match=r"rank 0 failed: ValueError: step -7 cannot be launched\.$"):
+            group.executor.collect()
+        assert [step for step, _ in runner.launched] == [0, -7], "nothing is launched after a fault"
+
+
+def test_a_runner_stuck_in_a_step_leaves_with_its_engine():
+    with Group() as group:
+        group.runners[0].go.clear()
+        group.executor.submit(plan_of(0))
+        wait_until(lambda: len(group.runners[0].launched) == 1)
+        group.executor.close()
+        group.threads[0].join(5)
+        assert not group.threads[0].is_alive()
+
+
 # ---- faults and ends ----------------------------------------------------------------------------------------------
 
 
@@ -273,7 +349,7 @@ def test_close_wakes_whoever_is_blocked(host, num_ranks, blocked_in):
             group = stack.enter_context(Group(num_ranks, host))
             executor = group.executor
             for runner in group.runners:
-                runner.go.clear()
+                runner.may_launch.clear()
             executor.submit(plan_of(0))
             if blocked_in == "collect":
                 blocked = pool.submit(executor.collect)
@@ -291,7 +367,7 @@ def test_close_wakes_whoever_is_blocked(host, num_ranks, blocked_in):
 def test_a_lost_rank_is_seen_while_another_one_does_not_read():
     """Rank 0 waits for rank 1 (a collective), so it never reads the large plan; rank 1 dies."""
     with Group(2) as group, ThreadPoolExecutor(1) as pool:
-        group.runners[0].go.clear()
+        group.runners[0].may_launch.clear()
         group.executor.submit(plan_of(0))
         blocked = pool.submit(group.executor.submit, plan_of(1, num_ids=20_000_000))
         time.sleep(0.1)
@@ -471,7 +547,7 @@ def actors(num_ranks: int):
 
         @ray.method(concurrency_group="steps")
         def execute(self, frame):
-            return encode_result(self.runner.execute(decode_plan(frame)))
+            return encode_result(self.runner.launch(decode_plan(frame))())
 
         def attach(self, address):
             threading.Thread(target=serve_steps, args=(address, self.runner), daemon=True).start()
