@@ -48,6 +48,7 @@ class EngineLoop:
         self._connections: set[Connection] = set()
         self._finish_times: deque[float] = deque(maxlen=64)
         self._losses = 0
+        self._output: StepOutput | None = None  # committed, not sent yet
         self._closed = False
         self._progress = time.monotonic()
         self.num_rebuilds = 0
@@ -115,27 +116,30 @@ class EngineLoop:
     # ---- the step thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """New requests and the plan after a step go to the runners before the step's tokens go to the replicas, so that
+        the runners compute while frames are written."""
         while True:
             self._take_messages()
             if self._closed:
                 return
             try:
-                output = self.core.step()
+                self.core.submit()
+                self._emit()
+                self._output = self.core.collect()
             except CallboardError as e:
                 if not self._closed:
                     self._rebuild(str(e))
                 continue
-            if output is not None:
+            if self._output is not None:
                 self._losses = 0
-                self._emit(output)
             self._progress = time.monotonic()
 
     def _take_messages(self) -> None:
-        """All that is in the inbox; when there is nothing to compute, wait for something."""
+        """All that is in the inbox; when there is nothing to compute or to send, wait for something."""
         inbox = self._inbox
         while True:
             if inbox.empty():
-                if self.core.has_work or self._closed:
+                if self.core.has_work or self._output is not None or self._closed:
                     return
                 lagging = any(c.lagging for c in self._connections)
                 try:
@@ -191,13 +195,17 @@ class EngineLoop:
         return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))
 
     def _abort(self, request_id: str) -> None:
+        self._emit()  # what it has gained comes before its end
         for stream in [s for c in self._connections for s in c.streams.values() if s.request_id == request_id]:
             self.core.abort(stream.key)
             self._end(stream, FinishReason.ABORT, None, "")
             stream.connection.flush()
 
-    def _emit(self, output: StepOutput) -> None:
-        """Sort a step's columns by replica and send each its frame."""
+    def _emit(self) -> None:
+        """Sort the last step's columns by replica and send each its frame."""
+        output, self._output = self._output, None
+        if output is None:
+            return
         touched: set[Connection] = set()
         logprobs = output.logprobs
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
@@ -241,6 +249,7 @@ class EngineLoop:
         Requests that were running through several losses in a row, without one step between, end with an error: one
         of them kills its runner."""
         logger.warning("rebuilding the runners: %s", why)
+        self._emit()
         self._set_reason(f"The engine is restarting its model runners: {why}")
         self._losses += 1
         self.num_rebuilds += 1

@@ -150,6 +150,7 @@ class LLM:
     def _step(self) -> int:
         """One step; returns how many completions it finished."""
         output = self.engine.step()
+        self.engine.submit()  # the next steps compute while this one's tokens become text
         if output is None:
             return 0
         num_finished = 0

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 
 import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, sequential
@@ -11,6 +12,7 @@ from actors import engine as engine_module
 from actors.engine import EngineLoop
 from actors.frames import LinkAddress
 from actors.link import EngineBusy, EngineLink, LinkGroup
+from actors.link_server import Connection
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
 
@@ -22,8 +24,13 @@ class SlowRunner(FakeRunner):
 
     def __init__(self, config, delay_s=0.0):
         super().__init__(config, INFO)
-        self.delay_s, self.dead, self.closed = delay_s, "", threading.Event()
+        self.delay_s, self.dead, self.deaf, self.closed = delay_s, "", "", threading.Event()
         self.hang = False
+
+    def submit(self, plan):
+        if self.deaf:
+            raise CallboardError(self.deaf)
+        super().submit(plan)
 
     def collect(self):
         if self.closed.wait(1e9 if self.hang else self.delay_s) or self.dead:
@@ -106,14 +113,73 @@ async def test_streams_get_the_sequential_tokens(served):
     assert engine.loop.stats()["blocks_available"] == INFO.num_kv_blocks - 1
 
 
-async def test_a_lost_runner_is_a_pause(served):
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_the_next_plan_is_submitted_before_the_last_tokens_are_sent(depth, monkeypatch):
+    """In every step, also those in which requests come and go: collect k, submit k+depth, send k, collect k+1."""
+    engine = Engine(pipeline_depth=depth)
+    link = EngineLink(engine.find)
+    await link.start()
+    runner, events, in_flight = engine.runners[-1], [], []
+    submit, collect, flush = runner.submit, runner.collect, Connection.flush
+
+    def note_submit(plan):
+        events.append(("submit", plan.step_id))
+        in_flight.append(plan.step_id)
+        submit(plan)
+
+    def note_collect():
+        events.append(("collect", in_flight.pop(0)))
+        return collect()
+
+    def note_flush(connection):
+        events.append(("send", next(step for kind, step in reversed(events) if kind == "collect")))
+        flush(connection)
+
+    runner.submit, runner.collect = note_submit, note_collect
+    monkeypatch.setattr(Connection, "flush", note_flush)
+    got = await asyncio.gather(*(read(link, request(i, max_tokens=20 + i)) for i in range(12)))
+    assert [tokens for tokens, _, _ in got] == [sequential(request(i, max_tokens=20 + i), 512)[0] for i in range(12)]
+    last = max(step for _, step in events)
+    for step in range(1, last - depth):
+        sent = events.index(("send", step))
+        assert events.index(("collect", step)) < events.index(("submit", step + depth)) < sent
+        assert events[sent + 1] == ("collect", step + 1)
+    link.close()
+    engine.loop.close()
+
+
+async def test_nothing_comes_after_the_end(served):
+    """An abort finds the last step's tokens still unsent: they go first."""
+    engine, link = served
+    ends, late, on_tokens = Counter(), [], link._on_tokens
+
+    def note(frame):
+        late.extend(n for n in memoryview(frame.streams).cast("i") if n in ends)
+        ends.update(ended.stream for ended in frame.ended)
+        on_tokens(frame)
+
+    link._on_tokens = note
+    for i in range(30):
+        reading = asyncio.create_task(read(link, request(i, max_tokens=400)))
+        await eventually(lambda: engine.loop.stats()["running"] == 1)
+        engine.loop.abort(f"r{i}")
+        tokens, reason, _ = await reading
+        assert reason is FinishReason.ABORT
+        assert tokens == sequential(request(i, max_tokens=400), 512)[0][: len(tokens)]
+    assert not late
+    assert set(ends.values()) == {1}
+
+
+@pytest.mark.parametrize("call", ["submit", "collect"])
+async def test_a_lost_runner_is_a_pause(served, call):
     engine, link = served
     reading = asyncio.gather(*(read(link, request(i, max_tokens=100)) for i in range(8)))
     for _ in range(3):
         before = engine.loop.core.steps_done
         await eventually(lambda before=before: engine.loop.core.steps_done > before + 5)
-        engine.runners[-1].dead = "Rank 0 is gone."
-        await eventually(lambda: not engine.runners[-1].dead)
+        lost = len(engine.runners)
+        setattr(engine.runners[-1], "dead" if call == "collect" else "deaf", "Rank 0 is gone.")
+        await eventually(lambda lost=lost: len(engine.runners) > lost)
     for i, (tokens, reason, _) in enumerate(await reading):
         assert (tokens, reason) == sequential(request(i, max_tokens=100), 512)
     assert engine.loop.num_rebuilds == 3

@@ -1,6 +1,6 @@
 """EngineCore: the step loop's body, without threads, clocks or transports.
 
-    plan k+1  ->  submit  ->  collect k  ->  commit k  ->  outputs of k
+    plan k+1  ->  submit  ->  collect k  ->  commit k  ->  plan k+2  ->  submit  ->  outputs of k  ->  collect k+1 ...
 
 The scheduler decides, the executor computes, this class keeps `pipeline_depth` steps between them.
 """
@@ -37,18 +37,27 @@ class EngineCore:
         """End a request; an unknown id is no error."""
         self.scheduler.abort(request_id)
 
-    def step(self) -> StepOutput | None:
-        """Fill the pipeline, then wait for its oldest step. None if nothing was in flight.
+    def submit(self) -> None:
+        """Fill the pipeline. Called right after `collect`, and before its output is looked at, the runners compute
+        meanwhile.
 
-        Raises what the executor raises when a runner is lost; `recover` then continues."""
+        Raises, as `collect` does, what the executor raises when a runner is lost; `recover` then continues."""
         scheduler = self.scheduler
         while scheduler.num_in_flight < self.depth and (plan := scheduler.schedule()) is not None:
             self.executor.submit(plan)
-        if not scheduler.num_in_flight:
+
+    def collect(self) -> StepOutput | None:
+        """Wait for the oldest step in flight; None if there is none."""
+        if not self.scheduler.num_in_flight:
             return None
-        output = scheduler.commit(self.executor.collect())
+        output = self.scheduler.commit(self.executor.collect())
         self.steps_done += 1
         return output
+
+    def step(self) -> StepOutput | None:
+        """Fill the pipeline, then wait for its oldest step."""
+        self.submit()
+        return self.collect()
 
     def recover(self, executor: Executor) -> None:
         """Go on with fresh runners behind `executor`: every live request is recomputed (C8)."""
