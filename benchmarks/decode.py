@@ -18,6 +18,7 @@ from benchmarks.measure import Engine, Results, engine_config, middle, new_parse
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=["1x128x512"], metavar="BATCHxINxOUT")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each cell, after one to warm up")
     args = parser.parse_args()
     cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells]
     largest = max(batch for batch, _, _ in cells)

@@ -32,7 +32,6 @@ def new_parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(CONFIGS), default="llama-3.2-1b", help="shape; weights are random")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of EngineConfig")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each measurement, after one to warm up")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     return parser
 

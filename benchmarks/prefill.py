@@ -15,6 +15,7 @@ from benchmarks.measure import Engine, Results, engine_config, middle, new_parse
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048, 8192], metavar="TOKENS")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each length, after one to warm up")
     args = parser.parse_args()
     config = engine_config(args.set)
     results = Results("prefill", args.out)

@@ -105,12 +105,7 @@ class Decoder:
         generator = torch.Generator(device).manual_seed(seed)
 
         def read(name: str) -> torch.Tensor:
-            shape = shapes[name]
-            if name.endswith("norm"):
-                weight = 1.0 + 0.1 * torch.randn(shape, generator=generator, device=device)
-            else:
-                weight = torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
-            return weight.to(numerics.device, numerics.dtype)
+            return random_parameter(name, shapes[name], generator).to(numerics.device, numerics.dtype)
 
         return cls(spec, numerics, num_positions, read)
 
@@ -136,6 +131,12 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] of `forward` -> [n, vocab]."""
         return self.head.logits(hidden, self.final_norm, self.spec.norm_eps)
+
+
+def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1."""
+    noise = torch.randn(shape, generator=generator, device=generator.device)
+    return noise.mul_(0.1).add_(1.0) if name.endswith("norm") else noise.mul_(shape[-1] ** -0.5)
 
 
 def checkpoint_names(spec: DecoderSpec, names: dict[str, str]) -> dict[str, str]:

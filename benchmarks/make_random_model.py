@@ -1,0 +1,105 @@
+"""Writes a model folder of random weights in a published shape: what a server of that model loads, without its meaning.
+
+    python -m benchmarks.make_random_model llama-3.2-1b /tmp/llama-3.2-1b
+
+Safetensors shards with an index, config.json, generation_config.json, and a byte-level tokenizer that knows a word for
+every id. The weights are drawn on the GPU if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+
+from benchmarks.models import CONFIGS
+from runtime.loading.folder import INDEX_NAME
+from runtime.models import describe
+from runtime.models.decoder import checkpoint_names, random_parameter
+from runtime.text.pieces import BYTE_OF_CHAR
+
+_SHARD_BYTES = 4 << 30
+_SYLLABLES = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def write_weights(folder: Path, config: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
+    """All tensors of the model in shards of at most 4 GiB, and their index."""
+    spec, names = describe(config)
+    sources = checkpoint_names(spec, names)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+    shards: list[dict[str, str]] = [{}]  # parameter -> tensor
+    size = 0
+    for parameter, shape in spec.shapes().items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if size and size + nbytes > _SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][parameter] = sources[parameter]
+        size += nbytes
+    weight_map = {}
+    with tqdm(total=len(sources), unit="tensor") as bar:
+        for i, shard in enumerate(shards, 1):
+            tensors = {}
+            for parameter, name in shard.items():
+                tensors[name] = random_parameter(parameter, spec.shapes()[parameter], generator).to("cpu", dtype)
+                bar.update()
+            file_name = f"model-{i:05}-of-{len(shards):05}.safetensors"
+            save_file(tensors, folder / file_name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file_name)
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+
+
+def make_tokenizer(config: dict[str, Any]) -> Tokenizer:
+    """Byte-level BPE without merges: a text becomes its bytes; every other id of the vocabulary is an invented word."""
+    special = {config["bos_token_id"], *_ids(config["eos_token_id"])}
+    letters = iter(BYTE_OF_CHAR)
+    words = (f"Ġ{''.join(syllables)}" for n in (2, 3) for syllables in product(_SYLLABLES, repeat=n))
+    vocab = {f"<|{i}|>" if i in special else next(letters, None) or next(words): i for i in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(f"<|{i}|>", special=True) for i in sorted(special)])
+    return tokenizer
+
+
+def _ids(value: int | list[int]) -> list[int]:
+    return value if isinstance(value, list) else [value]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=sorted(CONFIGS))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    config = CONFIGS[args.model] | {"torch_dtype": args.dtype}
+    args.folder.mkdir(parents=True, exist_ok=True)
+    ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
+    bos, eos = (f"<|{_ids(ends[k])[0]}|>" for k in ("bos_token_id", "eos_token_id"))
+    settings = {"bos_token": bos, "eos_token": eos, "chat_template": _CHAT_TEMPLATE}
+    for name, content in (
+        ("config.json", config),
+        ("generation_config.json", ends),
+        ("tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
+        (args.folder / name).write_text(json.dumps(content, indent=1))
+    make_tokenizer(config).save(str(args.folder / "tokenizer.json"))
+    write_weights(args.folder, config, getattr(torch, args.dtype), args.seed)
+
+
+if __name__ == "__main__":
+    main()

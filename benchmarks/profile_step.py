@@ -1,0 +1,101 @@
+"""Where the time of a decode step goes: a Chrome trace of steady decoding, the GPU's busy share, the longest kernels.
+
+    python -m benchmarks.profile_step --model llama-3.2-1b --batch 1 --trace trace.json.gz
+
+The busy share is the union of all kernel, copy and fill intervals over the time from the first one's start to the last
+one's end. The profiler slows the host, so the share is given twice: within the trace, and of an unprofiled step's time.
+A kernel that waits for its predecessor under programmatic dependent launch counts as busy. Open the trace in Perfetto.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
+
+from benchmarks.measure import Engine, Results, engine_config, new_parser
+
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of trace events
+
+
+def busy_us(events: Iterable[dict[str, Any]]) -> float:
+    """Microseconds in which at least one of the events ran."""
+    total, end = 0.0, -math.inf
+    for start, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def by_name(events: Iterable[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
+    """Per kernel name, longest first: calls and microseconds a step."""
+    sums: dict[str, list[float]] = {}
+    for event in events:
+        entry = sums.setdefault(event["name"], [0, 0.0])
+        entry[0] += 1
+        entry[1] += event["dur"]
+    rows = [{"name": n, "calls": calls / num_steps, "us": us / num_steps} for n, (calls, us) in sums.items()]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps timed, and as many traced")
+    parser.add_argument("--top", type=int, default=12, help="kernels to list")
+    parser.add_argument("--host", action="store_true", help="trace operators of the host too, which slows it further")
+    parser.add_argument("--trace", type=Path, default=Path("trace.json.gz"), help="the Chrome trace to write")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU; there is nothing to trace.")
+    config = engine_config(args.set)
+    results = Results("profile_step", args.out)
+    engine = Engine(args.model, config)
+
+    def steps(count: int, what: str) -> float:
+        """Milliseconds a step."""
+        start = time.perf_counter()
+        for _ in tqdm(range(count), desc=what):
+            engine.core.step()
+        return (time.perf_counter() - start) / count * 1e3
+
+    engine.run(args.batch, args.prompt, 16)
+    first_steps = args.steps + args.batch  # prefill may take a step a request
+    engine.add(args.batch, args.prompt, first_steps + 2 * args.steps + 8)
+    steps(first_steps, "prefill and first steps")
+    step_ms = steps(args.steps, "timed steps")
+    activities = [ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if args.host else [])
+    with profile(activities=activities) as profiler:
+        traced_ms = steps(args.steps, "traced steps")
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(plain))
+        text = plain.read_bytes()
+    args.trace.write_bytes(gzip.compress(text) if args.trace.suffix == ".gz" else text)
+    events = [e for e in json.loads(text)["traceEvents"] if e.get("cat") in _ON_GPU]
+    window = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
+    busy = busy_us(events)
+    kernels = by_name(events, args.steps)
+    for row in kernels[: args.top]:
+        print(f"{row['us']:9.1f} us {row['calls']:7.1f} x  {row['us'] * args.steps / busy:6.1%}  {row['name'][:90]}")
+    results.add(
+        config, model=args.model, batch=args.batch, prompt_len=args.prompt, steps=args.steps, step_ms=step_ms,
+        traced_step_ms=traced_ms, busy_ms=busy / args.steps / 1e3, busy_share_traced=busy / window,
+        busy_share=busy / args.steps / 1e3 / step_ms, trace=args.trace.name, kernels=kernels[: args.top],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
