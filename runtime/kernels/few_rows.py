@@ -1,0 +1,246 @@
+"""Linear layers over at most 16 rows: the products of a decode step, which do nothing but read weights.
+
+Both kernels give a program a few rows of the weight and the whole of K, so results need no second pass and do not
+depend on timing. One row is multiplied on the FMA units; more rows go through the tensor cores, with every warp on its
+own part of K. The norm before the product and the activation or the residual addition after it are folded in: RMSNorm
+divides a whole row of x by one number, which is applied to the result while its squares are summed in the same loop.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.linear_table import FEW_ROWS, FewRows
+
+MAX_ROWS = 16
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def few_rows_linear_torch(
+    x: torch.Tensor,  # [num_rows, K], num_rows <= MAX_ROWS
+    weight: torch.Tensor,  # [N, K]
+    bias: torch.Tensor | None = None,  # [N]
+    *,
+    norm_weight: torch.Tensor | None = None,  # [K]: x is RMS-normalised first
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,  # [num_rows, N], must not overlap x; added to in place and returned
+    activation: Activation | None = None,  # N = 2 * ffn, rows of gate, then of up: act(gate) * up
+    out_dtype: torch.dtype | None = None,  # of a result without residual; x's dtype if None
+) -> torch.Tensor:
+    """x @ weight.T + bias -> [num_rows, N] (or [num_rows, ffn], or the residual), step by step."""
+    if norm_weight is not None:
+        x = F.rms_norm(x, norm_weight.shape, norm_weight, eps)
+    y = F.linear(x, weight, bias)
+    if activation is not None:
+        gate, up = y.chunk(2, -1)
+        y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    if residual is not None:
+        return residual.add_(y)
+    return y.to(out_dtype or x.dtype)
+
+
+@jit
+def _weight_rows(N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The program's rows of the weight [BLOCK_N]: with an activation, rows of gate and of up in turn."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ACTIVATION is not None:
+        rows = rows // 2 + rows % 2 * (N // 2)
+    return rows
+
+
+@jit
+def _finish(
+    y,  # [NUM_TOKENS, BLOCK_N] fp32: x @ weight.T of the program's rows of the weight
+    tokens,  # [NUM_TOKENS]
+    rows,  # [BLOCK_N]
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    N,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NUM_TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Bias, activation, residual; stores."""
+    if BIAS:
+        y += tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)[None, :]
+    width = N
+    cols = rows
+    if ACTIVATION is not None:
+        gate, up = tl.split(tl.reshape(y, (NUM_TOKENS, BLOCK_N // 2, 2)))
+        scaled = gate
+        if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u))
+            scaled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        y = gate / (1.0 + tl.exp(-scaled)) * up
+        width = N // 2
+        cols = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    at = tokens[:, None] * width + cols[None, :]
+    inside = (tokens < num_rows)[:, None] & (cols < width)[None, :]
+    if RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@jit
+def _vector_kernel(
+    x_ptr,  # [num_rows, K], rows x_stride apart
+    weight_ptr,  # [N, K] contiguous
+    bias_ptr,  # [N]; this and the next two are read if BIAS, NORM, RESIDUAL
+    norm_ptr,  # [K]
+    residual_ptr,  # [num_rows, N] contiguous
+    out_ptr,  # [num_rows, N] contiguous, or N // 2 columns with ACTIVATION
+    x_stride,
+    num_rows,
+    N,
+    eps,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # at least 8
+    PDL: tl.constexpr,
+):
+    """Program (i, j): rows i * BLOCK_N and on of the weight with row j of x."""
+    token = tl.program_id(1)
+    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
+    cols = tl.arange(0, BLOCK_K)[None, :]
+    weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
+    w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    xs = x_ptr + token * x_stride + cols
+    # A thread holds 8 neighbouring columns, 16 bytes: it sums those at once and keeps an eighth of the registers.
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    squares = tl.zeros((1, BLOCK_K // 8), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        x = tl.load(xs + start, mask=cols < K - start, other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(tl.reshape(x * x, (1, BLOCK_K // 8, 8)), 2)
+            x *= tl.load(norm_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)
+        product = w.to(tl.float32) * x
+        if start + BLOCK_K < K:
+            ahead = start + BLOCK_K
+            w = tl.load(weights + ahead, mask=cols < K - ahead, other=0.0, eviction_policy="evict_first")
+        acc += tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // 8, 8)), 2)
+    y = tl.sum(acc, 1)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares) / K + eps)
+    _finish(
+        y[None, :], token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
+        BIAS, RESIDUAL, ACTIVATION, 1, BLOCK_N,
+    )  # fmt: skip
+
+
+@jit
+def _tile_kernel(
+    x_ptr,  # the same arguments as above
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    x_stride,
+    num_rows,
+    N,
+    eps,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,  # of a step along K, one a warp
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program i: rows i * BLOCK_N and on of the weight with all rows of x, padded to 16."""
+    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
+    tokens = tl.arange(0, 16)
+    PART: tl.constexpr = BLOCK_K // PARTS
+    cols = tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
+    weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[None, :, None] * K + cols  # [PARTS, BLOCK_N, PART]
+    xs = x_ptr + (tokens * x_stride)[None, :, None] + cols  # [PARTS, 16, PART]
+    live = (tokens < num_rows)[None, :, None]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros((PARTS, 16, BLOCK_N), tl.float32)
+    squares = tl.zeros((PARTS, 16), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            w = tl.load(weights + start, eviction_policy="evict_first")
+            x = tl.load(xs + start, mask=live, other=0.0)
+        else:
+            w = tl.load(weights + start, mask=cols < K - start, other=0.0, eviction_policy="evict_first")
+            x = tl.load(xs + start, mask=live & (cols < K - start), other=0.0)
+        if NORM:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 2)
+            x = (wide * tl.load(norm_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)).to(x.dtype)
+        acc = tl.dot(x, tl.trans(w, 0, 2, 1), acc)
+    y = tl.sum(acc, 0)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
+    _finish(
+        y, tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
+        BIAS, RESIDUAL, ACTIVATION, 16, BLOCK_N,
+    )  # fmt: skip
+
+
+def few_rows_linear_triton(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`few_rows_linear_torch` as one kernel with fp32 sums; x's rows may be strided."""
+    (num_rows, size_in), size_out = x.shape, weight.shape[0]
+    width = size_out if activation is None else size_out // 2
+    if residual is not None:
+        out = residual
+    else:
+        out = torch.empty((num_rows, width), dtype=out_dtype or x.dtype, device=x.device)
+    config, pdl = few_rows_config(size_out, size_in, num_rows), use_pdl(x)
+    block_k = max(min(config.block_k, next_power_of_2(size_in)), 64 * config.num_warps)
+    grid_n = -(-size_out // config.block_n)
+    arguments = (
+        x, weight, x if bias is None else bias, x if norm_weight is None else norm_weight, out, out,
+        x.stride(0), num_rows, size_out, eps,
+    )  # fmt: skip
+    options = {
+        "K": size_in, "BIAS": bias is not None, "NORM": norm_weight is not None, "RESIDUAL": residual is not None,
+        "ACTIVATION": activation, "BLOCK_N": config.block_n, "BLOCK_K": block_k, "PDL": pdl,
+        "num_warps": config.num_warps, "launch_pdl": pdl,
+    }  # fmt: skip
+    if num_rows == 1 or x.dtype == torch.float32:  # tensor cores have no fp32
+        _vector_kernel[(grid_n, num_rows)](*arguments, **options)
+    else:
+        _tile_kernel[(grid_n,)](*arguments, PARTS=config.num_warps, STAGES=config.stages, **options)
+    return out
+
+
+def few_rows_config(size_out: int, size_in: int, num_rows: int) -> FewRows:
+    """The measured configuration of a weight [size_out, size_in], or a rule for shapes that nobody measured."""
+    most = next(n for n in (1, 8, 16) if num_rows <= n)
+    if (config := FEW_ROWS.get((size_out, size_in, most))) is not None:
+        return config
+    if num_rows == 1:
+        return FewRows(block_n=4, block_k=2048, num_warps=4)
+    return FewRows(block_n=16, block_k=512, num_warps=4, stages=4)
