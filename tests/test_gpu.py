@@ -3,14 +3,21 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from runtime.core.config import EngineConfig
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Request, SamplingParams
+from runtime.kernels.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.rope import rope_store_kv_torch, rope_store_kv_triton, rope_table
-from runtime.kernels.silu_mul import silu_mul_torch, silu_mul_triton
+from runtime.kernels.rope import (
+    rope_rows_torch,
+    rope_rows_triton,
+    rope_store_kv_torch,
+    rope_store_kv_triton,
+    rope_table,
+)
 from runtime.models.spec import DecoderSpec, RopeSpec
 from runtime.worker.runner import ModelRunner
 
@@ -81,13 +88,14 @@ def test_rms_norm_against_float64(rows, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "ffn"), [(1, 1536), (7, 8192), (256, 14336), (3, 1000)])
-def test_silu_mul_against_float64(rows, ffn, dtype):
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_activation_against_float64(rows, ffn, dtype, activation):
     generator = torch.Generator("cuda").manual_seed(rows + ffn)
     x = torch.randn(rows, 2 * ffn, device="cuda", generator=generator).to(dtype)
     gate, up = x.double().chunk(2, -1)
-    want = gate / (1 + torch.exp(-gate)) * up
-    for act in (silu_mul_torch, silu_mul_triton):
-        error = (act(x.clone()).double() - want).norm() / want.norm()
+    want = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    for act in (gated_activation_torch, gated_activation_triton):
+        error = (act(x.clone(), activation).double() - want).norm() / want.norm()
         assert error < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], act
 
 
@@ -104,17 +112,29 @@ def test_silu_mul_against_float64(rows, ffn, dtype):
         (2, 8, 2, 96),
     ],
 )
-def test_rope_store_kv_against_float64(tokens, heads, kv_heads, dim, dtype):
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_rope_store_kv_against_float64(tokens, heads, kv_heads, dim, dtype, qk_norm):
     generator = torch.Generator("cuda").manual_seed(tokens + heads)
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda", generator=generator).to(dtype)
-    table = rope_table(RopeSpec(), dim, tokens + 9, dtype).cuda()[:, 9:]
-    cos, sin = table.unsqueeze(2).unbind(0)
-    index = torch.randperm(tokens + 16, device="cuda", generator=generator)[:tokens]
+    table = rope_table(RopeSpec(), dim, tokens + 9, dtype).cuda()
+    positions = torch.randperm(tokens + 9, device="cuda", generator=generator, dtype=torch.int32)[:tokens]
+    index = torch.randperm(tokens + 16, device="cuda", generator=generator, dtype=torch.int32)[:tokens]
+    weights = [None, None]
     x, half = qkv.double(), dim // 2
-    turned = x * cos.double() + torch.cat((x[..., half:], x[..., :half]), -1) * sin.double()
-    for rope_store in (rope_store_kv_torch, rope_store_kv_triton):
+    if qk_norm:
+        weights = [torch.rand(dim, device="cuda", generator=generator).to(dtype) for _ in range(2)]
+        parts = x.split((heads, kv_heads, kv_heads), 1)
+        normed = [
+            part * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
+            for part, weight in zip(parts[:2], weights, strict=True)
+        ]
+        x = torch.cat((*normed, parts[2]), 1)
+    cos, sin = table.index_select(1, positions).double().unsqueeze(2).unbind(0)
+    turned = x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin
+    torch.cuda.synchronize()  # the kernel may start before the one right before it has ended
+    for rows, rope_store in ((rope_rows_torch, rope_store_kv_torch), (rope_rows_triton, rope_store_kv_triton)):
         kv = torch.full((2, kv_heads, tokens + 16, 1, dim), torch.nan, device="cuda", dtype=dtype)
-        q = rope_store(qkv.clone(), cos, sin, kv, index)
+        q = rope_store(qkv.clone(), rows(table, positions), kv, index, *weights, eps=1e-6)
         written = kv[:, :, index, 0].transpose(1, 2).double()
         for got, want in (
             (q.double(), turned[:, :heads]),

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -21,10 +22,10 @@ from runtime.kernels.attention import (
     decode_bucket,
     plan_attention,
 )
+from runtime.kernels.gated_activation import gated_activation_exact, gated_activation_torch
 from runtime.kernels.linear import can_pack, cpu_product
 from runtime.kernels.rms_norm import rms_norm_torch
-from runtime.kernels.rope import rope_store_kv_torch, rope_table
-from runtime.kernels.silu_mul import silu_mul_exact, silu_mul_torch
+from runtime.kernels.rope import rope_rows_torch, rope_store_kv_torch, rope_table
 from runtime.models.spec import RopeSpec
 
 ROOT = Path(__file__).parent.parent
@@ -42,9 +43,11 @@ def test_rms_norm_adds_and_keeps_the_residual():
 
 INTERPRETED = """
 import torch
+from runtime.kernels.gated_activation import gated_activation_torch, gated_activation_triton
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.rope import rope_store_kv_torch, rope_store_kv_triton, rope_table
-from runtime.kernels.silu_mul import silu_mul_torch, silu_mul_triton
+from runtime.kernels.rope import (
+    rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton, rope_table
+)
 from runtime.models.spec import RopeSpec
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.float16):
@@ -62,18 +65,22 @@ for dtype in (torch.float32, torch.float16):
 for dtype in (torch.float32, torch.float16):
     for rows, ffn in ((1, 1), (3, 50), (2, 1024), (2, 1500), (0, 8)):
         x = torch.randn(rows, 2 * ffn, dtype=dtype)
-        torch.testing.assert_close(silu_mul_triton(x), silu_mul_torch(x.clone()), msg=f"silu {dtype} {rows}x{ffn}")
-    for tokens, heads, kv_heads, dim in ((1, 1, 1, 64), (5, 4, 2, 64), (3, 6, 2, 80), (2, 9, 3, 16), (2, 8, 1, 96)):
+        for kind in ("silu", "gelu_tanh"):
+            got, want = gated_activation_triton(x, kind), gated_activation_torch(x.clone(), kind)
+            torch.testing.assert_close(got, want, msg=f"{kind} {dtype} {rows}x{ffn}")
+    shapes = ((1, 1, 1, 64), (5, 4, 2, 64), (3, 6, 2, 80), (2, 9, 3, 16), (2, 8, 1, 96), (0, 2, 1, 16), (2, 40, 8, 128))
+    for i, (tokens, heads, kv_heads, dim) in enumerate(shapes):
         qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
-        cos, sin = rope_table(RopeSpec(), dim, 64, dtype)[:, 3 : 3 + tokens].unsqueeze(2).unbind(0)
+        table, positions = rope_table(RopeSpec(), dim, 64, dtype), torch.randint(0, 64, (tokens,), dtype=torch.int32)
+        norms = (torch.rand(dim, dtype=dtype), torch.rand(dim, dtype=dtype), 1e-6) if i % 2 else ()
         kv = torch.full((2, kv_heads, 3, 4, dim), 7.0, dtype=dtype)  # poisoned: only the tokens' places may change
-        twin, index = kv.clone(), torch.randperm(12)[:tokens]
-        got = rope_store_kv_triton(qkv.clone(), cos, sin, kv, index)
-        want = rope_store_kv_torch(qkv.clone(), cos, sin, twin, index)
+        twin, index = kv.clone(), torch.randperm(12)[:tokens].int()
+        got = rope_store_kv_triton(qkv.clone(), rope_rows_triton(table, positions), kv, index, *norms)
+        want = rope_store_kv_torch(qkv.clone(), rope_rows_torch(table, positions), twin, index, *norms)
         # The twin rounds both products before it adds them, the kernel only the sum.
-        near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 4e-3}
-        torch.testing.assert_close(got, want, **near, msg=f"rope {dtype} {tokens} {heads}/{kv_heads} {dim}")
-        torch.testing.assert_close(kv, twin, **near, msg=f"kv {dtype} {tokens} {heads}/{kv_heads} {dim}")
+        near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 6e-3, "rtol": 4e-3}
+        torch.testing.assert_close(got, want, **near, msg=lambda m: f"rope {dtype} {tokens} {heads} {dim}: {m}")
+        torch.testing.assert_close(kv, twin, **near, msg=lambda m: f"kv {dtype} {tokens} {heads} {dim}: {m}")
 print("equal")
 """
 
@@ -124,9 +131,9 @@ def test_rope_equals_transformers(spec, parameters):
     qk = qkv[None, :, : heads + kv_heads].transpose(1, 2)
     want, _ = apply_rotary_pos_emb(qk, qk, cos, sin)
     kv = torch.zeros(2, kv_heads, 3, 4, dim)
-    table = rope_table(spec, dim, 512, torch.float32)[:, positions].unsqueeze(2)
+    rope = rope_rows_torch(rope_table(spec, dim, 512, torch.float32), positions)
     index, values = torch.tensor([4, 5, 6, 7, 8, 11]), qkv[:, heads + kv_heads :].clone()
-    q = rope_store_kv_torch(qkv, table[0], table[1], kv, index)
+    q = rope_store_kv_torch(qkv, rope, kv, index)
     want = want[0].transpose(0, 1)
     torch.testing.assert_close(q, want[:, :heads])
     flat = kv.view(2, kv_heads, 12, dim)
@@ -136,11 +143,13 @@ def test_rope_equals_transformers(spec, parameters):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_silu_mul_twins_agree(dtype):
+def test_gated_activation_twins_agree(dtype):
     x = torch.randn(7, 2 * 50).to(dtype)
-    want = (torch.nn.functional.silu(x[:, :50].double()) * x[:, 50:].double()).to(dtype)
-    torch.testing.assert_close(silu_mul_torch(x), want)
-    torch.testing.assert_close(silu_mul_exact(x), want)
+    gate, up = x.double().chunk(2, -1)
+    for kind, act in (("silu", F.silu), ("gelu_tanh", lambda g: F.gelu(g, approximate="tanh"))):
+        want = (act(gate) * up).to(dtype)
+        torch.testing.assert_close(gated_activation_torch(x, kind), want)
+        torch.testing.assert_close(gated_activation_exact(x, kind), want)
 
 
 @needs_packing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import jit, next_power_of_2, tl
+from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 
 
 def rms_norm_torch(
@@ -31,10 +31,15 @@ def _rms_norm_kernel(
     eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,  # power of two, at least hidden
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < hidden
+    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         at = residual_ptr + row * hidden + cols
@@ -43,7 +48,6 @@ def _rms_norm_kernel(
         tl.store(at, rounded, mask=inside)
         x = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / hidden + eps)
-    weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     out = (x * scale * weight).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * hidden + cols, out, mask=inside)
 
@@ -55,9 +59,10 @@ def rms_norm_triton(
     num_tokens, hidden = x.shape
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     if num_tokens:
-        block = next_power_of_2(hidden)
+        block, pdl = next_power_of_2(hidden), use_pdl(x)
         _rms_norm_kernel[(num_tokens,)](
             x, x if residual is None else residual, weight, out, x.stride(0), hidden, eps,
-            HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(max(block // 256, 1), 8),
+            HAS_RESIDUAL=residual is not None, BLOCK=block, PDL=pdl,
+            num_warps=min(max(block // 256, 1), 8), launch_pdl=pdl,
         )  # fmt: skip
     return out

@@ -1,13 +1,17 @@
-"""Rotary position embedding of q and k in place, and the store of k and v into the paged cache."""
+"""Rotary position embedding of q and k, normed before it in some families, and the store of k and v into the paged
+cache: everything between the QKV product and attention."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
 
-from runtime.kernels._triton import jit, next_power_of_2, tl
+from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.models.spec import RopeSpec
+
+_TILE = 2048  # elements of a program
 
 
 def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.dtype) -> torch.Tensor:
@@ -28,72 +32,124 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.d
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).to(dtype)
 
 
+def rope_rows_torch(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `rope_store_kv_torch` wants of a step: cos and sin of its tokens, gathered once for all layers."""
+    cos, sin = table.index_select(1, positions).unsqueeze(2).unbind(0)
+    return cos, sin
+
+
+def rope_rows_triton(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `rope_store_kv_triton` wants of a step: the kernel reads its rows of the table itself."""
+    return table, positions
+
+
 def rope_store_kv_torch(
     qkv: torch.Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; may be overwritten
-    cos: torch.Tensor,  # [num_tokens, 1, head_dim]
-    sin: torch.Tensor,  # [num_tokens, 1, head_dim], first half negated
+    rope: tuple[torch.Tensor, torch.Tensor],  # cos and sin, each [num_tokens, 1, head_dim], sin's first half negated
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], one layer's cache
-    kv_index: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
+    kv_index: torch.Tensor,  # [num_tokens] block * block_size + offset; int64 is fastest here
+    q_norm: torch.Tensor | None = None,  # [head_dim] weight of an RMS norm of each head's q before it is turned
+    k_norm: torch.Tensor | None = None,  # [head_dim], with q_norm
+    eps: float = 0.0,  # of the norms
 ) -> torch.Tensor:
-    """q, rotated: [num_tokens, num_heads, head_dim], here a view of qkv; k, rotated, and v go into the cache."""
+    """q, normed and rotated: [num_tokens, num_heads, head_dim], here a view of qkv; k, the same, and v go into the
+    cache."""
     num_kv_heads, head_dim = kv.shape[1], kv.shape[4]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     qk = qkv[:, : num_heads + num_kv_heads]
+    if q_norm is not None:
+        for part, weight in ((qk[:, :num_heads], q_norm), (qk[:, num_heads:], k_norm)):
+            part.copy_(F.rms_norm(part, weight.shape, weight, eps))
     # Products and sum are separate, hence each exactly rounded: bits depend on no vector width and no thread split.
+    cos, sin = rope
     turned = qk.roll(head_dim // 2, -1).mul_(sin)
     qk.mul_(cos).add_(turned)
-    kv.view(2 * num_kv_heads, -1, head_dim).index_copy_(1, kv_index, qkv[:, num_heads:].transpose(0, 1))
+    kv.view(2 * num_kv_heads, -1, head_dim).index_copy_(1, kv_index.long(), qkv[:, num_heads:].transpose(0, 1))
     return qkv[:, :num_heads]
 
 
 @jit
 def _rope_store_kv_kernel(
     qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM] contiguous
-    cos_ptr,  # [num_tokens, HEAD_DIM] contiguous
-    sin_ptr,  # [num_tokens, HEAD_DIM] contiguous, first half negated
-    kv_ptr,  # [2 * NUM_KV_HEADS, positions, HEAD_DIM] contiguous
-    kv_index_ptr,  # [num_tokens] int64
+    table_ptr,  # [2, num_positions, HEAD_DIM], rows contiguous, cos and sin sin_offset apart
+    positions_ptr,  # [num_tokens] int32 or int64
+    kv_ptr,  # [2 * NUM_KV_HEADS, cache_positions, HEAD_DIM] contiguous
+    kv_index_ptr,  # [num_tokens] int32 or int64
+    q_norm_ptr,  # [HEAD_DIM]; not read without QK_NORM
+    k_norm_ptr,  # [HEAD_DIM]
     q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM] contiguous
-    positions,  # of one head's cache
+    sin_offset,
+    cache_positions,  # of one head's cache
+    eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,  # power of two, at least all heads
-    BLOCK_DIM: tl.constexpr,  # power of two, at least HEAD_DIM
+    QK_NORM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,  # heads of a program
+    BLOCK_HALF: tl.constexpr,  # power of two, at least HEAD_DIM / 2
+    PDL: tl.constexpr,
 ):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TOTAL: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, BLOCK_HEADS)[:, None]
-    dims = tl.arange(0, BLOCK_DIM)[None, :]
-    total: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
-    inside = (heads < total) & (dims < HEAD_DIM)
-    at = qkv_ptr + (token * total + heads) * HEAD_DIM
-    partner = tl.where(dims < HEAD_DIM // 2, dims + HEAD_DIM // 2, dims - HEAD_DIM // 2)
-    x = tl.load(at + dims, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(at + partner, mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(cos_ptr + token * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-    out = tl.where(heads < NUM_HEADS + NUM_KV_HEADS, x * cos + y * sin, x)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    dims = tl.arange(0, BLOCK_HALF)[None, :]
+    is_q, is_v = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
+    inside = (heads < TOTAL) & (dims < HALF)
+    # Before the wait: qkv comes from the kernel before this one, positions and kv_index from earlier ones.
+    row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + HALF + dims  # here sin is not negated
+    cos = tl.load(row, mask=dims < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(row + sin_offset, mask=dims < HALF, other=0.0).to(tl.float32)
+    place = (heads - NUM_HEADS).to(tl.int64) * cache_positions + tl.load(kv_index_ptr + token)
+    if QK_NORM:
+        q_norm_low = tl.load(q_norm_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        q_norm_high = tl.load(q_norm_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        k_norm_low = tl.load(k_norm_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        k_norm_high = tl.load(k_norm_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = qkv_ptr + (token * TOTAL + heads) * HEAD_DIM + dims
+    low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if QK_NORM:
+        squares = tl.sum(low * low + high * high, axis=1)
+        scale = (1.0 / tl.sqrt(squares / HEAD_DIM + eps))[:, None]
+        low = tl.where(is_v, low, low * scale * tl.where(is_q, q_norm_low, k_norm_low))
+        high = tl.where(is_v, high, high * scale * tl.where(is_q, q_norm_high, k_norm_high))
+    turned_low = tl.where(is_v, low, low * cos - high * sin)
+    turned_high = tl.where(is_v, high, high * cos + low * sin)
     at_q = q_ptr + (token * NUM_HEADS + heads) * HEAD_DIM + dims
-    tl.store(at_q, out.to(q_ptr.dtype.element_ty), mask=inside & (heads < NUM_HEADS))
-    place = (heads - NUM_HEADS).to(tl.int64) * positions + tl.load(kv_index_ptr + token)
     at_kv = kv_ptr + place * HEAD_DIM + dims
-    tl.store(at_kv, out.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
+    tl.store(at_q, turned_low.to(q_ptr.dtype.element_ty), mask=inside & is_q)
+    tl.store(at_q + HALF, turned_high.to(q_ptr.dtype.element_ty), mask=inside & is_q)
+    tl.store(at_kv, turned_low.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
+    tl.store(at_kv + HALF, turned_high.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
 
 
 def rope_store_kv_triton(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: torch.Tensor, kv_index: torch.Tensor
+    qkv: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],  # of `rope_rows_triton`
+    kv: torch.Tensor,
+    kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
-    """`rope_store_kv_torch` as one kernel, a program a token. q is a tensor of its own: in place, one thread would
-    read an element that another has already turned."""
+    """`rope_store_kv_torch` as one kernel; q is a tensor of its own. Tiles have one shape whatever the number of
+    tokens, so that a token's bits do not depend on it."""
+    table, positions = rope
     num_tokens, num_all, head_dim = qkv.shape
     num_kv_heads = kv.shape[1]
     num_heads = num_all - 2 * num_kv_heads
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_tokens:
-        block_heads, block_dim = next_power_of_2(num_all), next_power_of_2(head_dim)
-        _rope_store_kv_kernel[(num_tokens,)](
-            qkv, cos, sin, kv, kv_index, q, kv.shape[2] * kv.shape[3],
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-            BLOCK_HEADS=block_heads, BLOCK_DIM=block_dim, num_warps=min(max(block_heads * block_dim // 512, 1), 8),
+        block_half, pdl = next_power_of_2(head_dim // 2), use_pdl(qkv)
+        block_heads = min(next_power_of_2(num_all), max(_TILE // (2 * block_half), 1))
+        _rope_store_kv_kernel[(num_tokens, -(-num_all // block_heads))](
+            qkv, table, positions, kv, kv_index, *((qkv, qkv) if q_norm is None else (q_norm, k_norm)), q,
+            table.stride(0), kv.shape[2] * kv.shape[3], eps,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, QK_NORM=q_norm is not None,
+            BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return q

@@ -65,7 +65,7 @@ class Decoder:
         read: Callable[[str], torch.Tensor],  # a parameter of `spec.shapes()` by name
     ) -> None:
         self.spec, self.numerics = spec, numerics
-        self.kernels = select(numerics.backend, numerics.packed, numerics.deterministic)
+        self.kernels = select(numerics.backend, numerics.packed, numerics.deterministic, spec.activation)
         self.rope = rope_table(spec.rope, spec.head_dim, num_positions, numerics.dtype).to(numerics.device)
         self.embed = read("embed")
         self.layers = [self._layer(f"layers.{i}.", read) for i in range(spec.num_layers)]
@@ -120,10 +120,11 @@ class Decoder:
         """[num_tokens, hidden] before the final norm; writes the tokens' keys and values."""
         spec, kernels = self.spec, self.kernels
         eps, heads = spec.norm_eps, (len(token_ids), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        cos, sin = self.rope.index_select(1, positions).unsqueeze(2).unbind(0)
+        rope = kernels.rope_rows(self.rope, positions)
         h = F.embedding(token_ids, self.embed)
         for layer, kv in zip(self.layers, caches, strict=True):
-            q = kernels.rope_store_kv(layer.qkv.normed(h, layer.attn_norm, eps).view(heads), cos, sin, kv, kv_index)
+            qkv = layer.qkv.normed(h, layer.attn_norm, eps).view(heads)
+            q = kernels.rope_store_kv(qkv, rope, kv, kv_index, layer.q_norm, layer.k_norm, eps)
             layer.out.add_to(h, kernels.attention(q, kv, plan))
             layer.down.add_to(h, layer.gate_up.gated(h, layer.ffn_norm, eps))
         return h

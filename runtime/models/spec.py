@@ -32,7 +32,7 @@ class DecoderSpec:
     max_positions: int
     norm_eps: float
     rope: RopeSpec = RopeSpec()
-    activation: Literal["silu"] = "silu"
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
     tied_head: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim of each q and k head, before RoPE
     qkv_bias: bool = False
