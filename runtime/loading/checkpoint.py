@@ -23,6 +23,7 @@ from runtime.core.types import CallboardError
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, read_json, weight_files
 from runtime.loading.gguf import GgufFile, dequantize
 from runtime.loading.gguf_architectures import gguf_eos_token_ids, read_gguf_model
+from runtime.loading.upload import Uploader
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -164,11 +165,19 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._stored(name).shape
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        stored = self._stored(name)
+        stored, device = self._stored(name), torch.device(device)
         # Copied as bytes: torch makes no tensors of read-only memory, and numpy has no bfloat16.
-        source = torch.empty(stored.shape, dtype=_SAFETENSORS_DTYPES[stored.type_name])
-        source.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(stored.data, np.uint8)
-        return source.to(device=device, dtype=dtype)
+        source = torch.empty(stored.shape, dtype=_SAFETENSORS_DTYPES[stored.type_name], device=device)
+        raw = source.view(-1).view(torch.uint8)
+        if device.type == "cuda":
+            self._uploader.upload(stored.data, raw)
+        else:
+            raw.numpy()[:] = np.frombuffer(stored.data, np.uint8)
+        return source.to(dtype)
+
+    @cached_property
+    def _uploader(self) -> Uploader:
+        return Uploader()
 
     def _stored(self, name: str) -> _Stored:
         if name not in self._tensors:
