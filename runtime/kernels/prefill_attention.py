@@ -1,0 +1,131 @@
+"""Attention of rows of many tokens (prompts, chunks of them behind a cached prefix) over the paged cache.
+
+A program takes a tile of consecutive tokens with all query heads of one kv head, so each key and value it reads serves
+them all. It walks first over the positions that all its tokens see, without masks, then over the rest. Places in the
+grid run from the last tile of the last row to the first of the first: the longest walks start first.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.decode_attention import decode_attention
+from runtime.kernels.paged_attention import LOG2_E, PagedRows, attend, find_row
+
+
+@jit
+def _prefill_attention_kernel(
+    q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
+    kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
+    out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
+    slots_ptr,
+    starts_ptr,
+    q_starts_ptr,
+    tables_ptr,
+    q_stride,
+    kv_stride,  # elements between k and v
+    head_stride,  # elements between kv heads
+    table_stride,
+    num_rows,
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a kv head
+    TILE_TOKENS: tl.constexpr,  # BLOCK_M // GROUP
+    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    kv_head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
+    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
+    if count <= 0:
+        return
+    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
+    table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+    head_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
+
+    lanes = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    q_positions = start + lanes // GROUP
+    heads = kv_head * GROUP + lanes % GROUP
+    whole = (lanes < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_tokens = (q_start + lanes // GROUP).to(tl.int64)
+    q = tl.load(q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :], mask=whole, other=0.0)
+    m = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: what a row does not see weighs zero, even before its first
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    begin = 0
+    seen_by_all = (start + 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        last_begin = tl.cdiv(tl.maximum(start + count - WINDOW, 0), BLOCK_N) * BLOCK_N  # where the last token's is
+        seen_by_all = tl.maximum(seen_by_all, begin)
+        last_begin = tl.minimum(last_begin, seen_by_all)
+        m, total, acc = attend(
+            q, q_positions, head_ptr, table_ptr, kv_stride, begin, last_begin, scale_log2, m, total, acc,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
+        )  # fmt: skip
+        begin = last_begin
+    m, total, acc = attend(
+        q, q_positions, head_ptr, table_ptr, kv_stride, begin, seen_by_all, scale_log2, m, total, acc,
+        BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, 0, SOFT_CAP,
+    )  # fmt: skip
+    m, total, acc = attend(
+        q, q_positions, head_ptr, table_ptr, kv_stride, seen_by_all, start + count, scale_log2, m, total, acc,
+        BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
+    )  # fmt: skip
+    out_at = out_ptr + (q_tokens * (tl.num_programs(0) * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
+
+
+def prefill_attention(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads contiguous, tokens at any stride
+    kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim] contiguous
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
+) -> torch.Tensor:
+    """`paged_attention_torch` for rows of any number of tokens."""
+    if deterministic:
+        return decode_attention(q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, deterministic=True, out=out)
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    if out is None:
+        out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    if not num_tokens:
+        return out
+    group = num_heads // num_kv_heads
+    block_d = next_power_of_2(head_dim)
+    if q.dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
+        block_m, block_n, warps, stages = 32, 32, 4, 1
+    elif block_d > 128:
+        block_m, block_n, warps, stages = 128, 64, 8, 2
+    else:
+        block_m, block_n, warps, stages = 128, 64 if block_d == 128 else 128, 8, 3
+    block_m = max(block_m, next_power_of_2(group))
+    tile_tokens = block_m // group
+    pdl = use_pdl(q)
+    _prefill_attention_kernel[(num_kv_heads, num_tokens // tile_tokens + rows.num_rows)](
+        q, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
+        q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, scale * LOG2_E,
+        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, GROUP=group, TILE_TOKENS=tile_tokens,
+        NUM_ROWS=next_power_of_2(rows.num_rows), WINDOW=window, SOFT_CAP=soft_cap,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
