@@ -1,14 +1,17 @@
 """What the way from the engine to an HTTP client costs: a toy engine behind the real front.
 
-    python benchmarks/front_door.py
+    python benchmarks/front_door.py [--streams 1 8 64 256] [--fronts 1] [--tick-ms 25]
 
-A runner process samples one token a live request every 25 ms and notes when. The same requests are read twice: over
-HTTP and SSE through HAProxy and a front replica, and straight off an engine link, which is the bare engine. Token
-latency is from the runner's note to the client's read; all processes share this machine.
+A runner process samples one token a live request every tick and notes when. The same requests are read twice: over HTTP
+and SSE through HAProxy and the front replicas, and straight off an engine link, which is the bare engine. Token latency
+is from the runner's note to the client's read; all processes share this machine. CPU is what a delivered token costs
+the front replicas, HAProxy and the engine while the streams are read over HTTP, prompts and ends included; a token
+that waits is coalesced with the next one, so that a loaded front writes fewer events than tokens.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -18,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,18 +46,17 @@ from runtime.loading.resolve import resolve  # noqa: E402
 from runtime.text.tokenizer import Tokenizer  # noqa: E402
 from serve_app.app import Front, engine_name  # noqa: E402
 
-TICK_S = 0.025
-TOKENS = 160  # a request: 4 s
-APP = "front-door"
+TOKENS = 160  # a request
+APP = f"front-door-{os.getpid()}"  # its processes carry the name
 INFO = ModelInfo("toy", 49152, 8192, (2,), 20_000, 16, "none", "none")
-CONFIG = EngineConfig(max_num_seqs=256, max_num_batched_tokens=8192)
+CONFIG = EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
 
 
 class ToyRunner:
     """One token a live row at every tick; the token says which tick."""
 
-    def __init__(self, words: list[int]) -> None:
-        self._words = words
+    def __init__(self, words: list[int], tick_s: float) -> None:
+        self._words, self._tick_s = words, tick_s
         self._stamps: dict[int, float] = {}
         self._next = time.monotonic()
 
@@ -62,7 +65,7 @@ class ToyRunner:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         now = time.monotonic()
-        self._next = max(self._next + TICK_S, now)
+        self._next = max(self._next + self._tick_s, now)
         time.sleep(self._next - now)
         word = self._words[plan.step_id % len(self._words)]
         self._stamps[word] = time.monotonic()
@@ -87,12 +90,42 @@ class ToyEngine:
 
         self._loop = await asyncio.to_thread(EngineLoop, CONFIG, start_runners)
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def open_link(self, node_id: str) -> tuple[LinkAddress, ModelInfo]:
         return self._loop.links.open(True, "127.0.0.1"), INFO
 
 
-async def read_http(port: int, words: dict[str, int], seen: list[tuple[int, float]]) -> None:
-    """One streamed completion, read with as little client as possible: it shares the cores."""
+class CpuTimes:
+    """Seconds of CPU that the processes on a token's way have used since this was made."""
+
+    def __init__(self, engine_pid: int) -> None:
+        self._pids: dict[str, list[int]] = {"front": [], "haproxy": [], "engine": [engine_pid]}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (path / "cmdline").read_bytes()
+            except OSError:  # it has ended since
+                continue
+            if command.startswith(f"ray::ServeReplica:{APP}:Front".encode()):
+                self._pids["front"].append(int(path.name))
+            elif b"haproxy" in command and _folder.name.encode() in command:
+                self._pids["haproxy"].append(int(path.name))
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        tick = os.sysconf("SC_CLK_TCK")
+        stats = {name: [Path(f"/proc/{pid}/stat").read_text() for pid in pids] for name, pids in self._pids.items()}
+        return {name: sum(sum(map(int, s.split()[13:15])) for s in texts) / tick for name, texts in stats.items()}
+
+    def used(self) -> dict[str, float]:
+        return {name: used - self._before[name] for name, used in self._now().items()}
+
+
+async def read_http(port: int, words: dict[str, int], seen: list[tuple[int, float]]) -> int:
+    """One streamed completion, read with as little client as possible: it shares the cores.
+    Returns its number of events."""
+    num_events = 0
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"prompt": "Hi", "max_tokens": TOKENS, "stream": True, "ignore_eos": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -103,9 +136,11 @@ async def read_http(port: int, words: dict[str, int], seen: list[tuple[int, floa
         if line.startswith(b"data: [DONE]"):
             break
         if line.startswith(b"data: "):
+            num_events += 1
             for word in json.loads(line[6:])["choices"][0]["text"].split():
                 seen.append((words[word], now))
     writer.close()
+    return num_events
 
 
 async def read_link(link: Any, number: int, seen: list[tuple[int, float]]) -> None:
@@ -116,31 +151,38 @@ async def read_link(link: Any, number: int, seen: list[tuple[int, float]]) -> No
         seen.extend((token, now) for token in output.token_ids)
 
 
-async def measure(runner: Any, port: int, words: dict[str, int]) -> None:
+async def measure(runner: Any, engine: Any, port: int, words: dict[str, int], cases: list[int]) -> None:
     link = link_to(engine_name(APP, 0))
     await link.start()
-    print("| streams | bare engine p50 / p99 ms | through HTTP p50 / p99 ms | added p50 ms | delivered tok/s |")
-    print("|---|---|---|---|---|")
-    for streams in (1, 8, 64):
-        figures, rate = [], 0.0
+    print(
+        "| streams | bare engine p50 / p99 ms | through HTTP p50 / p99 ms | delivered tok/s | tokens an event ", end=""
+    )
+    print("| CPU us a token: front + HAProxy + engine |\n|---|---|---|---|---|---|")
+    for streams in cases:
+        figures = []
         for mode in ("link", "http"):
             seen: list[tuple[int, float]] = []
-            start = time.monotonic()
+            start, cpu = time.monotonic(), CpuTimes(await engine.pid.remote())
             if mode == "link":
                 await asyncio.gather(*(read_link(link, i, seen) for i in range(streams)))
             else:
-                await asyncio.gather(*(read_http(port, words, seen) for _ in range(streams)))
-            rate = len(seen) / (time.monotonic() - start)
+                num_events = sum(await asyncio.gather(*(read_http(port, words, seen) for _ in range(streams))))
+            seconds, used = time.monotonic() - start, cpu.used()
             assert len(seen) == streams * TOKENS, f"{len(seen)} tokens arrived of {streams * TOKENS}"
             stamps = await runner.stamps.remote()
-            late = [(now - stamps[token]) * 1e3 for token, now in seen]
-            figures.append(np.percentile(late, [50, 99]))
-        (a, b), (c, d) = figures
-        print(f"| {streams} | {a:.2f} / {b:.2f} | {c:.2f} / {d:.2f} | {c - a:.2f} | {rate:.0f} |", flush=True)
+            figures.append("{:.2f} / {:.2f}".format(*np.percentile([(t - stamps[i]) * 1e3 for i, t in seen], [50, 99])))
+        costs = " + ".join(f"{used[name] / len(seen) * 1e6:.0f}" for name in ("front", "haproxy", "engine"))
+        print(f"| {streams} | {figures[0]} | {figures[1]} | {len(seen) / seconds:.0f} ", end="")
+        print(f"| {len(seen) / num_events:.2f} | {costs} |", flush=True)
     link.close()
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 64, 256], help="streams read at once")
+    parser.add_argument("--fronts", type=int, default=1, help="front replicas")
+    parser.add_argument("--tick-ms", type=float, default=25, help="time of a step; 0: as fast as it goes")
+    args = parser.parse_args()
     path = resolve(DEFAULT_MODEL)
     tokenizer = Tokenizer.load(path)
     words: dict[str, int] = {}
@@ -150,16 +192,16 @@ def main() -> None:
             words.setdefault(text[1:], token)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
+    ray.init(num_cpus=4 + args.fronts, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     remote_runner: Any = ray.remote(max_concurrency=4)(ToyRunner)
     remote_engine: Any = ray.remote(ToyEngine)
-    runner = remote_runner.remote(list(words.values()))
+    runner = remote_runner.remote(list(words.values()), args.tick_ms / 1e3)
     engine = remote_engine.options(name=f"{engine_name(APP, 0)}#1", namespace=NAMESPACE).remote()
     ray.get(engine.start.remote(runner))
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
-    front = serve.deployment(serve.ingress()(Front), max_ongoing_requests=4096)
+    front = serve.deployment(serve.ingress()(Front), num_replicas=args.fronts, max_ongoing_requests=4096)
     serve.run(front.bind(EngineConfig(), 1, "toy", None), name=APP)
-    asyncio.run(measure(runner, port, words))
+    asyncio.run(measure(runner, engine, port, words, args.streams))
     serve.shutdown()
     ray.shutdown()
 
