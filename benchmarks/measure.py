@@ -27,10 +27,11 @@ from runtime.core.types import Request, SamplingParams
 from runtime.worker.runner import ModelRunner
 
 
-def new_parser(doc: str) -> argparse.ArgumentParser:
-    """The options of every benchmark that runs an engine in this process."""
+def new_parser(doc: str, *, model: bool = True) -> argparse.ArgumentParser:
+    """The options of every benchmark that can run an engine in this process."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(CONFIGS), default="llama-3.2-1b", help="shape; weights are random")
+    if model:
+        parser.add_argument("--model", choices=sorted(CONFIGS), default="llama-3.2-1b", help="its shape")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of EngineConfig")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     return parser

@@ -59,9 +59,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
     },
     "tiny": {  # nobody's: for trying a benchmark out on a CPU
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 512,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 32768,
         "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 128, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "bos_token_id": 0,
+        "intermediate_size": 128, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "bos_token_id": 0,
         "eos_token_id": 1, "tie_word_embeddings": True,
     },
 }  # fmt: skip

@@ -1,0 +1,331 @@
+"""Named workloads against an OpenAI-compatible server over HTTP and SSE, or against the bare engine in this process.
+
+    python -m benchmarks.serving --serve /tmp/llama-3.2-3b                        # starts `callboard serve` itself
+    python -m benchmarks.serving --url http://127.0.0.1:8000 --workloads burst256 # any server that takes token ids
+    python -m benchmarks.serving --engine llama-3.2-3b                            # random weights, no HTTP
+
+Prompts are random token ids to /v1/completions, greedy, EOS ignored. Time to first token (TTFT) runs from the request's
+first byte to its first event, inter-token latency (ITL) from one event to the next of the same request, output tok/s
+from the first request to the last token. Arrivals are Poisson where a rate is named, and the same in every run. Turns
+of a session go on from all that came before them; the answers in between are invented ids of the length that the model
+answered with, so that only what the client knows of the text can be shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import heapq
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.measure import Engine, Results, engine_config, new_parser, percentiles
+from benchmarks.models import CONFIGS
+from runtime.core.types import Request, SamplingParams
+
+_IDS = (1000, 30000)  # in every measured model's vocabulary
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request, and what was seen of it, in seconds of one clock."""
+
+    prompt: list[int]
+    max_tokens: int
+    pause: float = 0.0  # before it, after the session's last turn has ended
+    sent: float = 0.0
+    events: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Session:
+    """Requests that follow one another."""
+
+    start: float
+    turns: list[Turn]
+
+
+class Workload:
+    """Draws prompts and lengths; the same seed gives the same requests."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def ids(self, count: int) -> list[int]:
+        return self.rng.integers(*_IDS, count).tolist()
+
+    def between(self, low: int, high: int) -> int:
+        return int(self.rng.integers(low, high + 1))
+
+    def single(self, count: int, inputs: tuple[int, int], outputs: tuple[int, int], rate: float = 0) -> list[Session]:
+        """`count` independent requests, `rate` a second or all at once."""
+        starts = np.cumsum(self.rng.exponential(1 / rate, count)) if rate else np.zeros(count)
+        return [Session(float(s), [Turn(self.ids(self.between(*inputs)), self.between(*outputs))]) for s in starts]
+
+    def sequential(self) -> list[Session]:
+        return [Session(0.0, [Turn(self.ids(256), 256) for _ in range(10)])]
+
+    def steady(self) -> list[Session]:
+        return self.single(32, (64, 512), (64, 256), rate=4)
+
+    def burst48(self) -> list[Session]:
+        return self.single(48, (128, 384), (128, 256))
+
+    def long_prompts(self) -> list[Session]:
+        sessions = self.single(48, (64, 512), (64, 256), rate=6)
+        for session in sessions:
+            if self.rng.random() < 0.75:
+                session.turns[0].prompt = self.ids(self.between(1024, 2048))
+        return sessions
+
+    def shared_prefix(self) -> list[Session]:
+        shared, sessions = self.ids(1024), self.single(48, (64, 256), (64, 256), rate=8)
+        for session in sessions:
+            session.turns[0].prompt = shared + session.turns[0].prompt
+        return sessions
+
+    def burst256(self) -> list[Session]:
+        return self.single(256, (256, 256), (128, 128))
+
+    def burst1024(self) -> list[Session]:
+        return self.single(1024, (256, 256), (128, 128))
+
+    def agents(self) -> list[Session]:
+        """8 agents of 10 turns: 2,000 tokens of tools in common, then a tool's result of 100 to 800 a turn."""
+        tools = self.ids(2000)
+        return [self.conversation(0.0, tools, 10, (100, 800), (40, 160), (0.05, 0.5)) for _ in range(8)]
+
+    def chats(self) -> list[Session]:
+        """32 users, 2 new ones a second: 300 tokens in common, 2 to 6 messages, 1 to 4 s to write each."""
+        system, starts = self.ids(300), np.cumsum(self.rng.exponential(1 / 2, 32))
+        return [
+            self.conversation(float(s), system, self.between(2, 6), (20, 200), (50, 250), (1.0, 4.0)) for s in starts
+        ]
+
+    def conversation(
+        self, start: float, opening: list[int], num_turns: int, news: tuple[int, int], outputs: tuple[int, int],
+        pauses: tuple[float, float],
+    ) -> Session:  # fmt: skip
+        turns, text = [], opening
+        for i in range(num_turns):
+            text = text + self.ids(self.between(*news))
+            turns.append(Turn(text, self.between(*outputs), float(self.rng.uniform(*pauses)) if i else 0.0))
+            text = text + self.ids(turns[-1].max_tokens)
+        return Session(start, turns)
+
+
+WORKLOADS: dict[str, Callable[[Workload], list[Session]]] = {
+    "sequential": Workload.sequential,
+    "steady": Workload.steady,
+    "burst48": Workload.burst48,
+    "long-prompts": Workload.long_prompts,
+    "shared-prefix": Workload.shared_prefix,
+    "burst256": Workload.burst256,
+    "burst1024": Workload.burst1024,
+    "agents": Workload.agents,
+    "chats": Workload.chats,
+}
+
+
+# ---- over HTTP ------------------------------------------------------------------------------------------------------
+
+
+class Connection(asyncio.Protocol):
+    """One request at a time; as little work an event as Python can do, since one process reads them all."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def ask(self, turn: Turn, request: bytes) -> asyncio.Future[None]:
+        self._turn, self._tail, self._done = turn, b"", asyncio.get_running_loop().create_future()
+        turn.sent = time.perf_counter()
+        self.transport.write(request)
+        return self._done
+
+    def data_received(self, data: bytes) -> None:
+        now = time.perf_counter()
+        if not self._tail and not data.startswith(b"HTTP/1.1 200"):
+            self._done.set_exception(RuntimeError(f"The server answered {data[:400]!r}."))
+            return
+        # A search from 5 bytes back finds a mark that two reads share, and no mark twice.
+        text = self._tail[-5:] + data
+        self._turn.events += [now] * text.count(b"data: ")
+        self._tail = (self._tail + data)[-4096:]
+        if b"data: [DONE]" in self._tail and self._tail.endswith(b"0\r\n\r\n"):
+            usage = re.search(rb'"completion_tokens": ?(\d+)', self._tail)
+            self._turn.num_tokens = int(usage[1]) if usage else 0
+            del self._turn.events[-2:]  # usage and [DONE]; the last token's own event has the finish reason
+            self._done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_exception(error or RuntimeError("The server closed the connection."))
+
+
+class Client:
+    """Keeps connections open from one request to the next, as real clients do."""
+
+    def __init__(self, url: str) -> None:
+        self._host, self._port = urlsplit(url).hostname, urlsplit(url).port or 80
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+            self._model = json.load(answer)["data"][0]["id"]
+        self._idle: list[Connection] = []
+
+    async def ask(self, turn: Turn) -> None:
+        body = {
+            "model": self._model, "prompt": turn.prompt, "max_tokens": turn.max_tokens, "temperature": 0.0,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+        request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
+        loop = asyncio.get_running_loop()
+        while self._idle:
+            if not (connection := self._idle.pop()).transport.is_closing():
+                break
+        else:
+            connection = (await loop.create_connection(Connection, self._host, self._port))[1]
+        await connection.ask(turn, request)
+        self._idle.append(connection)
+
+
+async def play(sessions: list[Session], ask: Callable[[Turn], Awaitable[None]]) -> None:
+    """All sessions at their times."""
+    begin = time.perf_counter()
+    with tqdm(total=sum(len(s.turns) for s in sessions), unit="request", leave=False) as bar:
+
+        async def run(session: Session) -> None:
+            await asyncio.sleep(max(0.0, begin + session.start - time.perf_counter()))
+            for turn in session.turns:
+                await asyncio.sleep(turn.pause)
+                await ask(turn)
+                bar.update()
+
+        await asyncio.gather(*map(run, sessions))
+
+
+# ---- in this process ------------------------------------------------------------------------------------------------
+
+
+def play_on_engine(sessions: list[Session], engine: Engine) -> None:
+    """The same without HTTP, text and processes: what the engine alone does."""
+    core, clock = engine.core, time.perf_counter
+    begin = clock()
+    due = [(begin + session.start, i, 0) for i, session in enumerate(sessions)]
+    heapq.heapify(due)
+    with tqdm(total=sum(len(s.turns) for s in sessions), unit="request", leave=False) as bar:
+        while due or core.has_work:
+            while due and due[0][0] <= clock():
+                _, session, at = heapq.heappop(due)
+                turn = sessions[session].turns[at]
+                turn.sent = clock()
+                params = SamplingParams(max_tokens=turn.max_tokens, temperature=0.0, ignore_eos=True)
+                request = Request(f"{session}-{at}", list(turn.prompt), len(turn.prompt), params)
+                core.add(request, owner=(session, at))
+            if not core.has_work:
+                time.sleep(max(0.0, due[0][0] - clock()))
+                continue
+            if (output := core.step()) is None:
+                continue
+            now = clock()
+            for state in output.states:
+                session, at = state.owner
+                sessions[session].turns[at].events.append(now)
+            for state, _ in output.finished:
+                session, at = state.owner
+                turns = sessions[session].turns
+                turns[at].num_tokens = len(turns[at].events)
+                bar.update()
+                if at + 1 < len(turns):
+                    heapq.heappush(due, (now + turns[at + 1].pause, session, at + 1))
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def figures(sessions: list[Session]) -> dict[str, object]:
+    """What one run of a workload showed; raises RuntimeError if tokens are missing."""
+    turns = [turn for session in sessions for turn in session.turns]
+    for turn in turns:
+        if turn.num_tokens != turn.max_tokens:
+            raise RuntimeError(f"{turn.num_tokens} tokens came where {turn.max_tokens} were asked for.")
+    gaps = np.concatenate([np.diff(turn.events) for turn in turns])
+    seconds = max(turn.events[-1] for turn in turns) - min(turn.sent for turn in turns)
+    return {
+        "requests": len(turns),
+        "ttft_ms": percentiles([turn.events[0] - turn.sent for turn in turns]),
+        "itl_ms": percentiles(gaps),
+        "output_tok_s": sum(turn.num_tokens for turn in turns) / seconds,
+        "tokens_per_event": sum(turn.num_tokens for turn in turns) / sum(len(turn.events) for turn in turns),
+        "seconds": seconds,
+    }
+
+
+@contextlib.contextmanager
+def served(model: str, flags: list[str]) -> Iterator[str]:
+    """The URL of a `callboard serve` of this model, for as long as the context lasts."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "serve_app.cli", "serve", model, "--port", str(port), *flags]
+    server = subprocess.Popen(command, stdout=sys.stderr)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            if server.poll() is not None:
+                sys.exit(f"callboard serve ended with exit code {server.returncode} before it served anything.")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            time.sleep(0.2)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def main() -> None:
+    parser = new_parser(__doc__, model=False)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--url", help="of a running server, without /v1")
+    where.add_argument("--serve", metavar="MODEL", help="start callboard serve with this model")
+    where.add_argument("--engine", choices=sorted(CONFIGS), help="no server: the engine in this process")
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each workload, all reported")
+    parser.add_argument("--label", default="", help="goes into the results: which server, which model")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for callboard serve; must come last")
+    args = parser.parse_args()
+    results = Results("serving", args.out)
+    with contextlib.ExitStack() as stack:
+        if args.engine:
+            config = engine_config(args.set)
+            engine = Engine(args.engine, config)
+            run = lambda sessions: play_on_engine(sessions, engine)  # noqa: E731
+        else:
+            config = None
+            url = args.url or stack.enter_context(served(args.serve, args.flags))
+            run = lambda sessions: asyncio.run(play(sessions, Client(url).ask))  # noqa: E731
+        run(Workload(1 << 20).single(64, (64, 512), (16, 64)))  # every batch size and length class once
+        for name in tqdm(args.workloads, unit="workload"):
+            for repeat in range(args.repeats):
+                sessions = WORKLOADS[name](Workload(repeat))
+                run(sessions)
+                results.add(
+                    config, workload=name, repeat=repeat, through="engine" if args.engine else "http",
+                    model=args.engine or args.label or args.serve, **figures(sessions),
+                )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
