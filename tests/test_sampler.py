@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
 from runtime.kernels.gumbel import gumbel_noise, noise_bits, noise_keys
-from runtime.kernels.sampling import apply_penalties, lower_bounds, token_logprobs
+from runtime.kernels.lower_bounds import lower_bounds_torch
+from runtime.kernels.sampling import apply_penalties, token_logprobs
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots
 
@@ -146,13 +147,13 @@ def test_filters_equal_their_definition(rows, vocab, seed, spread):
     torch.manual_seed(seed)
     logits = torch.stack([torch.randperm(vocab).float().div(vocab).sub(0.5).mul(4 * spread) for _ in rows])
     top_k, top_p, min_p = zip(*rows, strict=True)
-    bounds = lower_bounds(logits, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+    bounds = lower_bounds_torch(logits, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
     for row, filters in enumerate(rows):
         got = set((logits[row] >= bounds[row]).nonzero().flatten().tolist())
         want = plain_survivors(logits[row].tolist(), *filters)
         assert len(got ^ want) <= (0.0 < filters[1] < 1.0)  # fp32 may fall on the other side of top_p's edge
         assert got
-        alone = lower_bounds(
+        alone = lower_bounds_torch(
             logits[row : row + 1], *(torch.tensor([f]) for f in filters)
         )  # independent of the other rows
         assert torch.equal(alone, bounds[row : row + 1])
@@ -246,13 +247,13 @@ def test_a_row_is_sampled_the_same_alone_and_among_others(requests, seed):
 
 
 def test_non_finite_rows_fail_alone():
-    greedy, hot = SamplingParams(temperature=0), SamplingParams(temperature=1)
-    sampler, slots = open_slots(8, [([1], 1, 5, p) for p in (greedy, greedy, hot, hot, greedy)])
-    logits = torch.randn(5, 8)
-    good = sample(sampler, slots, logits.clone(), [0, 1, 2, 3, 4], [1] * 5)[0].tolist()
-    logits[1, 3], logits[3, 0], logits[4, 2] = math.nan, math.inf, -math.inf
-    bad = sample(sampler, slots, logits, [0, 1, 2, 3, 4], [1] * 5)[0].tolist()
-    assert bad == [good[0], -1, good[2], -1, -1]
+    greedy, hot, choosy = SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5, top_k=3)
+    sampler, slots = open_slots(8, [([1], 1, 5, p) for p in (greedy, greedy, hot, hot, greedy, choosy)])
+    logits, rows = torch.randn(6, 8), [0, 1, 2, 3, 4, 5]
+    good = sample(sampler, slots, logits.clone(), rows, [1] * 6)[0].tolist()
+    logits[1, 3], logits[3, 0], logits[4, 2], logits[5, 1] = math.nan, math.inf, -math.inf, math.nan
+    bad = sample(sampler, slots, logits, rows, [1] * 6)[0].tolist()
+    assert bad == [good[0], -1, good[2], -1, -1, -1]
 
 
 def test_min_tokens_holds_back_eos_and_stop_ids():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 
 from runtime.core.plan import Int32s, NewSlot
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
-from runtime.kernels.sampling import apply_penalties, lower_bounds, token_logprobs
+from runtime.kernels.lower_bounds import lower_bounds_torch
+from runtime.kernels.sampling import apply_penalties, token_logprobs
 from runtime.worker.slots import Slots
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -25,6 +27,10 @@ class Logprobs:
     logprobs: torch.Tensor
     top_ids: torch.Tensor
     top_logprobs: torch.Tensor
+
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Logprobs:
+        """With `move` applied to each tensor."""
+        return Logprobs(self.rows, *(move(x) for x in (self.ranks, self.logprobs, self.top_ids, self.top_logprobs)))
 
 
 class Sampler:
@@ -135,8 +141,8 @@ class Sampler:
             index, subset = self._tensor(rows), slots[rows]
             chosen = logits.index_select(0, index)
             top_k = self._tensor(self.ints["top_k"][subset])
-            bounds = lower_bounds(chosen, top_k, self._float("top_p", subset), self._float("min_p", subset))
-            logits.index_copy_(0, index, chosen.masked_fill_(chosen < bounds, -torch.inf))
+            bounds = lower_bounds_torch(chosen, top_k, self._float("top_p", subset), self._float("min_p", subset))
+            logits.index_copy_(0, index, chosen.masked_fill_(chosen < bounds[:, None], -torch.inf))
         keys = noise_keys(self._tensor(self.seed[slots]), self._tensor(positions))
         return logits.add_(gumbel_noise(keys[:, :, None], self.vocab_ids)).argmax(-1)
 

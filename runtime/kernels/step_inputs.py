@@ -1,0 +1,89 @@
+"""The decoder's inputs, built on the device from the requests' state: the host sends rows, never tokens (C2)."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels._triton import jit, tl, use_pdl
+
+_TILE = 128  # tokens of a program: of 128 rows in a decode step, of one row in a long one
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def build_inputs_torch(
+    slots: torch.Tensor,  # [num_rows] int32
+    starts: torch.Tensor,  # [num_rows] int32, position of the row's first token
+    q_starts: torch.Tensor,  # [num_rows + 1] int32, the row's first token in the step; the last is num_tokens
+    tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, any stride between rows
+    tables: torch.Tensor,  # [num_slots + 1, max_blocks] int32 block ids, of the same stride
+    block_size: int,
+    num_tokens: int,
+    max_count: int,  # most tokens of a row
+) -> Inputs:
+    """token ids, positions and kv_index (block * block_size + offset) of the step's tokens, each [num_tokens] int32."""
+    counts = q_starts.diff()
+    row_of = torch.repeat_interleave(torch.arange(len(slots), device=slots.device), counts, output_size=num_tokens)
+    step = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
+    positions = starts[row_of] + step - q_starts[row_of]
+    slot_of = slots[row_of].long()
+    blocks = tables[slot_of, positions // block_size]
+    return tokens[slot_of, positions.long()], positions, blocks * block_size + positions % block_size
+
+
+@jit
+def _build_inputs_kernel(
+    slots_ptr,  # [num_rows]
+    starts_ptr,  # [num_rows]
+    q_starts_ptr,  # [num_rows + 1]
+    tokens_ptr,  # [num_slots + 1, max_model_len], rows stride apart
+    tables_ptr,  # [num_slots + 1, max_blocks], rows stride apart
+    out_ptr,  # [3, num_tokens]
+    stride,
+    num_rows,
+    num_tokens,
+    block_size,
+    ROWS: tl.constexpr,  # rows of a program
+    TOKENS: tl.constexpr,  # tokens of each
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
+    slots = tl.load(slots_ptr + rows, mask=inside, other=0).to(tl.int64)[:, None]
+    starts = tl.load(starts_ptr + rows, mask=inside, other=0)[:, None]
+    first = tl.load(q_starts_ptr + rows, mask=inside, other=0)[:, None]
+    end = tl.load(q_starts_ptr + rows + 1, mask=inside, other=0)[:, None]
+    at = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[None, :]
+    own = first + at < end  # false for all tokens of a row that is not there
+    positions = starts + at
+    token_ids = tl.load(tokens_ptr + slots * stride + positions, mask=own, other=0)
+    blocks = tl.load(tables_ptr + slots * stride + positions // block_size, mask=own, other=0)
+    out = out_ptr + first + at
+    tl.store(out, token_ids, mask=own)
+    tl.store(out + num_tokens, positions, mask=own)
+    tl.store(out + 2 * num_tokens, blocks * block_size + positions % block_size, mask=own)
+
+
+def build_inputs(
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    q_starts: torch.Tensor,
+    tokens: torch.Tensor,
+    tables: torch.Tensor,
+    block_size: int,
+    num_tokens: int,
+    max_count: int,
+) -> Inputs:
+    """`build_inputs_torch` as one kernel, whose grid depends on the host's ints alone."""
+    num_rows = len(slots)
+    out = torch.empty((3, num_tokens), dtype=torch.int32, device=slots.device)
+    per_row = 1 if max_count == 1 else 8 if max_count <= 8 else _TILE
+    pdl = use_pdl(out)
+    _build_inputs_kernel[(-(-num_rows * per_row // _TILE), -(-max_count // per_row))](
+        slots, starts, q_starts, tokens, tables, out, tokens.stride(0), num_rows, num_tokens, block_size,
+        ROWS=_TILE // per_row, TOKENS=per_row, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return out[0], out[1], out[2]

@@ -1,0 +1,185 @@
+"""The sampler whose parameters are on the device: runtime.worker.sampler's tokens, without a wait of the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtime.core.plan import Int32s, NewSlot
+from runtime.kernels.lower_bounds import lower_bounds_triton
+from runtime.kernels.sample import (
+    FREQUENCY,
+    MIN_P,
+    NUM_PARAMS,
+    PRESENCE,
+    PROMPT_LEN,
+    REPETITION,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    Again,
+    sample_tokens_triton,
+)
+from runtime.kernels.sampling import apply_penalties, token_logprobs
+from runtime.worker.sampler import Logprobs
+
+_FLOATS = {
+    TEMPERATURE: "temperature",
+    TOP_P: "top_p",
+    MIN_P: "min_p",
+    REPETITION: "repetition_penalty",
+    FREQUENCY: "frequency_penalty",
+    PRESENCE: "presence_penalty",
+}
+
+
+class DeviceSampler:
+    """Two parts: `sample` answers every row by temperature, seed and position alone and can be captured in a graph;
+    `resample` then corrects the rows that want more. The host keeps what tells it which rows these are, and what is
+    rare and has no fixed size: logit biases, and the ids that min_tokens holds back."""
+
+    def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+        self.vocab_size, self.eos_token_ids, self.device = vocab_size, eos_token_ids, device
+        self.special = np.zeros(num_slots, bool)  # always wants more than `sample`
+        self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens lets go free
+        self.penalised = np.zeros(num_slots, bool)
+        self.filtered = np.zeros(num_slots, bool)
+        self.num_logprobs = np.full(num_slots, -1, np.int32)
+        self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # slot -> ids, values
+        self.stops: dict[int, NDArray[np.int64]] = {}  # slot -> ids held back
+
+    def add(self, new: NewSlot) -> Int32s:
+        """A request's parameters enter its slot. The caller writes the row that this returns, [NUM_PARAMS], into the
+        slot's columns of the state."""
+        slot, params = new.slot, new.params
+        self.remove(slot)
+        # Ids that the model does not have are ignored: they must not fail the step of others (C9).
+        vocab = range(self.vocab_size)
+        if bias := [(i, value) for i, value in params.logit_bias if i in vocab]:
+            ids, values = zip(*bias, strict=True)
+            self.bias[slot] = np.array(ids, np.int64), np.array(values, np.float32)
+        stops = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
+        if params.min_tokens and (stops := tuple(i for i in stops if i in vocab)):
+            self.stops[slot] = np.array(stops, np.int64)
+            self.held_until[slot] = new.prompt_len + params.min_tokens
+        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.penalised[slot] = (
+            params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+        )
+        drops = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.filtered[slot] = drops and params.temperature > 0.0
+        self.special[slot] = (
+            self.penalised[slot] or self.filtered[slot] or slot in self.bias or params.logprobs is not None
+        )
+
+        row = np.zeros(NUM_PARAMS, np.int32)
+        for column, name in _FLOATS.items():
+            row.view(np.float32)[column] = getattr(params, name)
+        row[SEED_LOW : SEED_HIGH + 1] = np.array([new.seed], np.int64).view(np.int32)
+        row[TOP_K], row[PROMPT_LEN] = params.top_k, new.prompt_len
+        return row
+
+    def remove(self, slot: int) -> None:
+        """Forget what does not get overwritten by the next `add`."""
+        self.bias.pop(slot, None)
+        self.stops.pop(slot, None)
+        self.held_until[slot] = 0
+
+    def is_plain(self, slots: Int32s, positions: Int32s) -> bool:
+        """Whether `sample` is all that these rows want."""
+        return not (self.special[slots] | (positions < self.held_until[slots])).any()
+
+    def sample(
+        self,
+        logits: torch.Tensor,  # [n, vocab] float32 or a 16-bit type, the model's own
+        slots: torch.Tensor,  # [n] int32
+        positions: torch.Tensor,  # [n] int32, of the tokens to be sampled
+        tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, the state's; sampled tokens are written into it
+        params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, the state's
+    ) -> torch.Tensor:
+        """Token ids [n] int32, -1 where the logits are not finite (C9)."""
+        return sample_tokens_triton(logits, slots, positions, tokens, params)
+
+    def resample(
+        self,
+        logits: torch.Tensor,  # as `sample` had them
+        token_ids: torch.Tensor,  # [n] int32, what `sample` returned; changed in place, as are the state's tokens
+        host_slots: Int32s,  # [n]
+        host_positions: Int32s,  # [n]
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        params: torch.Tensor,
+    ) -> Logprobs | None:
+        """Correct the rows that want more than `sample`; the log-probabilities asked for, on the device."""
+        changed = self.penalised | self.filtered
+        changed[list(self.bias)] = True
+        rows = np.flatnonzero(changed[host_slots] | (host_positions < self.held_until[host_slots]))
+        if len(rows):
+            index = self._upload(rows)
+            chosen = logits.index_select(0, index).float()  # a copy, even where no type changes
+            slots, positions = slots.index_select(0, index), positions.index_select(0, index)
+            own = params.index_select(0, slots)
+            self._adjust(chosen, host_slots[rows], host_positions[rows], slots, positions, tokens, own)
+            temperature = own.view(torch.float32)[:, TEMPERATURE, None]
+            chosen.div_(temperature.where(temperature > 0, 1.0))
+            again = Again(token_ids, index.int(), self._bounds(chosen, host_slots[rows], own))
+            sample_tokens_triton(chosen, slots, positions, tokens, params, again)
+        return self._logprobs(logits, token_ids, host_slots)
+
+    def _adjust(
+        self,
+        logits: torch.Tensor,  # [m, vocab] float32, changed in place
+        host_slots: Int32s,  # [m], as all below
+        host_positions: Int32s,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,  # the state's
+        own: torch.Tensor,  # [m, NUM_PARAMS] int32
+    ) -> None:
+        """Logit bias, min_tokens and penalties, in this order."""
+        held = host_positions < self.held_until[host_slots]
+        biased, stopped = [], []
+        for row, slot in enumerate(host_slots.tolist()):
+            if slot in self.bias:
+                ids, values = self.bias[slot]
+                biased.append((row * self.vocab_size + ids, values))
+            if held[row]:
+                stopped.append(row * self.vocab_size + self.stops[slot])
+        if biased:
+            at, values = (self._upload(np.concatenate(parts)) for parts in zip(*biased, strict=True))
+            logits.view(-1).index_add_(0, at, values)
+        if stopped:
+            logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), -torch.inf)
+        rows = np.flatnonzero(self.penalised[host_slots])
+        if len(rows):
+            index = self._upload(rows)
+            penalised, own = logits.index_select(0, index), own.index_select(0, index)
+            known = tokens[:, : int(host_positions[rows].max())].index_select(0, slots.index_select(0, index))
+            penalties = own.view(torch.float32)[:, REPETITION : PRESENCE + 1].unbind(1)
+            apply_penalties(penalised, known, positions.index_select(0, index), own[:, PROMPT_LEN], *penalties)
+            logits.index_copy_(0, index, penalised)
+
+    def _bounds(self, logits: torch.Tensor, host_slots: Int32s, own: torch.Tensor) -> torch.Tensor:
+        if not self.filtered[host_slots].any():
+            return torch.full((len(logits),), -torch.inf, device=self.device)
+        floats = own.view(torch.float32)
+        return lower_bounds_triton(logits, own[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
+
+    def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, host_slots: Int32s) -> Logprobs | None:
+        wanted = self.num_logprobs[host_slots]
+        rows = np.flatnonzero(wanted >= 0)
+        if not len(rows):
+            return None
+        index = self._upload(rows)
+        ids = token_ids.index_select(0, index).long().clamp(min=0)  # a failed row's are not delivered
+        own, ranks, top_ids, top = token_logprobs(logits.index_select(0, index).float(), ids, int(wanted.max()))
+        return Logprobs(rows.astype(np.int32), ranks, own, top_ids, top)
+
+    def _upload(self, values: np.ndarray) -> torch.Tensor:
+        """On the device, by a copy that the host does not wait for."""
+        host = torch.from_numpy(values)
+        return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)

@@ -1,0 +1,214 @@
+"""The kernels of a step's two ends and the device sampler, against their torch twins, under Triton's interpreter.
+
+The checks run in a process of their own (Triton decides at import whether it interprets), which this file is, too."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.core.plan import NewSlot
+from runtime.core.types import SamplingParams
+from runtime.kernels.lower_bounds import lower_bounds_torch, lower_bounds_triton
+from runtime.kernels.sample import NUM_PARAMS, sample_tokens_torch, sample_tokens_triton
+from runtime.kernels.staging import apply_runs, apply_runs_torch
+from runtime.kernels.step_inputs import build_inputs, build_inputs_torch
+from runtime.worker.device_sampler import DeviceSampler
+from runtime.worker.sampler import Sampler
+from runtime.worker.slots import Slots
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+EOS = 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("check", ["staging", "inputs", "sample", "bounds", "sampler"])
+def test_under_the_interpreter(check):
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", __file__, check]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.stdout.strip() == f"{check} holds", done.stderr[-3000:]
+
+
+def check_staging(device: torch.device = CPU) -> None:
+    """Runs of all lengths around a program's, next to each other: what lies between them stays."""
+    generator = np.random.default_rng(0)
+    for lengths in ([1], [1023, 1, 1024, 1025, 0, 3000], [1] * 40, []):
+        gaps = generator.integers(0, 3, len(lengths) + 1)
+        places = np.cumsum(gaps[:-1] + [0, *lengths[:-1]][: len(lengths)])
+        first = np.cumsum([0, *lengths])[:-1]
+        runs = torch.tensor(np.array([places, first, lengths], np.int32).reshape(3, -1), device=device)
+        values = torch.randint(-(2**31), 2**31 - 1, (sum(lengths),), device=device).int()
+        state = torch.full((7000,), 7, dtype=torch.int32, device=device)
+        twin = state.clone()
+        apply_runs(state, runs, values, max(lengths, default=0))
+        apply_runs_torch(twin, runs, values, max(lengths, default=0))
+        assert torch.equal(state, twin)
+
+
+def check_inputs(device: torch.device = CPU) -> None:
+    """Decode rows alone, short rows, and long ones among them, with the padding of a graph."""
+    num_slots, max_len, block_size = 200, 400, 16
+    state = torch.randint(1, 2**31 - 1, (num_slots + 1, max_len + 25 + 3), dtype=torch.int32, device=device)
+    tables = state[:, max_len : max_len + 25]
+    tables.copy_(torch.randint(0, 10_000, tables.shape))
+    state[num_slots] = 0
+    for counts in ([1], [1] * 150, [3, 1, 8, 2], [1, 1, 129, 128, 1, 300]):
+        starts = np.array([(37 * i) % (max_len - c) for i, c in enumerate(counts)], np.int32)
+        slots = np.random.default_rng(1).permutation(num_slots)[: len(counts)].astype(np.int32)
+        slots[-1], starts[-1] = (num_slots, 0) if counts[-1] == 1 else (slots[-1], starts[-1])
+        edges = np.cumsum([0, *counts]).astype(np.int32)
+        rows = [torch.from_numpy(x).to(device) for x in (slots, starts, edges)]
+        args = (*rows, state[:, :max_len], tables, block_size, int(edges[-1]), max(counts))
+        for got, want in zip(build_inputs(*args), build_inputs_torch(*args), strict=True):
+            assert got.dtype == torch.int32
+            assert torch.equal(got, want)
+
+
+def make_state(num_slots: int, temperatures: list[float], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of tokens and parameters, slots after slots of these temperatures, with random seeds."""
+    state = torch.zeros((num_slots + 1, 40 + NUM_PARAMS), dtype=torch.int32, device=device)
+    tokens, params = state[:, :40], state[:, 40:]
+    cycle = torch.tensor([temperatures[i % len(temperatures)] for i in range(num_slots + 1)])
+    params[:, 0] = cycle.view(torch.int32)
+    params[:, 1:3] = torch.randint(-(2**31), 2**31 - 1, (num_slots + 1, 2)).int()
+    return tokens, params
+
+
+def check_sample(device: torch.device = CPU, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> None:
+    """Greedy and drawn rows, ties and both zeros, a row's answer alone and among others, rows that are not finite."""
+    torch.manual_seed(0)
+    tokens, params = make_state(9, [0.0, 1.0, 0.7, 2.0, 0.01], device)
+    slots = torch.arange(10, dtype=torch.int32, device=device)
+    positions = torch.tensor([3, 1, 9, 39, 5, 1, 7, 7, 2, 1], dtype=torch.int32, device=device)
+    for dtype in dtypes:
+        for vocab in (1, 20, 2048, 5001):
+            logits = (torch.randn(10, vocab, device=device) * 3).to(dtype)
+            logits[5] = logits[5].round()  # ties
+            logits[0] = torch.where(torch.arange(vocab, device=device) % 2 == 0, -0.0, 0.0)
+            want = sample_tokens_torch(logits, slots, positions, tokens, params)
+            expected = tokens.clone()
+            tokens.fill_(-5)
+            got = sample_tokens_triton(logits, slots, positions, tokens, params)
+            assert got.tolist() == want.tolist()
+            assert torch.equal(tokens[slots.long(), positions.long()], expected[slots.long(), positions.long()])
+            assert (tokens == -5).sum() == tokens.numel() - 10
+            alone = [sample_tokens_triton(logits[i : i + 1], slots[i : i + 1], positions[i : i + 1], tokens, params)
+                     for i in range(10)]  # fmt: skip
+            assert torch.cat(alone).tolist() == want.tolist()
+            for row, value in ((1, torch.nan), (4, torch.inf), (7, -torch.inf)):
+                logits[row, vocab // 2] = value
+            want[[1, 4, 7]] = -1
+            assert sample_tokens_triton(logits, slots, positions, tokens, params).tolist() == want.tolist()
+            assert tokens[[1, 4, 7], positions[[1, 4, 7]].long()].tolist() == [0, 0, 0]
+
+
+def check_bounds(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 8, 100, 5000)) -> None:
+    """Random filters on flat, usual, sharp, tied and partly banned logits; a row alone has the same bound."""
+    torch.manual_seed(0)
+    filters = [(k, p, m) for k in (0, 1, 3, 50, 70, 4000) for p in (1.0, 0.999, 0.9, 0.01) for m in (0.0, 0.1)]
+    for vocab in vocabs:
+        for spread in (0.01, 3.0, 10.0):
+            n = len(filters) if device.type == "cuda" else 12
+            chosen = [filters[i] for i in torch.randperm(len(filters))[:n]]
+            logits = torch.randn(n, vocab) * spread
+            logits[::3] = logits[::3].round()
+            if vocab > 1:
+                logits[1::3, vocab // 2] = -torch.inf
+            top_k, top_p, min_p = (torch.tensor(x, device=device) for x in zip(*chosen, strict=True))
+            top_k, logits = top_k.int(), logits.to(device)
+            got = lower_bounds_triton(logits, top_k, top_p, min_p)
+            want = lower_bounds_torch(logits, top_k, top_p, min_p)
+            for row, (given, a, b) in enumerate(zip(chosen, got.tolist(), want.tolist(), strict=True)):
+                between = (logits[row] >= min(a, b)) & (logits[row] < max(a, b))
+                # In fp32, top-p's edge may fall on the token next to it; everything else is exact.
+                allowed = len(set(logits[row][between].tolist())) <= 1 + vocab // 2000 if given[1] < 1.0 else a == b
+                assert allowed or abs(a - b) < 1e-5, (vocab, spread, given, a, b)
+            alone = [lower_bounds_triton(logits[i : i + 1], *(x[i : i + 1] for x in (top_k, top_p, min_p)))
+                     for i in range(4)]  # fmt: skip
+            assert torch.equal(torch.cat(alone), got[:4])
+
+
+def draw_params(rng: np.random.Generator) -> SamplingParams:
+    pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
+    return SamplingParams(
+        max_tokens=32,
+        temperature=pick(0.0, 0.0, 0.7, 1.0, 2.0),
+        top_k=pick(0, 0, 1, 5),
+        top_p=pick(1.0, 1.0, 0.5),
+        min_p=pick(0.0, 0.0, 0.2),
+        repetition_penalty=pick(1.0, 1.0, 1.3),
+        frequency_penalty=pick(0.0, 0.0, 0.5),
+        presence_penalty=pick(0.0, -0.5),
+        logit_bias=pick((), (), ((3, 2.0), (7, -100.0)), ((2**31 - 1, 1.0),)),
+        min_tokens=pick(0, 0, 4),
+        stop_token_ids=pick((), (5, 6), (2**31 - 1,)),
+        ignore_eos=pick(True, False),
+        logprobs=pick(None, None, 0, 3),
+    )
+
+
+def check_sampler(device: torch.device = CPU, rounds: int = 12, vocab: int = 50) -> None:
+    """Random requests through both samplers, several steps: the same tokens and log-probabilities."""
+    num_slots, max_len = 10, 40
+    for seed in range(rounds):
+        torch.manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        twin, slots = Sampler(num_slots, vocab, (EOS,), CPU), Slots(num_slots, max_len, 4, CPU)
+        sampler = DeviceSampler(num_slots, vocab, (EOS,), device)
+        state = torch.zeros((num_slots + 1, max_len + NUM_PARAMS), dtype=torch.int32, device=device)
+        tokens, params = state[:, :max_len], state[:, max_len:]
+        lengths = rng.integers(1, 9, num_slots).astype(np.int32)
+        for slot in range(num_slots):
+            known = rng.integers(0, vocab, lengths[slot]).astype(np.int32)
+            prompt_len = int(rng.integers(1, len(known) + 1))
+            drawn = SamplingParams(temperature=1.0) if seed == 0 else draw_params(rng)
+            new = NewSlot(slot, known, prompt_len, int(rng.integers(2**63)), drawn)
+            twin.add(new)
+            slots.add(new)
+            params[slot] = torch.from_numpy(sampler.add(new)).to(device)
+            tokens[slot, : len(known)] = torch.from_numpy(known).to(device)
+        for step in range(4):
+            rows = rng.permutation(num_slots)[: rng.integers(1, num_slots + 1)].astype(np.int32)
+            positions = lengths[rows]
+            logits = torch.randn(len(rows), vocab) * 4
+            if step == 2:
+                logits[0, 3] = torch.nan
+            want, want_logprobs = twin.sample(logits.clone(), rows, positions, slots)
+            at = torch.from_numpy(rows.astype(np.int64) * max_len + positions)
+            slots.write_sampled(at, want)
+            where = torch.from_numpy(rows).to(device), torch.from_numpy(positions).to(device)
+            on_device = logits.to(device)
+            got = sampler.sample(on_device, *where, tokens, params)
+            plain, logprobs = sampler.is_plain(rows, positions), None
+            assert plain or seed
+            if not plain:
+                logprobs = sampler.resample(on_device, got, rows, positions, *where, tokens, params)
+            assert torch.equal(on_device.cpu(), logits) or step == 2  # the model's own logits stay
+            assert got.tolist() == want.tolist()
+            assert torch.equal(tokens.cpu()[:-1], slots.tokens)
+            lengths[rows] += 1
+            assert (logprobs is None) == (want_logprobs is None)
+            if logprobs is not None:
+                good = (want[torch.from_numpy(logprobs.rows).long()] >= 0).tolist()
+                assert logprobs.rows.tolist() == want_logprobs.rows.tolist()
+                for name in ("ranks", "logprobs", "top_ids", "top_logprobs"):
+                    pair = getattr(logprobs, name).cpu()[good], getattr(want_logprobs, name)[good]
+                    torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-5)
+
+
+CHECKS = {
+    "staging": check_staging, "inputs": check_inputs, "sample": check_sample, "bounds": check_bounds,
+    "sampler": check_sampler,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()
+    print(sys.argv[1], "holds")
