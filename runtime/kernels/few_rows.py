@@ -55,7 +55,7 @@ def _weight_rows(N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @jit
 def _finish(
-    y,  # [NUM_TOKENS, BLOCK_N] fp32: x @ weight.T of the program's rows of the weight
+    y,  # [BLOCK_N, NUM_TOKENS] fp32: the program's rows of the weight times x.T
     tokens,  # [NUM_TOKENS]
     rows,  # [BLOCK_N]
     bias_ptr,
@@ -71,19 +71,19 @@ def _finish(
 ):
     """Bias, activation, residual; stores."""
     if BIAS:
-        y += tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)[None, :]
+        y += tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)[:, None]
     width = N
     cols = rows
     if ACTIVATION is not None:
-        gate, up = tl.split(tl.reshape(y, (NUM_TOKENS, BLOCK_N // 2, 2)))
+        gate, up = tl.split(tl.trans(tl.reshape(y, (BLOCK_N // 2, 2, NUM_TOKENS)), 0, 2, 1))
         scaled = gate
         if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u))
             scaled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         y = gate / (1.0 + tl.exp(-scaled)) * up
         width = N // 2
         cols = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-    at = tokens[:, None] * width + cols[None, :]
-    inside = (tokens < num_rows)[:, None] & (cols < width)[None, :]
+    at = tokens[None, :] * width + cols[:, None]
+    inside = (tokens < num_rows)[None, :] & (cols < width)[:, None]
     if RESIDUAL:
         y += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -137,7 +137,7 @@ def _vector_kernel(
     if NORM:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
     _finish(
-        y[None, :], token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
+        y[:, None], token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
         BIAS, RESIDUAL, ACTIVATION, 1, BLOCK_N,
     )  # fmt: skip
 
@@ -162,22 +162,23 @@ def _tile_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,  # of a step along K, one a warp
+    NUM_TOKENS: tl.constexpr,  # 8 or 16, at least num_rows
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program i: rows i * BLOCK_N and on of the weight with all rows of x, padded to 16."""
+    """Program i: rows i * BLOCK_N and on of the weight with all rows of x, padded to NUM_TOKENS."""
     rows = _weight_rows(N, ACTIVATION, BLOCK_N)
-    tokens = tl.arange(0, 16)
+    tokens = tl.arange(0, NUM_TOKENS)
     PART: tl.constexpr = BLOCK_K // PARTS
     cols = tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[None, :, None] * K + cols  # [PARTS, BLOCK_N, PART]
-    xs = x_ptr + (tokens * x_stride)[None, :, None] + cols  # [PARTS, 16, PART]
+    xs = x_ptr + (tokens * x_stride)[None, :, None] + cols  # [PARTS, NUM_TOKENS, PART]
     live = (tokens < num_rows)[None, :, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = tl.zeros((PARTS, 16, BLOCK_N), tl.float32)
-    squares = tl.zeros((PARTS, 16), tl.float32)
+    acc = tl.zeros((PARTS, BLOCK_N, NUM_TOKENS), tl.float32)
+    squares = tl.zeros((PARTS, NUM_TOKENS, PART // 8), tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K == 0:
             w = tl.load(weights + start, eviction_policy="evict_first")
@@ -187,15 +188,15 @@ def _tile_kernel(
             x = tl.load(xs + start, mask=live & (cols < K - start), other=0.0)
         if NORM:
             wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 2)
+            squares += tl.sum(tl.reshape(wide * wide, (PARTS, NUM_TOKENS, PART // 8, 8)), 3)
             x = (wide * tl.load(norm_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)).to(x.dtype)
-        acc = tl.dot(x, tl.trans(w, 0, 2, 1), acc)
+        acc = tl.dot(w, tl.trans(x, 0, 2, 1), acc)
     y = tl.sum(acc, 0)
     if NORM:
-        y *= tl.rsqrt(tl.sum(squares, 0) / K + eps)[:, None]
+        y *= tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / K + eps)[None, :]
     _finish(
         y, tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
-        BIAS, RESIDUAL, ACTIVATION, 16, BLOCK_N,
+        BIAS, RESIDUAL, ACTIVATION, NUM_TOKENS, BLOCK_N,
     )  # fmt: skip
 
 
@@ -232,7 +233,8 @@ def few_rows_linear_triton(
     if num_rows == 1 or x.dtype == torch.float32:  # tensor cores have no fp32
         _vector_kernel[(grid_n, num_rows)](*arguments, **options)
     else:
-        _tile_kernel[(grid_n,)](*arguments, PARTS=config.num_warps, STAGES=config.stages, **options)
+        options |= {"PARTS": config.num_warps, "STAGES": config.stages, "NUM_TOKENS": 8 if num_rows <= 8 else 16}
+        _tile_kernel[(grid_n,)](*arguments, **options)
     return out
 
 
