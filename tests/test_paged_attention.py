@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from attention_cases import check, paged_case, rows_of
 
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.paged_attention import PagedRows, paged_attention_torch
+from runtime.kernels.paged_attention import paged_attention_torch
 from runtime.kernels.prefill_attention import prefill_attention
 
 ROOT = Path(__file__).parent.parent
@@ -29,56 +29,6 @@ def test_under_the_interpreter():
         env=os.environ | {"TRITON_INTERPRET": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=290,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-def paged_case(
-    spans: list[tuple[int, int]],  # (start, count) of each row
-    heads: tuple[int, int, int] = (4, 2, 64),  # query heads, kv heads, head_dim
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    padding_rows: int = 0,  # behind the others, as in a graph: one token, position 0, the null block
-) -> tuple[torch.Tensor, torch.Tensor, PagedRows]:
-    """(q, kv, rows): blocks in random order, NaN at every position that no row has, q and tables strided."""
-    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    num_heads, num_kv_heads, head_dim = heads
-    needed = [-(-(start + count) // block_size) for start, count in spans]
-    num_blocks = 1 + sum(needed)
-    kv = torch.full((2, num_kv_heads, num_blocks, block_size, head_dim), torch.nan, dtype=dtype)
-    kv[:, :, 0, 0] = 1
-    state = np.full((len(spans) + 3, max(needed) + 7), 1 << 30, np.int32)  # an entry nobody owns would fault
-    state[-1] = 0
-    slots = rng.permutation(len(spans) + 2)[: len(spans)]
-    free = rng.permutation(np.arange(1, num_blocks))
-    for slot, (start, count), blocks in zip(slots, spans, np.split(free, np.cumsum(needed)[:-1]), strict=True):
-        state[slot, 5 : 5 + len(blocks)] = blocks
-        shape = (2, num_kv_heads, len(blocks) * block_size, head_dim)
-        values = torch.randn(shape, generator=generator).to(dtype)
-        values[:, :, start + count :] = torch.nan
-        kv[:, :, blocks] = values.view(2, num_kv_heads, len(blocks), block_size, head_dim)
-    spans = spans + [(0, 1)] * padding_rows
-    slots = np.append(slots, [len(state) - 1] * padding_rows)
-    starts, counts = np.array(spans, np.int32).T
-    num_tokens = int(counts.sum())
-    q = torch.randn(num_tokens, num_heads + 2, head_dim, generator=generator).to(dtype)[:, :num_heads]
-    rows = PagedRows(
-        *(torch.from_numpy(x.astype(np.int32)) for x in (slots, starts, np.append(0, np.cumsum(counts)))),
-        torch.from_numpy(state)[:, 5:], len(spans), num_tokens, int(counts.max()), int((starts + counts).max()),
-    )  # fmt: skip
-    return q, kv, rows
-
-
-def check(kernel, case, **options):
-    q, kv, rows = case
-    options = {"scale": q.shape[-1] ** -0.5} | options
-    want = paged_attention_torch(q.double(), kv.double(), rows, **options)
-    near = 2e-6 if q.dtype == torch.float32 else 2e-3
-    for deterministic in (False, True):
-        out = torch.full(want.shape, torch.nan, dtype=q.dtype)
-        got = kernel(q, kv, rows, **options, deterministic=deterministic, out=out)
-        assert got is out
-        error = (got.double() - want).norm() / want.norm()
-        assert error < near, f"deterministic={deterministic}: {error}"
 
 
 def test_the_twin_is_softmax_over_each_tokens_past():
@@ -147,14 +97,7 @@ def test_deterministic_bits_depend_on_nothing_but_the_token(window):
     options = {"scale": 0.125, "window": window, "deterministic": True}
 
     def attend(kernel, spans: list[tuple[int, int]]) -> torch.Tensor:
-        """The given spans of the one sequence, each a row of its own."""
-        starts, counts = np.array(spans, np.int32).T
-        part = PagedRows(
-            rows.slots.expand(len(spans)).contiguous(), torch.from_numpy(starts.copy()),
-            torch.from_numpy(np.append(0, np.cumsum(counts)).astype(np.int32)), rows.tables, len(spans),
-            int(counts.sum()), int(counts.max()), int((starts + counts).max()),
-        )  # fmt: skip
-        tokens = [t for start, count in spans for t in range(start, start + count)]
+        tokens, part = rows_of(rows, spans)
         return kernel(q[tokens], kv, part, **options)
 
     want = attend(decode_attention, [(550, 8)])

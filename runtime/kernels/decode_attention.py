@@ -62,9 +62,6 @@ def _decode_attention_kernel(
     MERGE: tl.constexpr,  # segments merged at a time
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_kv_heads, num_splits = tl.num_programs(1), tl.num_programs(2)
     if NUM_ROWS:
@@ -73,9 +70,13 @@ def _decode_attention_kernel(
         row, row_tile = tile, 0
     q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
     count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
+    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
+    table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+    if PDL:  # rows and tables are older than the launch before this one, hence complete
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
         return
-    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
     length = start + count
     lowest = 0
     if WINDOW > 0:
@@ -91,7 +92,6 @@ def _decode_attention_kernel(
     if split >= count_segments:
         return
 
-    table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
     head_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -210,7 +210,7 @@ def decode_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    block_n = 32 if block_d > 128 or q.dtype == torch.float32 else 64
+    block_n, warps, stages = _tile(block_d, q.dtype)
     if deterministic:
         tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
         num_tiles = rows.num_rows if rows.max_count == 1 else num_tokens // tile_tokens + rows.num_rows
@@ -237,9 +237,14 @@ def decode_attention(
         SEGMENT=segment, FIXED=deterministic, WINDOW=window, SOFT_CAP=soft_cap,
         ROWS=tile_rows, BLOCK_M=max(tile_rows, _TILE_ROWS), BLOCK_N=block_n, BLOCK_D=block_d,
         MERGE=1 if deterministic else max(1, min(_MAX_SPLITS, _MERGED_ELEMENTS // (tile_rows * block_d))),
-        PDL=pdl, num_warps=4, num_stages=3, **({"launch_pdl": True} if pdl else {}),
+        PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
+
+
+def _tile(block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """(positions a tile, warps, pipeline stages)."""
+    return 32 if block_d > 128 or dtype == torch.float32 else 64, 4, 3
 
 
 @cache

@@ -111,12 +111,7 @@ def prefill_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    if q.dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
-        block_m, block_n, warps, stages = 32, 32, 4, 1
-    elif block_d > 128:
-        block_m, block_n, warps, stages = 128, 64, 8, 2
-    else:
-        block_m, block_n, warps, stages = 128, 64 if block_d == 128 else 128, 8, 3
+    block_m, block_n, warps, stages = _tile(block_d, q.dtype)
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
     pdl = use_pdl(q)
@@ -129,3 +124,12 @@ def prefill_attention(
         PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
+
+
+def _tile(block_d: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(rows of q, positions, warps, pipeline stages)."""
+    if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
+        return 32, 32, 4, 1
+    if block_d > 128:
+        return 128, 64, 8, 2
+    return 128, 64 if block_d == 128 else 128, 8, 3

@@ -1,0 +1,170 @@
+"""Speed of the paged attention kernels against the card's ceilings, beside torch's SDPA on contiguous keys and values.
+
+    python -m benchmarks.kernels_attention --decode 1x128 64x1024 256x512 --prefill 8192 2048+8192 --heads 32x8x64
+
+A decode cell is ROWSxLENGTH, a prefill cell TOKENS or TOKENS+CACHED. Each is one CUDA graph of several launches, as in
+a step; decode launches read different blocks, so that none is in the L2 cache. Medians of the replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from tqdm import tqdm
+
+from benchmarks.measure import Results
+from runtime.kernels.decode_attention import decode_attention
+from runtime.kernels.paged_attention import PagedRows
+from runtime.kernels.prefill_attention import prefill_attention
+
+HBM_BYTES_S = 4.45e12  # read, measured on an H200
+BF16_FLOP_S = 788e12  # GEMM 8192^3, measured there
+_ROTATION_BYTES = 256 << 20  # several times the L2 cache
+_GENERIC = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+
+def graph_seconds(launch: Callable[[int], object], launches: int, replays: int = 15) -> float:
+    """Seconds of one of `launches` launches that a CUDA graph holds; launch(i) is the i-th."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch(0)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for i in range(launches):
+                launch(i)
+        times = []
+        for _ in range(replays + 2):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3 / launches)
+    return median(times[2:])
+
+
+def paged_rows(starts: list[int], count: int, max_len: int, tables: torch.Tensor) -> PagedRows:
+    """Rows of `count` tokens each; row i has slot i."""
+    slots, starts_, q_starts = (
+        torch.tensor(x, dtype=torch.int32, device="cuda")
+        for x in (range(len(starts)), starts, range(0, (len(starts) + 1) * count, count))
+    )
+    return PagedRows(slots, starts_, q_starts, tables, len(starts), len(starts) * count, count, max_len)
+
+
+def decode_seconds(
+    num_rows: int,
+    length: int,
+    heads: tuple[int, int, int],
+    block_size: int = 16,
+    deterministic: bool = False,
+    count: int = 1,
+) -> float:
+    """Rows of `count` new tokens whose last one sees `length` positions."""
+    num_heads, num_kv_heads, head_dim = heads
+    row_blocks = -(-length // block_size)
+    row_bytes = 4 * num_kv_heads * head_dim * row_blocks * block_size
+    launches = max(2, min(48, -(-_ROTATION_BYTES // (num_rows * row_bytes))))
+    kv = torch.empty(2, num_kv_heads, 1 + launches * num_rows * row_blocks, block_size, head_dim, device="cuda",
+                     dtype=torch.bfloat16).normal_()  # fmt: skip
+    blocks = 1 + torch.randperm(launches * num_rows * row_blocks, device="cuda", dtype=torch.int32)
+    tables = blocks.view(launches, num_rows, row_blocks)
+    q = torch.randn(num_rows * count, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    sets = [paged_rows([length - count] * num_rows, count, max(length, 1 << 14), table) for table in tables]
+
+    def launch(i: int) -> None:
+        decode_attention(q, kv, sets[i], scale=head_dim**-0.5, deterministic=deterministic)
+
+    return graph_seconds(launch, launches)
+
+
+def prefill_seconds(
+    num_tokens: int, cached: int, heads: tuple[int, int, int], block_size: int = 16, deterministic: bool = False
+) -> float:
+    """One row of `num_tokens` new tokens behind `cached` ones."""
+    num_heads, num_kv_heads, head_dim = heads
+    num_blocks = -(-(num_tokens + cached) // block_size)
+    kv = torch.randn(2, num_kv_heads, 1 + num_blocks, block_size, head_dim, device="cuda", dtype=torch.bfloat16)
+    table = 1 + torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[None]
+    q = torch.randn(num_tokens, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    rows = paged_rows([cached], num_tokens, num_tokens + cached, table)
+    return graph_seconds(lambda _: prefill_attention(q, kv, rows, scale=head_dim**-0.5, deterministic=deterministic), 6)
+
+
+def sdpa_seconds(num_rows: int, num_tokens: int, length: int, heads: tuple[int, int, int]) -> float | None:
+    """torch's scaled_dot_product_attention on contiguous k and v, by the fastest backend that takes them."""
+    num_heads, num_kv_heads, head_dim = heads
+    q = torch.randn(num_rows, num_heads, num_tokens, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, num_rows, num_kv_heads, length, head_dim, device="cuda", dtype=torch.bfloat16)
+    mask = {"is_causal": True} if num_tokens == length else {}
+    if 1 < num_tokens < length:
+        mask = {"attn_mask": causal_lower_right(num_tokens, length)}
+    times = []
+    for backend in _GENERIC:
+        try:
+            with sdpa_kernel(backend):
+                times.append(
+                    graph_seconds(lambda _: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **mask), 4)
+                )
+        except RuntimeError:  # this backend has no kernel for these shapes
+            torch.cuda.synchronize()
+    return min(times, default=None)
+
+
+def decode_bytes(num_rows: int, length: int, heads: tuple[int, int, int]) -> int:
+    return 4 * num_rows * length * heads[1] * heads[2]
+
+
+def prefill_flop(num_tokens: int, cached: int, heads: tuple[int, int, int]) -> int:
+    """Of q k^T and of the weights times v, over the pairs that a causal mask leaves."""
+    return 4 * heads[0] * heads[2] * (num_tokens * cached + num_tokens * (num_tokens + 1) // 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cells = [f"{rows}x{length}" for rows in (1, 8, 64, 256) for length in (128, 512, 2048, 8192)]
+    parser.add_argument("--decode", nargs="*", default=cells, metavar="ROWSxLENGTH")
+    parser.add_argument("--prefill", nargs="*", default=["512", "2048", "8192", "2048+8192"], metavar="TOKENS[+CACHED]")
+    parser.add_argument("--heads", nargs="+", default=["32x8x64", "24x8x128", "32x8x128"], metavar="QxKVxDIM")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--sdpa", action="store_true", help="time torch's too")
+    parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    args = parser.parse_args()
+    results = Results("kernels_attention", args.out)
+    with tqdm(total=len(args.heads) * (len(args.decode) + len(args.prefill)), unit="cell") as bar:
+        for shape in args.heads:
+            heads = tuple(int(n) for n in shape.split("x"))
+            common = {"heads": shape, "block_size": args.block_size, "deterministic": args.deterministic}
+            for cell in args.decode:
+                num_rows, length = (int(n) for n in cell.split("x"))
+                seconds = decode_seconds(num_rows, length, heads, args.block_size, args.deterministic)
+                sdpa = sdpa_seconds(num_rows, 1, length, heads) if args.sdpa else None
+                rate = decode_bytes(num_rows, length, heads) / seconds
+                results.add(
+                    kernel="decode_attention", cell=cell, **common, us=seconds * 1e6, tb_s=rate / 1e12,
+                    of_ceiling=rate / HBM_BYTES_S, sdpa_us=sdpa and sdpa * 1e6,
+                )  # fmt: skip
+                bar.update()
+            for cell in args.prefill:
+                num_tokens, cached = (int(n) for n in (cell + "+0").split("+")[:2])
+                seconds = prefill_seconds(num_tokens, cached, heads, args.block_size, args.deterministic)
+                sdpa = sdpa_seconds(1, num_tokens, num_tokens + cached, heads) if args.sdpa else None
+                rate = prefill_flop(num_tokens, cached, heads) / seconds
+                results.add(
+                    kernel="prefill_attention", cell=cell, **common, us=seconds * 1e6, tflop_s=rate / 1e12,
+                    of_ceiling=rate / BF16_FLOP_S, sdpa_us=sdpa and sdpa * 1e6,
+                )  # fmt: skip
+                bar.update()
+
+
+if __name__ == "__main__":
+    main()
