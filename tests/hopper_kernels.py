@@ -1,0 +1,120 @@
+"""Compiles for sm_90a, without a GPU, every Triton kernel that serving the benchmarked models launches.
+
+    python tests/hopper_kernels.py
+
+The steps of runtime.worker.device_steps run on meta tensors, which have shapes and no data; each launch becomes a
+compilation with the very arguments, hints and options of serving. Prints one JSON line a kernel. A process of its own,
+as it replaces Triton's driver.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.models import spec_of  # noqa: E402
+from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
+from runtime.core.types import SamplingParams  # noqa: E402
+from runtime.kernels import _triton  # noqa: E402
+from runtime.models.decoder import Decoder, Numerics  # noqa: E402
+from runtime.worker.device_steps import DeviceSteps  # noqa: E402
+
+META = torch.device("meta")
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+H200 = SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", total_memory=139 << 30)
+
+# (model, dtype, deterministic, rows of decode steps): float32 is what SmolLM2's texts are compared in.
+SERVED = [
+    ("llama-3.2-1b", torch.bfloat16, False, (1, 8, 16, 256)),
+    ("llama-3.2-3b", torch.bfloat16, False, (1, 8, 16, 256)),
+    ("llama-3.1-8b", torch.bfloat16, False, (1, 8, 16, 256)),
+    ("qwen3-4b", torch.bfloat16, False, (1, 8, 16, 256)),
+    ("llama-3.2-1b", torch.bfloat16, True, (1, 64)),
+    ("llama-3.1-8b", torch.bfloat16, True, (1, 64)),
+    ("smollm2-135m", torch.float32, False, (1, 8)),
+]
+PREFILLS = (2048, 8192)  # tokens of one row
+
+
+class Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes of a thread; Triton's kernels use the stack for spilled registers alone."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    words = dict(word.split(":", 1) for word in text.split() if ":" in word)
+    return {"registers": int(words["REG"]), "stack": int(words["STACK"])}
+
+
+def main() -> None:
+    seen: set[str] = set()
+    case = ""
+    launch = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if kernel.hash in seen:
+            return
+        seen.add(kernel.hash)
+        ptx = kernel.asm["ptx"]
+        counts = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync")}
+        shared = {"shared": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps}
+        line = {"kernel": kernel.name, "case": case} | shared | resources(kernel.asm["cubin"]) | counts
+        print(json.dumps(line), flush=True)
+
+    JITFunction.run = compile_only
+    driver.set_active(Hopper())
+    _triton._has_pdl = lambda device: True
+    torch.cuda.get_device_properties = lambda device=None: H200
+
+    for model, dtype, deterministic, batches in SERVED:
+        spec = replace(spec_of(model), num_layers=1)
+        numerics = Numerics(dtype, META, "triton", packed=False, deterministic=deterministic)
+        shapes = spec.shapes()
+        decoder = Decoder(spec, numerics, 16384, lambda name: torch.empty(shapes[name], dtype=dtype, device=META))  # noqa: B023
+        cache = torch.empty((1, 2, spec.num_kv_heads, 4096, 16, spec.head_dim), dtype=dtype, device=META)
+        steps = DeviceSteps(decoder, cache, 256, 16384, ())
+        steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
+        with torch.inference_mode():
+            for rows in batches:
+                case = f"{model} {dtype} deterministic={deterministic} decode of {rows}"
+                steps._decode(rows)
+            for tokens in PREFILLS:
+                case = f"{model} {dtype} deterministic={deterministic} prefill of {tokens}"
+                new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, SamplingParams(top_p=0.9))
+                slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
+                plan = StepPlan(0, new=[new], slots=slot, starts=start, counts=count, samples=one)
+                steps._stage(plan)
+                token_ids, logits, where = steps._run(plan, np.zeros(1, np.int64), slot, count)
+                steps.sampler.resample(logits, token_ids, slot, count, *where, steps.tokens, steps.params)
+
+
+if __name__ == "__main__":
+    main()
