@@ -20,6 +20,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from actors.channel import RayRpc, SocketExecutor
+from actors.environment import freeze_garbage
 from actors.frames import Abort, Ended, LinkAddress, Refused, Status, Submit
 from actors.link_server import Connection, LinkServer, Stream
 from actors.placement import runner_options
@@ -287,6 +288,7 @@ class EngineActor:
         """Load the model. Raises CallboardError with the sentence of the runner that could not."""
         self._loop = await asyncio.to_thread(EngineLoop, self._config, self._start_runners)
         self._watch = asyncio.create_task(self._check_progress())
+        freeze_garbage()
         return self._loop.info
 
     async def open_link(self, node_id: str) -> tuple[LinkAddress, ModelInfo]:

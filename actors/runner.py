@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 
 from actors.channel import Address, serve_steps
+from actors.environment import freeze_garbage
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import decode_plan, encode_result
 from runtime.loading.resolve import resolve
@@ -42,6 +43,7 @@ class ModelRunnerActor:
 
         path = resolve(config.model, config.revision, progress=False)
         self._runner: ModelRunner = ModelRunner(config, path, rank, config.tensor_parallel_size)
+        freeze_garbage()
         return self._runner.info
 
     def attach(self, address: Address) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.environment import SINGLE_MACHINE, private_haproxy
+from actors.environment import SINGLE_MACHINE, freeze_garbage, private_haproxy
 
 _folder = tempfile.TemporaryDirectory(prefix="callboard-")
 os.environ.update(SINGLE_MACHINE | private_haproxy(_folder.name))
@@ -89,6 +89,7 @@ class ToyEngine:
             return executor, INFO
 
         self._loop = await asyncio.to_thread(EngineLoop, CONFIG, start_runners)
+        freeze_garbage()
 
     async def pid(self) -> int:
         return os.getpid()
@@ -97,29 +98,25 @@ class ToyEngine:
         return self._loop.links.open(True, "127.0.0.1"), INFO
 
 
-class CpuTimes:
-    """Seconds of CPU that the processes on a token's way have used since this was made."""
-
-    def __init__(self, engine_pid: int) -> None:
-        self._pids: dict[str, list[int]] = {"front": [], "haproxy": [], "engine": [engine_pid]}
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (path / "cmdline").read_bytes()
-            except OSError:  # it has ended since
-                continue
-            if command.startswith(f"ray::ServeReplica:{APP}:Front".encode()):
-                self._pids["front"].append(int(path.name))
-            elif b"haproxy" in command and _folder.name.encode() in command:
-                self._pids["haproxy"].append(int(path.name))
-        self._before = self._now()
-
-    def _now(self) -> dict[str, float]:
-        tick = os.sysconf("SC_CLK_TCK")
-        stats = {name: [Path(f"/proc/{pid}/stat").read_text() for pid in pids] for name, pids in self._pids.items()}
-        return {name: sum(sum(map(int, s.split()[13:15])) for s in texts) / tick for name, texts in stats.items()}
-
-    def used(self) -> dict[str, float]:
-        return {name: used - self._before[name] for name, used in self._now().items()}
+def cpu_times(engine_pid: int) -> dict[tuple[str, int], float]:
+    """Seconds of CPU that each process on a token's way has used, by its part and id."""
+    times = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command, stat = (path / "cmdline").read_bytes(), (path / "stat").read_text()
+        except OSError:  # it has ended since
+            continue
+        if command.startswith(f"ray::ServeReplica:{APP}:Front".encode()):
+            part = "front"
+        elif b"haproxy" in command and _folder.name.encode() in command:
+            part = "haproxy"
+        elif int(path.name) == engine_pid:
+            part = "engine"
+        else:
+            continue
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        times[part, int(path.name)] = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return times
 
 
 async def read_http(port: int, words: dict[str, int], seen: list[tuple[int, float]]) -> int:
@@ -154,6 +151,7 @@ async def read_link(link: Any, number: int, seen: list[tuple[int, float]]) -> No
 async def measure(runner: Any, engine: Any, port: int, words: dict[str, int], cases: list[int]) -> None:
     link = link_to(engine_name(APP, 0))
     await link.start()
+    engine_pid = await engine.pid.remote()
     print(
         "| streams | bare engine p50 / p99 ms | through HTTP p50 / p99 ms | delivered tok/s | tokens an event ", end=""
     )
@@ -162,18 +160,21 @@ async def measure(runner: Any, engine: Any, port: int, words: dict[str, int], ca
         figures = []
         for mode in ("link", "http"):
             seen: list[tuple[int, float]] = []
-            start, cpu = time.monotonic(), CpuTimes(await engine.pid.remote())
+            start, before = time.monotonic(), cpu_times(engine_pid)
             if mode == "link":
                 await asyncio.gather(*(read_link(link, i, seen) for i in range(streams)))
             else:
                 num_events = sum(await asyncio.gather(*(read_http(port, words, seen) for _ in range(streams))))
-            seconds, used = time.monotonic() - start, cpu.used()
+            seconds, after = time.monotonic() - start, cpu_times(engine_pid)
             assert len(seen) == streams * TOKENS, f"{len(seen)} tokens arrived of {streams * TOKENS}"
             stamps = await runner.stamps.remote()
             figures.append("{:.2f} / {:.2f}".format(*np.percentile([(t - stamps[i]) * 1e3 for i, t in seen], [50, 99])))
-        costs = " + ".join(f"{used[name] / len(seen) * 1e6:.0f}" for name in ("front", "haproxy", "engine"))
+        costs = dict.fromkeys(("front", "haproxy", "engine"), 0.0)
+        for key, used in after.items():
+            costs[key[0]] += (used - before.get(key, 0.0)) / len(seen) * 1e6
+        cpu = " + ".join(f"{us:.0f}" for us in costs.values())
         print(f"| {streams} | {figures[0]} | {figures[1]} | {len(seen) / seconds:.0f} ", end="")
-        print(f"| {len(seen) / num_events:.2f} | {costs} |", flush=True)
+        print(f"| {len(seen) / num_events:.2f} | {cpu} |", flush=True)
     link.close()
 
 
@@ -201,6 +202,7 @@ def main() -> None:
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     front = serve.deployment(serve.ingress()(Front), num_replicas=args.fronts, max_ongoing_requests=4096)
     serve.run(front.bind(EngineConfig(), 1, "toy", None), name=APP)
+    freeze_garbage()
     asyncio.run(measure(runner, engine, port, words, args.streams))
     serve.shutdown()
     ray.shutdown()

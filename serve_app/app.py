@@ -18,7 +18,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from actors.environment import FAST_SERVE
+from actors.environment import FAST_SERVE, freeze_garbage
 from actors.link import LinkGroup
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, uses_gpu
 from actors.supervisor import Supervisor, link_to
@@ -86,6 +86,7 @@ class Front:
         self._engines = LinkGroup([link_to(engine_name(app_name, rank)) for rank in range(num_engines)])
         await self._engines.start()
         self._service = Service(self._engines, tokenizer, served_model_name or config.model)
+        freeze_garbage()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return build_http_app(self._service)
