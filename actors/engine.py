@@ -96,6 +96,7 @@ class EngineLoop:
             "prompt_tokens": s.prompt_tokens_total,
             "prompt_tokens_cached": s.prompt_tokens_cached,
             "connections": len(self._connections),
+            "streams": [len(c.streams) for c in list(self._connections)],  # live requests of each
         }
 
     def abort(self, request_id: str) -> None:

@@ -34,6 +34,13 @@ def uses_gpu(config: EngineConfig, cluster_resources: dict[str, float]) -> bool:
     return config.device == "cuda" or (config.device == "auto" and num_gpus >= config.tensor_parallel_size)
 
 
+def default_fronts(cluster_resources: dict[str, float]) -> int:
+    """Front replicas for one cluster: one on a laptop, four on a GPU host.
+
+    One Python process writes some ten thousand events a second; HAProxy, engines and runners need cores too."""
+    return min(4, max(1, int(cluster_resources.get("CPU", 0)) // 4))
+
+
 def bundles(config: EngineConfig, gpu: bool) -> list[dict[str, float]]:
     """The placement group of one engine."""
     runner = {"CPU": RUNNER_CPUS, "GPU": 1.0} if gpu else {"CPU": RUNNER_CPUS}

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 
 from actors.environment import FAST_SERVE, freeze_garbage
 from actors.link import LinkGroup
-from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, uses_gpu
+from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, uses_gpu
 from actors.supervisor import Supervisor, link_to
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
@@ -39,7 +39,9 @@ class _ServeArgs(BaseModel):
 
     served_model_name: str | None = Field(None, description="the name that clients use; default: model")
     num_replicas: int = Field(1, ge=1, description="model replicas, each an engine with its runners")
-    num_fronts: int = Field(1, ge=1, description="front replicas (CPU only) that share the engines")
+    num_fronts: int | None = Field(
+        None, ge=1, description="front replicas (CPU only) that share the engines; default: one per 4 CPUs, at most 4"
+    )
 
     def engine_config(self) -> EngineConfig:
         """The engine's part; raises CallboardError if a value is out of range."""
@@ -119,7 +121,8 @@ def build_app(args: AppArgs) -> serve.Application:
     config = args.engine_config()
     if not ray.is_initialized():
         ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
-    gpu = uses_gpu(config, ray.cluster_resources())
+    resources = ray.cluster_resources()
+    gpu = uses_gpu(config, resources)
     engines = serve.deployment(
         EngineHost,
         name="Engine",
@@ -133,7 +136,7 @@ def build_app(args: AppArgs) -> serve.Application:
     front = serve.deployment(
         serve.ingress()(Front),  # without an app: each replica builds its own, so none is ever pickled
         name="Front",
-        num_replicas=args.num_fronts,
+        num_replicas=args.num_fronts or default_fronts(resources),
         ray_actor_options={"num_cpus": FRONT_CPUS},
         max_ongoing_requests=4096,  # the engines' own queue limit comes first, with an error of OpenAI's shape
     )

@@ -64,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=_port, default=8000, help="port to listen on")
     serve.add_argument("--served-model-name", metavar="NAME", help="the name that clients use; default: MODEL")
     serve.add_argument("--num-replicas", type=_positive, default=1, metavar="N", help="model replicas")
-    serve.add_argument("--num-fronts", type=_positive, default=1, metavar="N", help="front replicas that share them")
+    fronts = "front replicas that share them; default: one per 4 CPUs, at most 4"
+    serve.add_argument("--num-fronts", type=_positive, metavar="N", help=fronts)
     _add_engine_flags(serve)
     serve.set_defaults(run=_serve)
 

@@ -46,7 +46,7 @@ def url(ray_session):
         max_num_seqs=8,
         kv_cache_memory=0.2,
         max_model_len=1024,
-        num_fronts=1,
+        num_fronts=2,
     )
     serve.run(build_app(args), name="callboard")
     yield f"http://127.0.0.1:{port}"
@@ -125,6 +125,18 @@ def pid_of(victim):
 @pytest.fixture(scope="module")
 def undisturbed(url):
     return asyncio.run(read_all(url, [0] * 8))
+
+
+async def test_streams_go_through_both_fronts(url, undisturbed):
+    """HAProxy spreads connections over the fronts; each front has a link of its own to the engine."""
+    counts = [0] * 8
+    reading = asyncio.create_task(read_all(url, counts))
+    while min(counts) < 2:
+        await asyncio.sleep(0.01)
+    shares = (await asyncio.to_thread(stats))["streams"]
+    assert len(shares) == 2
+    assert min(shares) >= 2
+    assert await reading == undisturbed
 
 
 @pytest.mark.parametrize("victim", ["runner", "engine", "supervisor"])
