@@ -1,0 +1,127 @@
+"""Each kernel of a step against the card's ceiling: bytes moved, or operations, over time.
+
+    python -m benchmarks.kernels --model llama-3.2-1b --rows 1 8 64 256
+
+Products read each weight once (few rows) or are bound by arithmetic (many); everything else is bound by memory, and at
+few rows by the start of a kernel. Several launches over different data make one CUDA graph, medians of its replays;
+attention by itself is in kernels_attention.py, which also sets the ceilings.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from benchmarks.kernels_attention import BF16_FLOP_S, HBM_BYTES_S, decode_bytes, decode_seconds, graph_seconds
+from benchmarks.measure import Results, new_parser
+from benchmarks.models import spec_of
+from runtime.kernels.few_rows import MAX_ROWS, few_rows_linear_triton
+from runtime.kernels.fixed_linear import fixed_linear_triton
+from runtime.kernels.gated_activation import gated_activation_triton
+from runtime.kernels.lower_bounds import lower_bounds_triton
+from runtime.kernels.rms_norm import rms_norm_triton
+from runtime.kernels.rope import rope_rows_triton, rope_store_kv_triton, rope_table
+from runtime.kernels.sample import NUM_PARAMS, sample_tokens_triton
+from runtime.kernels.step_inputs import build_inputs
+from runtime.models.spec import DecoderSpec
+
+_ROTATION_BYTES = 256 << 20  # several times the L2 cache
+_CONTEXT = 512  # positions that a row attends to
+
+
+class Case(NamedTuple):
+    """`launches` different launches of a kernel, and what each must do at least."""
+
+    kernel: str
+    launch: Callable[[int], object]
+    launches: int
+    moved: int  # bytes
+    flop: int = 0
+    library: Callable[[int], object] | None = None  # the same by cuBLAS
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def products(spec: DecoderSpec, rows: int) -> Iterator[Case]:
+    """Each linear layer by each kernel that may serve it."""
+    shapes = {"head": (spec.vocab_size, spec.hidden_size)}
+    for name, (parts, _) in spec.linears().items():
+        shapes[name] = sum(size_out for size_out, _ in parts.values()), next(iter(parts.values()))[1]
+    kernels: dict[str, Callable] = {"fixed_linear": fixed_linear_triton}
+    if rows <= MAX_ROWS:
+        kernels["few_rows_linear"] = few_rows_linear_triton
+    for (name, (size_out, size_in)), (kernel, product) in itertools.product(shapes.items(), kernels.items()):
+        launches = max(2, min(32, _ROTATION_BYTES // (2 * size_out * size_in)))
+        pairs = [(randn(rows, size_in), randn(size_out, size_in)) for _ in range(launches)]
+        yield Case(
+            f"{kernel} {name}", _each(product, pairs), launches, 2 * (size_out * size_in + rows * (size_in + size_out)),
+            2 * rows * size_out * size_in, _each(F.linear, pairs),
+        )  # fmt: skip
+
+
+def _each(function: Callable, arguments: list[tuple[torch.Tensor, ...]]) -> Callable[[int], object]:
+    return lambda i: function(*arguments[i])
+
+
+def memory_bound(spec: DecoderSpec, rows: int) -> Iterator[Case]:
+    """What is between the products, with the bytes that each must move."""
+    hidden, ffn, vocab, dim = spec.hidden_size, spec.ffn_size, spec.vocab_size, spec.head_dim
+    weight, x, residual = randn(hidden), randn(rows, hidden), randn(rows, hidden)
+    yield Case("rms_norm", lambda i: rms_norm_triton(x, weight, 1e-5, residual), 16, 2 * rows * hidden * 4)
+    gate_up = randn(rows, 2 * ffn)
+    yield Case("gated_activation", lambda i: gated_activation_triton(gate_up, "silu"), 16, 2 * rows * ffn * 3)
+
+    qkv = randn(rows, spec.num_heads + 2 * spec.num_kv_heads, dim)
+    kv = randn(2, spec.num_kv_heads, rows + 1, 16, dim)
+    positions = torch.arange(rows, device="cuda", dtype=torch.int32)
+    rope = rope_rows_triton(rope_table(spec.rope, dim, rows, torch.bfloat16).cuda(), positions)
+    norms = (randn(dim), randn(dim)) if spec.qk_norm else (None, None)
+    places = positions * 16
+    turn = lambda i: rope_store_kv_triton(qkv, rope, kv, places, *norms, 1e-6)  # noqa: E731
+    yield Case("rope_store_kv", turn, 16, 2 * 2 * qkv.numel())
+
+    state = torch.zeros(rows + 1, 8192 + 512 + NUM_PARAMS, device="cuda", dtype=torch.int32)
+    tokens, tables, params = state.split([8192, 512, NUM_PARAMS], 1)
+    firsts = torch.arange(rows + 1, device="cuda", dtype=torch.int32)
+    inputs = lambda i: build_inputs(positions, positions, firsts, tokens, tables, 16, rows, 1)  # noqa: E731
+    yield Case("build_inputs", inputs, 16, 4 * 8 * rows)
+    logits = torch.randn(max(2, min(16, _ROTATION_BYTES // (4 * rows * vocab))), rows, vocab, device="cuda")
+    sample = lambda i: sample_tokens_triton(logits[i], positions, positions, tokens, params)  # noqa: E731
+    yield Case("sample_tokens, greedy", sample, len(logits), 4 * rows * vocab)
+    top_k = torch.full((rows,), 50, device="cuda", dtype=torch.int32)
+    top_p, min_p = torch.tensor([[0.9], [0.0]], device="cuda").expand(2, rows).contiguous()
+    bounds = lambda i: lower_bounds_triton(logits[i], top_k, top_p, min_p)  # noqa: E731
+    yield Case("lower_bounds, top-k and top-p", bounds, len(logits), 4 * rows * vocab)
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 256])
+    args = parser.parse_args()
+    spec, results = spec_of(args.model), Results("kernels", args.out)
+
+    for rows in tqdm(args.rows, unit="batch"):
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        seconds = decode_seconds(rows, _CONTEXT, heads)
+        timed = [(f"decode_attention, {_CONTEXT} positions", seconds, decode_bytes(rows, _CONTEXT, heads), 0, None)]
+        for case in itertools.chain(products(spec, rows), memory_bound(spec, rows)):
+            seconds = graph_seconds(case.launch, case.launches)
+            library = case.library and graph_seconds(case.library, case.launches)
+            timed.append((case.kernel, seconds, case.moved, case.flop, library))
+        for kernel, seconds, moved, flop, library in timed:
+            results.add(
+                kernel=kernel, model=args.model, cell=rows, us=seconds * 1e6, tb_s=moved / seconds / 1e12,
+                tflop_s=flop / seconds / 1e12 if flop else None, library_us=library and library * 1e6,
+                of_ceiling=max(moved / HBM_BYTES_S, flop / BF16_FLOP_S) / seconds,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
