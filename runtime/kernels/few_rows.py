@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.linear_table import FEW_ROWS, FewRows
+from runtime.kernels.rms_norm import rms_norm_triton
 
 MAX_ROWS = 16
 
@@ -147,16 +148,13 @@ def _tile_kernel(
     x_ptr,  # the same arguments as above
     weight_ptr,
     bias_ptr,
-    norm_ptr,
     residual_ptr,
     out_ptr,
     x_stride,
     num_rows,
     N,
-    eps,
     K: tl.constexpr,
     BIAS: tl.constexpr,
-    NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -174,28 +172,23 @@ def _tile_kernel(
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[None, :, None] * K + cols  # [PARTS, BLOCK_N, PART]
     xs = x_ptr + (tokens * x_stride)[None, :, None] + cols  # [PARTS, NUM_TOKENS, PART]
     live = (tokens < num_rows)[None, :, None]
+    first_w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    first_x = tl.load(xs, mask=live & (cols < K), other=0.0)
     acc = tl.zeros((PARTS, BLOCK_N, NUM_TOKENS), tl.float32)
-    squares = tl.zeros((PARTS, NUM_TOKENS, PART // 8), tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
         if K % BLOCK_K == 0:
             w = tl.load(weights + start, eviction_policy="evict_first")
             x = tl.load(xs + start, mask=live, other=0.0)
         else:
             w = tl.load(weights + start, mask=cols < K - start, other=0.0, eviction_policy="evict_first")
             x = tl.load(xs + start, mask=live & (cols < K - start), other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(tl.reshape(wide * wide, (PARTS, NUM_TOKENS, PART // 8, 8)), 3)
-            x = (wide * tl.load(norm_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)).to(x.dtype)
         acc = tl.dot(w, tl.trans(x, 0, 2, 1), acc)
-    y = tl.sum(acc, 0)
-    if NORM:
-        y *= tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / K + eps)[None, :]
+    acc = tl.dot(first_w, tl.trans(first_x, 0, 2, 1), acc)  # last, so that the loop's loads do not wait for it
     _finish(
-        y, tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
+        tl.sum(acc, 0), tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
         BIAS, RESIDUAL, ACTIVATION, NUM_TOKENS, BLOCK_N,
     )  # fmt: skip
 
@@ -213,28 +206,32 @@ def few_rows_linear_triton(
 ) -> torch.Tensor:
     """`few_rows_linear_torch` as one kernel with fp32 sums; x's rows may be strided."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]
-    width = size_out if activation is None else size_out // 2
+    pdl = use_pdl(x)
     if residual is not None:
         out = residual
     else:
+        width = size_out if activation is None else size_out // 2
         out = torch.empty((num_rows, width), dtype=out_dtype or x.dtype, device=x.device)
-    config, pdl = few_rows_config(size_out, size_in, num_rows), use_pdl(x)
-    block_k = max(min(config.block_k, next_power_of_2(size_in)), 64 * config.num_warps)
+    config = few_rows_config(size_out, size_in, num_rows)
     grid_n = -(-size_out // config.block_n)
-    arguments = (
-        x, weight, x if bias is None else bias, x if norm_weight is None else norm_weight, out, out,
-        x.stride(0), num_rows, size_out, eps,
-    )  # fmt: skip
     options = {
-        "K": size_in, "BIAS": bias is not None, "NORM": norm_weight is not None, "RESIDUAL": residual is not None,
-        "ACTIVATION": activation, "BLOCK_N": config.block_n, "BLOCK_K": block_k, "PDL": pdl,
-        "num_warps": config.num_warps, "launch_pdl": pdl,
+        "K": size_in, "BIAS": bias is not None, "RESIDUAL": residual is not None, "ACTIVATION": activation,
+        "BLOCK_N": config.block_n, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl,
     }  # fmt: skip
+    bias = x if bias is None else bias  # any pointer will do
     if num_rows == 1 or x.dtype == torch.float32:  # tensor cores have no fp32
-        _vector_kernel[(grid_n, num_rows)](*arguments, **options)
-    else:
-        options |= {"PARTS": config.num_warps, "STAGES": config.stages, "NUM_TOKENS": 8 if num_rows <= 8 else 16}
-        _tile_kernel[(grid_n,)](*arguments, **options)
+        _vector_kernel[(grid_n, num_rows)](
+            x, weight, bias, x if norm_weight is None else norm_weight, out, out, x.stride(0), num_rows, size_out, eps,
+            NORM=norm_weight is not None, BLOCK_K=max(min(config.block_k, next_power_of_2(size_in)), 8), **options,
+        )  # fmt: skip
+        return out
+    if norm_weight is not None:
+        x = rms_norm_triton(x, norm_weight, eps)
+    _tile_kernel[(grid_n,)](
+        x, weight, bias, out, out, x.stride(0), num_rows, size_out,
+        BLOCK_K=config.block_k, PARTS=config.num_warps, NUM_TOKENS=8 if num_rows <= 8 else 16, STAGES=config.stages,
+        **options,
+    )  # fmt: skip
     return out
 
 

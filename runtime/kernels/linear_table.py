@@ -14,4 +14,25 @@ class FewRows(NamedTuple):
     stages: int = 1  # of the software pipeline; the kernel for one row has none
 
 
-FEW_ROWS: dict[tuple[int, int, int], FewRows] = {}  # (N, K, most rows)
+FEW_ROWS: dict[tuple[int, int, int], FewRows] = {  # (N, K, most rows)
+    (2048, 2048, 1): FewRows(4, 1024, 2, 1),
+    (2048, 2048, 8): FewRows(16, 512, 4, 4),
+    (2048, 8192, 1): FewRows(4, 2048, 8, 1),
+    (2048, 8192, 8): FewRows(16, 1024, 8, 3),
+    (3072, 2048, 1): FewRows(4, 1024, 4, 1),
+    (3072, 2048, 8): FewRows(16, 256, 4, 4),
+    (4096, 4096, 1): FewRows(4, 1024, 4, 1),
+    (4096, 4096, 8): FewRows(16, 512, 4, 4),
+    (4096, 14336, 1): FewRows(4, 4096, 8, 1),
+    (4096, 14336, 8): FewRows(16, 512, 4, 4),
+    (6144, 4096, 1): FewRows(4, 2048, 8, 1),
+    (6144, 4096, 8): FewRows(16, 512, 4, 3),
+    (16384, 2048, 1): FewRows(4, 1024, 2, 1),
+    (16384, 2048, 8): FewRows(64, 256, 4, 3),
+    (28672, 4096, 1): FewRows(2, 2048, 4, 1),
+    (28672, 4096, 8): FewRows(16, 512, 4, 3),
+    (128256, 2048, 1): FewRows(2, 1024, 2, 1),
+    (128256, 2048, 8): FewRows(16, 256, 4, 4),
+    (128256, 4096, 1): FewRows(2, 2048, 4, 1),
+    (128256, 4096, 8): FewRows(32, 256, 4, 3),
+}

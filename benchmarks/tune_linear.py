@@ -1,0 +1,219 @@
+"""Linear layers on a GPU: finds launch configurations, and times all products of a model's decode step in a row.
+
+    python -m benchmarks.tune_linear tune 1 8 16       # finds runtime/kernels/linear_table.py, and writes it
+    python -m benchmarks.tune_linear chain 1 2 4 8 16  # whole models with the table as it is, against cuBLAS
+
+Everything is timed as one CUDA graph over different weights, so that none is still in the cache and each kernel's start
+overlaps with its predecessor's end as in a step. One JSON line a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from triton.runtime.errors import OutOfResources
+
+from runtime.kernels import linear_table
+from runtime.kernels.few_rows import few_rows_config, few_rows_linear_triton
+from runtime.kernels.fixed_linear import fixed_linear_triton
+from runtime.kernels.linear_table import FEW_ROWS, FewRows
+
+# name: (layers, hidden, query, key/value, ffn, vocabulary)
+MODELS = {
+    "llama-3.2-1b": (16, 2048, 2048, 512, 8192, 128256),
+    "llama-3.2-3b": (28, 3072, 3072, 1024, 8192, 128256),
+    "llama-3.1-8b": (32, 4096, 4096, 1024, 14336, 128256),
+    "qwen3-4b": (36, 2560, 4096, 1024, 9728, 151936),
+}
+
+
+class Product(NamedTuple):
+    form: str  # qkv | out | gate_up | down | head
+    size_out: int
+    size_in: int
+
+
+def products(model: str) -> list[Product]:
+    """All products of one decode step, in order."""
+    layers, hidden, query, kv, ffn, vocab = MODELS[model]
+    layer = [Product("qkv", query + 2 * kv, hidden), Product("out", hidden, query),
+             Product("gate_up", 2 * ffn, hidden), Product("down", hidden, ffn)]  # fmt: skip
+    return [*layer * layers, Product("head", vocab, hidden)]
+
+
+def weights(shapes: list[Product], pool: torch.Tensor) -> list[torch.Tensor]:
+    """Consecutive views of the pool, from its start again when it is used up."""
+    views, at = [], 0
+    for _, size_out, size_in in shapes:
+        if at + size_out * size_in > pool.numel():
+            at = 0
+        views.append(pool[at : at + size_out * size_in].view(size_out, size_in))
+        at += size_out * size_in
+    return views
+
+
+def run_few(product: Product, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """As the decoder uses it: norm before, activation or residual after."""
+    match product.form:
+        case "out" | "down":
+            return few_rows_linear_triton(x, weight, residual=residual)
+        case "gate_up":
+            return few_rows_linear_triton(x, weight, norm_weight=x[0], eps=1e-5, activation="silu")
+        case "head":
+            return few_rows_linear_triton(x, weight, norm_weight=x[0], eps=1e-5, out_dtype=torch.float32)
+    return few_rows_linear_triton(x, weight, norm_weight=x[0], eps=1e-5)
+
+
+def run_fixed(product: Product, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return fixed_linear_triton(x, weight)
+
+
+def run_cublas(product: Product, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    if product.form == "head" and len(x) > 1:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x, weight)
+
+
+def graph_us(run: Callable[[], Any], times: int = 7, replays: int = 5) -> float:
+    """Median microseconds of a replay among several in a row, so that the host's start of a graph does not count."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    seen = []
+    for _ in range(times):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()  # the first one's start is not timed
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        seen.append(start.elapsed_time(end) * 1e3 / replays)
+    return statistics.median(seen)
+
+
+def time_products(run: Callable, shapes: list[Product], rows: int, pool: torch.Tensor) -> float:
+    sizes = {p.size_in for p in shapes}
+    inputs = {size: torch.randn(rows, size, device="cuda").bfloat16() for size in sizes}
+    residuals = {p.size_out: torch.zeros(rows, p.size_out, device="cuda").bfloat16() for p in shapes}
+    pairs = list(zip(shapes, weights(shapes, pool), strict=True))
+    return graph_us(lambda: [run(p, inputs[p.size_in], w, residuals[p.size_out]) for p, w in pairs])
+
+
+def candidates(product: Product, rows: int) -> list[FewRows]:
+    """What is worth trying for one product."""
+    if rows == 1:
+        shapes = [(2, 1024, 2), (4, 512, 2), (4, 1024, 2), (4, 512, 4), (4, 1024, 4), (8, 512, 4), (8, 1024, 4),
+                  (2, 2048, 4), (4, 2048, 4), (4, 1024, 8), (4, 2048, 8), (8, 1024, 8), (8, 2048, 8)]  # fmt: skip
+        if product.size_in > 2048:
+            shapes += [(2, 4096, 8), (4, 4096, 8), (4, 4096, 16), (8, 4096, 16)]
+        return [FewRows(*shape) for shape in shapes]
+    tiles = [(16, 256, 4, 4), (16, 256, 4, 6), (16, 512, 4, 3), (16, 512, 4, 4), (16, 512, 8, 4),
+             (16, 1024, 8, 3), (32, 256, 4, 3), (32, 256, 4, 4), (32, 512, 4, 3), (32, 512, 8, 3), (32, 512, 8, 4)]  # fmt: skip
+    if product.size_out > 4096:
+        tiles += [(64, 256, 4, 3), (64, 256, 4, 4), (64, 256, 8, 4)]
+    return [FewRows(*tile) for tile in tiles]
+
+
+def compile_one(job: tuple[Product, int, FewRows]) -> None:
+    """Fills the compile cache from a process of its own."""
+    product, rows, config = job
+    FEW_ROWS[product.size_out, product.size_in, bucket(rows)] = config
+    x, residual = (torch.zeros(rows, n, device="cuda").bfloat16() for n in (product.size_in, product.size_out))
+    weight = torch.empty(product.size_out, product.size_in, device="cuda", dtype=torch.bfloat16)
+    with contextlib.suppress(OutOfResources):
+        run_few(product, x, weight, residual)
+
+
+def compile_all(jobs: list[tuple[Product, int, FewRows]]) -> None:
+    """Must run before this process uses the GPU: forked children cannot share it."""
+    with ProcessPoolExecutor(min(os.cpu_count() or 1, 15), mp_context=get_context("fork")) as executor:
+        list(tqdm(executor.map(compile_one, jobs, chunksize=2), total=len(jobs), desc="compile"))
+
+
+def tune(model: str, rows: int, pool: torch.Tensor, layers: int = 8) -> None:
+    """Tries one product's configurations after the other's within a row of layers, twice; leaves the best in FEW_ROWS.
+
+    A kernel's best form depends on its neighbours, whose ends and starts it overlaps with."""
+    shapes = products(model)
+    shapes = [*shapes[: 4 * layers], shapes[-1]]
+    best = math.inf
+    for product in [*dict.fromkeys(shapes)] * 2:
+        key = (product.size_out, product.size_in, bucket(rows))
+        chosen = few_rows_config(product.size_out, product.size_in, rows)
+        for config in candidates(product, rows):
+            FEW_ROWS[key] = config
+            try:
+                us = time_products(run_few, shapes, rows, pool)
+            except OutOfResources:
+                continue
+            if us < best:
+                best, chosen = us, config
+        FEW_ROWS[key] = chosen
+        report(op="tune", model=model, rows=rows, form=product.form, config=chosen, us=round(best, 1))
+
+
+def chains(models: list[str], rows: list[int], forms: dict[str, Callable], pool: torch.Tensor) -> None:
+    """Whole models."""
+    for model, num_rows, (name, run) in itertools.product(models, rows, forms.items()):
+        us = time_products(run, products(model), num_rows, pool)
+        size = 2 * sum(p.size_out * p.size_in for p in products(model))
+        report(op="chain", model=model, rows=num_rows, by=name, us=round(us, 1), tbps=round(size / us / 1e6, 3))
+
+
+def report(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def bucket(rows: int) -> int:
+    return next(n for n in (1, 8, 16) if rows <= n)
+
+
+def write_table() -> None:
+    """FEW_ROWS into runtime/kernels/linear_table.py."""
+    path = Path(linear_table.__file__)
+    head = path.read_text().split("FEW_ROWS: ")[0]
+    lines = [f"    {key}: FewRows{tuple(config)},\n" for key, config in sorted(FEW_ROWS.items())]
+    lines = ["FEW_ROWS: dict[tuple[int, int, int], FewRows] = {  # (N, K, most rows)\n", *lines, "}\n"]
+    path.write_text(head + "".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["tune", "chain"])
+    parser.add_argument("rows", type=int, nargs="+")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    args = parser.parse_args()
+    if args.command == "tune":
+        shapes = {p for m in args.models for p in products(m)}
+        compile_all([(p, r, c) for p in shapes for r in args.rows for c in candidates(p, r)])
+    most = max(sum(p.size_out * p.size_in for p in products(m)) for m in args.models)
+    pool = torch.randn(most, device="cuda", dtype=torch.bfloat16) * 0.02
+    if args.command == "tune":
+        for model, rows in itertools.product(args.models, args.rows):
+            tune(model, rows, pool)
+        write_table()
+    chains(args.models, args.rows, {"few": run_few, "fixed": run_fixed, "cublas": run_cublas}, pool)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Linear layers on a GPU against float64; deterministic ones give a row the same bits in any batch."""
+
+import pytest
+import torch
+
+from runtime.kernels.few_rows import MAX_ROWS, few_rows_linear_torch, few_rows_linear_triton
+from runtime.kernels.fixed_linear import fixed_linear_torch, fixed_linear_triton
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+FORMS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "normed": {"norm_weight": True, "bias": True},
+    "gated": {"norm_weight": True, "activation": "silu"},
+    "gelu": {"activation": "gelu_tanh"},
+    "residual": {"residual": True},
+    "logits": {"norm_weight": True, "out_dtype": torch.float32},
+}
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("size_out", "size_in"), [(3072, 2048), (576, 576), (960, 1536), (1002, 5000), (28672, 4096)])
+def test_few_rows_against_float64(size_out, size_in, dtype, near, form):
+    generator = torch.Generator("cuda").manual_seed(size_out)
+    randn = lambda *shape: torch.randn(*shape, device="cuda", generator=generator).to(dtype)  # noqa: E731
+    weight = (randn(size_out, size_in) * size_in**-0.5).to(dtype)
+    for rows in (1, 2, 7, MAX_ROWS):
+        x = randn(rows, size_in + 8)[:, :size_in]
+        options = dict(FORMS[form])
+        if "bias" in options:
+            options["bias"] = randn(size_out)
+        if "norm_weight" in options:
+            options |= {"norm_weight": randn(size_in), "eps": 1e-5}
+        if "residual" in options:
+            options["residual"] = randn(rows, size_out)
+        wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        want = few_rows_linear_torch(x.double(), weight.double(), **wide | {"out_dtype": None})
+        got = few_rows_linear_triton(x, weight, **options)
+        assert got.dtype == options.get("out_dtype", dtype)
+        assert error(got, want) < near, rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size_out", "size_in"), [(3072, 2048), (2048, 8192), (16384, 2048), (4096, 14336), (576, 1536), (1002, 1160)]
+)
+def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(size_out, size_in, dtype):
+    generator = torch.Generator("cuda").manual_seed(size_out)
+    x = torch.randn(2100, size_in, device="cuda", generator=generator).to(dtype)
+    weight = (torch.randn(size_out, size_in, device="cuda", generator=generator) * size_in**-0.5).to(dtype)
+    bias = torch.randn(size_out, device="cuda", generator=generator).to(dtype)
+    whole = fixed_linear_triton(x, weight, bias)
+    want = fixed_linear_torch(x[:64].double(), weight.double(), bias.double())
+    assert error(whole[:64], want) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    for first, rows in ((0, 1), (2099, 1), (5, 7), (63, 2), (1000, 32), (7, 64), (128, 65), (300, 256), (11, 700)):
+        part = fixed_linear_triton(x[first : first + rows], weight, bias)
+        assert torch.equal(part, whole[first : first + rows]), (first, rows)
