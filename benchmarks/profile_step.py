@@ -38,13 +38,16 @@ def busy_us(events: Iterable[dict[str, Any]]) -> float:
 
 
 def by_name(events: Iterable[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
-    """Per kernel name, longest first: calls and microseconds a step."""
+    """Per kernel name, longest first: calls and microseconds a step. Kernels overlap: a moment counts for the one of
+    them that ends first, so that the sum is the busy time."""
     sums: dict[str, list[float]] = {}
-    for event in events:
+    end = -math.inf
+    for event in sorted(events, key=lambda e: e["ts"] + e["dur"]):
         entry = sums.setdefault(event["name"], [0, 0.0])
         entry[0] += 1
-        entry[1] += event["dur"]
-    rows = [{"name": n, "calls": calls / num_steps, "us": us / num_steps} for n, (calls, us) in sums.items()]
+        entry[1] += max(0.0, event["ts"] + event["dur"] - max(event["ts"], end))
+        end = max(end, event["ts"] + event["dur"])
+    rows = [{"name": n[:100], "calls": c / num_steps, "us": us / num_steps} for n, (c, us) in sums.items()]
     return sorted(rows, key=lambda row: -row["us"])
 
 
@@ -76,7 +79,7 @@ def main() -> None:
     steps(first_steps, "prefill and first steps")
     step_ms = steps(args.steps, "timed steps")
     activities = [ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if args.host else [])
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         traced_ms = steps(args.steps, "traced steps")
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +92,7 @@ def main() -> None:
     busy = busy_us(events)
     kernels = by_name(events, args.steps)
     for row in kernels[: args.top]:
-        print(f"{row['us']:9.1f} us {row['calls']:7.1f} x  {row['us'] * args.steps / busy:6.1%}  {row['name'][:90]}")
+        print(f"{row['us']:9.1f} us {row['calls']:7.1f} x  {row['us'] * args.steps / busy:6.1%}  {row['name']}")
     results.add(
         config, model=args.model, batch=args.batch, prompt_len=args.prompt, steps=args.steps, step_ms=step_ms,
         traced_step_ms=traced_ms, busy_ms=busy / args.steps / 1e3, busy_share_traced=busy / window,

@@ -254,8 +254,12 @@ def draw(table: Table, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--commit", default="unknown", help="of lines that were measured outside of a git checkout")
     args = parser.parse_args()
     lines = [json.loads(text) for file in args.files for text in file.read_text().splitlines()]
+    for line in lines:
+        if line["versions"]["commit"] == "unknown":
+            line["versions"]["commit"] = args.commit
     has_plots = importlib.util.find_spec("matplotlib") is not None
     parts = [
         "# Results",
