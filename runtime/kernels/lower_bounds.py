@@ -75,14 +75,14 @@ def _float_of(key):
 @jit
 def _weigh(keys_ptr, num_keys, thresholds, best, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Of the keys that reach each of thresholds [16]: their number, or with MASS the sum of e^(logit - best)."""
-    weights = tl.zeros([16], tl.float32)
+    weights = tl.zeros([16, BLOCK], tl.float32)
     for start in range(0, num_keys, BLOCK):
         at = start + tl.arange(0, BLOCK)
         keys = tl.load(keys_ptr + at, mask=at < num_keys, other=0)
-        reached = (keys[None, :] >= thresholds[:, None]) & (at < num_keys)[None, :]
         weight = tl.exp(_float_of(keys) - best) if MASS else tl.full([BLOCK], 1.0, tl.float32)
-        weights += tl.sum(tl.where(reached, weight[None, :], 0.0), axis=1)
-    return weights
+        weight = tl.where(at < num_keys, weight, 0.0)
+        weights += tl.where(keys[None, :] >= thresholds[:, None], weight[None, :], 0.0)
+    return tl.sum(weights, axis=1)
 
 
 @jit
@@ -122,13 +122,14 @@ def _lower_bounds_kernel(
     top_p = tl.load(top_p_ptr + row * param_stride)
     min_p = tl.load(min_p_ptr + row * param_stride)
 
-    best = tl.full([], -float("inf"), tl.float32)
+    bests = tl.full([TILE // GROUP], -float("inf"), tl.float32)
     for start in range(0, vocab, TILE):
         ids = start + tl.arange(0, TILE)
         logits = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf"))
-        bests = tl.max(tl.reshape(logits, [TILE // GROUP, GROUP]), axis=1)
-        tl.store(groups_ptr + start // GROUP + tl.arange(0, TILE // GROUP), _key_of(bests))
-        best = tl.maximum(best, tl.max(bests, axis=0))
+        of_groups = tl.max(tl.reshape(logits, [TILE // GROUP, GROUP]), axis=1)
+        tl.store(groups_ptr + start // GROUP + tl.arange(0, TILE // GROUP), _key_of(of_groups))
+        bests = tl.maximum(bests, of_groups)
+    best = tl.max(bests, axis=0)
     bound = tl.full([], -float("inf"), tl.float32)
     if (top_k > 0) | (top_p < 1.0):
         tl.debug_barrier()  # what other threads stored is read from here on
@@ -139,7 +140,7 @@ def _lower_bounds_kernel(
         else:
             low = tl.maximum(low, _key_of(best + tl.log((1.0 - top_p) * (0.5 / vocab))))  # half: room for rounding
         num_kept = tl.full([], 0, tl.int32)
-        mass = tl.full([], 0.0, tl.float32)
+        masses = tl.zeros([TILE], tl.float32)
         for start in range(0, vocab, TILE):
             ids = start + tl.arange(0, TILE)
             logits = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf"))
@@ -147,9 +148,9 @@ def _lower_bounds_kernel(
             kept = ((keys >= low) & (ids < vocab)).to(tl.int32)
             tl.store(kept_ptr + num_kept + tl.cumsum(kept, axis=0) - 1, keys, mask=kept == 1)
             num_kept += tl.sum(kept, axis=0)
-            mass += tl.sum(tl.exp(logits - best), axis=0)
+            masses += tl.exp(logits - best)
         tl.debug_barrier()
-        threshold = low
+        threshold, mass = low, tl.sum(masses, axis=0)
         if top_k > 0:
             threshold = _threshold(kept_ptr, num_kept, top_k, best, False, BLOCK)
             mass = tl.max(_weigh(kept_ptr, num_kept, threshold + tl.zeros([16], tl.int32), best, True, BLOCK), axis=0)

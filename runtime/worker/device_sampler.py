@@ -119,14 +119,14 @@ class DeviceSampler:
         changed[list(self.bias)] = True
         rows = np.flatnonzero(changed[host_slots] | (host_positions < self.held_until[host_slots]))
         if len(rows):
-            index = self._upload(rows)
+            index = self._upload(rows.astype(np.int32))
             chosen = logits.index_select(0, index).float()  # a copy, even where no type changes
             slots, positions = slots.index_select(0, index), positions.index_select(0, index)
             own = params.index_select(0, slots)
             self._adjust(chosen, host_slots[rows], host_positions[rows], slots, positions, tokens, own)
             temperature = own.view(torch.float32)[:, TEMPERATURE, None]
             chosen.div_(temperature.where(temperature > 0, 1.0))
-            again = Again(token_ids, index.int(), self._bounds(chosen, host_slots[rows], own))
+            again = Again(token_ids, index, self._bounds(chosen, host_slots[rows], own))
             sample_tokens_triton(chosen, slots, positions, tokens, params, again)
         return self._logprobs(logits, token_ids, host_slots)
 
