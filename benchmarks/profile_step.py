@@ -10,8 +10,8 @@ A kernel that waits for its predecessor under programmatic dependent launch coun
 from __future__ import annotations
 
 import gzip
+import heapq
 import json
-import math
 import sys
 import tempfile
 import time
@@ -28,25 +28,25 @@ from benchmarks.measure import Engine, Results, engine_config, new_parser
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of trace events
 
 
-def busy_us(events: Iterable[dict[str, Any]]) -> float:
-    """Microseconds in which at least one of the events ran."""
-    total, end = 0.0, -math.inf
-    for start, stop in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
 def by_name(events: Iterable[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
-    """Per kernel name, longest first: calls and microseconds a step. Kernels overlap: a moment counts for the one of
-    them that ends first, so that the sum is the busy time."""
-    sums: dict[str, list[float]] = {}
-    end = -math.inf
-    for event in sorted(events, key=lambda e: e["ts"] + e["dur"]):
-        entry = sums.setdefault(event["name"], [0, 0.0])
-        entry[0] += 1
-        entry[1] += max(0.0, event["ts"] + event["dur"] - max(event["ts"], end))
-        end = max(end, event["ts"] + event["dur"])
+    """Per kernel name, longest first: calls and microseconds a step. Of kernels that run at the same time the one that
+    ends first has the time, as the others wait for it; so the sum is the time in which any ran."""
+    waiting = sorted(events, key=lambda e: -e["ts"])
+    sums: dict[str, list[float]] = {event["name"]: [0, 0.0] for event in waiting}
+    running: list[tuple[float, str]] = []  # a heap of ends
+    now = 0.0
+    while waiting or running:
+        if not running:
+            now = waiting[-1]["ts"]
+        while waiting and waiting[-1]["ts"] <= now:
+            event = waiting.pop()
+            heapq.heappush(running, (event["ts"] + event["dur"], event["name"]))
+        end, name = running[0]
+        until = min(end, waiting[-1]["ts"]) if waiting else end
+        sums[name][1] += until - now
+        now = until
+        if now >= end:
+            sums[heapq.heappop(running)[1]][0] += 1
     rows = [{"name": n[:100], "calls": c / num_steps, "us": us / num_steps} for n, (c, us) in sums.items()]
     return sorted(rows, key=lambda row: -row["us"])
 
@@ -89,8 +89,8 @@ def main() -> None:
     args.trace.write_bytes(gzip.compress(text) if args.trace.suffix == ".gz" else text)
     events = [e for e in json.loads(text)["traceEvents"] if e.get("cat") in _ON_GPU]
     window = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
-    busy = busy_us(events)
     kernels = by_name(events, args.steps)
+    busy = sum(row["us"] for row in kernels) * args.steps
     for row in kernels[: args.top]:
         print(f"{row['us']:9.1f} us {row['calls']:7.1f} x  {row['us'] * args.steps / busy:6.1%}  {row['name']}")
     results.add(

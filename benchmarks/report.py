@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-FOLDER = Path(__file__).parent
 Line = dict[str, Any]
 
 # What was measured of vLLM 0.23.0 with its defaults on the same card type, and the least that Callboard must reach.
@@ -225,7 +224,7 @@ def as_markdown(table: Table, lines: list[Line], plot: Path | None) -> str:
         f"- `{command}` on {day}, commit {commit}: {machine}, torch {torch}, Triton {triton}"
         for machine, torch, triton, commit, day, command in sources
     ]
-    image = [f"![{table.title}]({plot.relative_to(FOLDER)})", ""] if plot else []
+    image = [f"![{table.title}](plots/{plot.name})", ""] if plot else []
     return "\n".join([f"## {table.title}", "", *rows, "", *image, "Measured with:", "", *notes, ""])
 
 
@@ -254,6 +253,7 @@ def draw(table: Table, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--into", type=Path, default=Path(__file__).parent, help="folder of RESULTS.md and plots")
     parser.add_argument("--commit", default="unknown", help="of lines that were measured outside of a git checkout")
     args = parser.parse_args()
     lines = [json.loads(text) for file in args.files for text in file.read_text().splitlines()]
@@ -273,11 +273,11 @@ def main() -> None:
         table = tabulate(own)
         if not table.rows:
             continue
-        plot = FOLDER / "plots" / f"{name}.png" if has_plots else None
+        plot = args.into / "plots" / f"{name}.png" if has_plots else None
         if plot is not None:
             draw(table, plot)
         parts.append(as_markdown(table, own, plot))
-    (FOLDER / "RESULTS.md").write_text("\n".join(parts))
+    (args.into / "RESULTS.md").write_text("\n".join(parts))
 
 
 if __name__ == "__main__":
