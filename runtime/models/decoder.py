@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -17,6 +19,8 @@ from runtime.kernels.attention import AttentionPlan
 from runtime.kernels.linear import Linear
 from runtime.kernels.rope import rope_table
 from runtime.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
 
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
 
@@ -92,7 +96,11 @@ class Decoder:
         sources = checkpoint_names(spec, names)
         check_tensors(checkpoint, spec, sources)
         read = lambda name: checkpoint.tensor(sources[name], numerics.dtype, numerics.device)  # noqa: E731
-        return cls(spec, numerics, num_positions, read)
+        start = time.perf_counter()
+        decoder = cls(spec, numerics, num_positions, read)
+        size = sum(math.prod(shape) for shape in spec.shapes().values()) * numerics.dtype.itemsize
+        logger.info("weights: %.2f GiB read in %.1f s", size / (1 << 30), time.perf_counter() - start)
+        return decoder
 
     @classmethod
     def dummy(cls, spec: DecoderSpec, numerics: Numerics, num_positions: int, seed: int = 0) -> Decoder:
