@@ -63,3 +63,36 @@ def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(size_out, size_in, 
     for first, rows in ((0, 1), (2099, 1), (5, 7), (63, 2), (1000, 32), (7, 64), (128, 65), (300, 256), (11, 700)):
         part = fixed_linear_triton(x[first : first + rows], weight, bias)
         assert torch.equal(part, whole[first : first + rows]), (first, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
+def test_a_graph_of_dependent_layers_equals_layers_one_by_one(rows):
+    """Programmatic dependent launch lets kernels overlap; what one writes the next must still see."""
+    generator = torch.Generator("cuda").manual_seed(rows)
+    randn = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
+    hidden, ffn = 1024, 2816
+    shapes = ((3 * hidden, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn))
+    layers = [[(randn(*shape) * shape[1] ** -0.5).bfloat16() for shape in shapes] for _ in range(12)]
+    start, norm = randn(rows, hidden).bfloat16(), randn(hidden).bfloat16()
+
+    def forward(after_each) -> torch.Tensor:
+        residual = start.clone()
+        for qkv, out, gate_up, down in layers:
+            x = few_rows_linear_triton(residual, qkv, norm_weight=norm, eps=1e-5)
+            after_each()
+            few_rows_linear_triton(x[:, hidden : 2 * hidden], out, residual=residual)
+            after_each()
+            x = few_rows_linear_triton(residual, gate_up, norm_weight=norm, eps=1e-5, activation="silu")
+            after_each()
+            few_rows_linear_triton(x, down, residual=residual)
+            after_each()
+        return residual
+
+    want = forward(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = forward(lambda: None)
+    for _ in range(50):
+        got.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(got, want)

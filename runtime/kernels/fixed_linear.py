@@ -58,7 +58,8 @@ def _product_kernel(
     tokens = (group_start + within % group_size) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = within // group_size * BLOCK_N + tl.arange(0, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)[None, :]
-    xs = x_ptr + tl.minimum(tokens, num_rows - 1).to(tl.int64)[:, None] * x_stride + cols
+    xs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + cols
+    live = (tokens < num_rows)[:, None]  # reading some row in place of those past the end would make its lines hot
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -66,10 +67,10 @@ def _product_kernel(
 
     if SPLIT:
         first = tl.program_id(1) * CHUNK
-    total = _chunk_sum(xs, weights, first, K, CHUNK, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+    total = _chunk_sum(xs, live, weights, first, K, CHUNK, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
     if not SPLIT:
         for start in tl.range(CHUNK, K, CHUNK):
-            total += _chunk_sum(xs, weights, start, K, CHUNK, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
+            total += _chunk_sum(xs, live, weights, start, K, CHUNK, BLOCK_M, BLOCK_N, BLOCK_K, STAGES)
 
     at = tokens.to(tl.int64)[:, None] * N + rows[None, :]
     inside = (tokens < num_rows)[:, None] & (rows < N)[None, :]
@@ -82,8 +83,9 @@ def _product_kernel(
 
 @jit
 def _chunk_sum(
-    xs,
-    weights,
+    xs,  # [BLOCK_M, BLOCK_K] pointers to column 0 on
+    live,  # [BLOCK_M, 1]: which rows exist
+    weights,  # [BLOCK_N, BLOCK_K] pointers
     first,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -97,9 +99,9 @@ def _chunk_sum(
     cols = tl.arange(0, BLOCK_K)[None, :]
     for start in tl.range(first, first + CHUNK, BLOCK_K, num_stages=STAGES):
         if K % CHUNK == 0:
-            x, w = tl.load(xs + start), tl.load(weights + start)
+            x, w = tl.load(xs + start, mask=live, other=0.0), tl.load(weights + start)
         else:
-            x = tl.load(xs + start, mask=cols < K - start, other=0.0)
+            x = tl.load(xs + start, mask=live & (cols < K - start), other=0.0)
             w = tl.load(weights + start, mask=cols < K - start, other=0.0)
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
     return acc
