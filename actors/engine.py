@@ -305,6 +305,11 @@ class EngineActor:
         """Counters and gauges of the engine, and its process id."""
         return {**self._loop.stats(), "pid": os.getpid()}
 
+    async def phases(self) -> list[str]:
+        """How the runner of rank 0 started: the plan of its memory, and seconds."""
+        lines: list[str] = await self._runners[0].phases.remote()
+        return lines
+
     async def runner_pids(self) -> list[int]:
         """Process ids of the runners, by rank."""
         return [pid for _, pid in await asyncio.gather(*(r.where.remote() for r in self._runners))]

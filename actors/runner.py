@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
@@ -28,6 +29,21 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005  # a thread that a step waits for must not wait 5 ms for another to give up the GIL
 
 
+class _Phases(logging.Handler):
+    """Keeps what is logged, with the time at which it was."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._start = time.monotonic()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.note(record.getMessage())
+
+    def note(self, text: str) -> None:
+        self.lines.append(f"{time.monotonic() - self._start:6.1f} s  {text}")
+
+
 class ModelRunnerActor:
     """One rank. Its methods run in a few threads (REMOTE), since `forever` never returns; steps run in one alone."""
 
@@ -39,12 +55,23 @@ class ModelRunnerActor:
 
     def load(self, config: EngineConfig, rank: int) -> ModelInfo:
         """Load this rank's share of the model; raises CallboardError if that fails."""
+        self._phases = _Phases()
+        runtime_log = logging.getLogger("runtime")
+        runtime_log.setLevel(logging.INFO)
+        runtime_log.addHandler(self._phases)
         from runtime.worker.runner import ModelRunner
 
+        self._phases.note("libraries imported")
         path = resolve(config.model, config.revision, progress=False)
         self._runner: ModelRunner = ModelRunner(config, path, rank, config.tensor_parallel_size)
+        runtime_log.removeHandler(self._phases)
         freeze_garbage()
+        self._phases.note("ready")
         return self._runner.info
+
+    def phases(self) -> list[str]:
+        """What `load` did, a line each, after the seconds since it began."""
+        return self._phases.lines
 
     def attach(self, address: Address) -> None:
         """Connect to the engine and serve its steps until it goes away; then this process ends."""

@@ -212,10 +212,10 @@ def _start(args: argparse.Namespace, config: EngineConfig) -> None:
 
     from serve_app.app import AppArgs, build_app, failure_of
 
-    num_cpus = max(os.cpu_count() or 1, args.num_replicas * (1 + config.tensor_parallel_size))
+    num_actors = args.num_replicas * (1 + config.tensor_parallel_size) + (args.num_fronts or 0)
     ray.init(
         address="local",
-        num_cpus=num_cpus,  # logical: they place actors, they do not limit threads
+        num_cpus=max(os.cpu_count() or 1, num_actors),  # logical: they place actors, they do not limit threads
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
@@ -250,6 +250,14 @@ def _stop() -> None:
 
 
 def _announce(args: argparse.Namespace, config: EngineConfig) -> None:
+    """How the engine started, on stderr, and how to use it."""
+    import ray
+
+    from actors.supervisor import find_engine
+    from serve_app.app import engine_name
+
+    for line in ray.get(find_engine(engine_name(APP_NAME, 0)).phases.remote()):
+        print(line, file=sys.stderr, flush=True)
     host = "127.0.0.1" if args.host in ("0.0.0.0", "::") else args.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
     name = args.served_model_name or config.model

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -291,7 +292,7 @@ def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
         assert done == "data: [DONE]"
         assert all(json.loads(event.removeprefix("data: "))["model"] == "smol" for event in events)
         assert httpx.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok"}
-        # Ray's address "auto" takes any cluster of the machine, and other tests have theirs; RAY_ADDRESS names this one.
+        # Ray's address "auto" takes any cluster of the machine, and other tests have theirs: RAY_ADDRESS names ours.
         (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
         caller = subprocess.run(
             [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
@@ -304,7 +305,12 @@ def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
         assert process.wait(timeout=30) == 0
         assert time.monotonic() - started < 15
         assert process.stdout.read() == ""
-        assert "Traceback" not in process.stderr.read()
+        told = process.stderr.read()
+        assert "Traceback" not in told
+        times = [float(t) for t in re.findall(r"^ +([\d.]+) s  ", told, re.MULTILINE)]
+        assert times == sorted(times)
+        assert len(times) >= 3
+        assert re.search(r"^ +[\d.]+ s  memory plan: .*\n( .*\n)* +[\d.]+ s  ready$", told, re.MULTILINE), told
     finally:
         if process.poll() is None:
             process.terminate()
