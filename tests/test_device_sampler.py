@@ -15,7 +15,7 @@ import torch
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
 from runtime.kernels.lower_bounds import lower_bounds_torch, lower_bounds_triton
-from runtime.kernels.sample import NUM_PARAMS, sample_tokens_torch, sample_tokens_triton
+from runtime.kernels.sample import NUM_PARAMS, Again, sample_tokens_torch, sample_tokens_triton
 from runtime.kernels.staging import apply_runs, apply_runs_torch
 from runtime.kernels.step_inputs import build_inputs, build_inputs_torch
 from runtime.worker.device_sampler import DeviceSampler
@@ -106,8 +106,22 @@ def check_sample(device: torch.device = CPU, dtypes: tuple[torch.dtype, ...] = (
             for row, value in ((1, torch.nan), (4, torch.inf), (7, -torch.inf)):
                 logits[row, vocab // 2] = value
             want[[1, 4, 7]] = -1
-            assert sample_tokens_triton(logits, slots, positions, tokens, params).tolist() == want.tolist()
+            got = sample_tokens_triton(logits, slots, positions, tokens, params)
+            assert got.tolist() == want.tolist()
             assert tokens[[1, 4, 7], positions[[1, 4, 7]].long()].tolist() == [0, 0, 0]
+
+            rows = torch.tensor([8, 2, 7, 0], dtype=torch.int32, device=device)  # once more: 7 has failed and stays so
+            scaled = torch.randn(4, vocab, device=device)
+            scaled[:, : vocab // 2] = -torch.inf
+            answers = []
+            for sample_tokens in (sample_tokens_torch, sample_tokens_triton):
+                again = Again(got.clone(), rows, scaled[:, vocab // 2 :].mean(-1))
+                where = slots[rows.long()], positions[rows.long()]
+                answers.append(sample_tokens(scaled, *where, tokens, params, again).tolist())
+                assert tokens[where[0].long(), where[1].long()].tolist() == [max(answers[-1][i], 0) for i in rows]
+            assert answers[0] == answers[1]
+            assert answers[0][7] == -1
+            assert all(i == 7 or answers[0][i] >= vocab // 2 for i in rows.tolist())
 
 
 def assert_bound(logits: torch.Tensor, top_k: int, top_p: float, min_p: float, bound: float) -> None:

@@ -16,9 +16,9 @@ import torch
 from runtime.kernels._triton import jit, tl
 
 _NUCLEUS_GUESSES = (1024, 8192)  # tokens sorted for top-p before all of them are; almost every nucleus is smaller
-_TILE = 4096  # tokens that a program reads at once
+_TILE = 2048  # tokens that a program reads at once
 _GROUP = 64  # tokens whose best one is a first guess at top-k
-_BLOCK = 1024  # keys searched at once
+_BLOCK = 512  # keys searched at once
 
 
 def lower_bounds_torch(
@@ -176,6 +176,6 @@ def lower_bounds_triton(
     keys = torch.empty((n, num_groups + vocab), dtype=torch.int32, device=logits.device)
     _lower_bounds_kernel[(n,)](
         logits, top_k, top_p, min_p, keys, bounds, vocab, num_groups, top_k.stride(0),
-        GROUP=_GROUP, TILE=_TILE, BLOCK=_BLOCK, num_warps=16,
+        GROUP=_GROUP, TILE=_TILE, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     return bounds
