@@ -1,10 +1,12 @@
 """The step channel's round trip, and what a step costs the engine's thread.
 
-    python benchmarks/step_channel.py [--steps 2000] [--ranks 1] [--ray]
+    python benchmarks/step_channel.py [--steps 2000] [--ranks 1] [--device-us 0] [--ray]
 
 A step of batch B is B decode rows: one token a row, sampled, and a table write for every 16th row. The runner answers
 at once, so a round trip is encode, send, wake the runner, decode, encode, send, wake the engine, decode. Engine CPU is
 the time of its thread alone; "engine core" adds the scheduler: schedule, submit, collect, commit of a whole batch.
+With --device-us the runner has a device that computes one step after another, each in that time: what a step takes
+longer is time in which the device had no plan.
 At depth 2 a new step is submitted before the oldest is collected: the time between results says more than a round trip,
 and both are shown. The runner is another process, except for "in process".
 """
@@ -34,10 +36,21 @@ WARM_UP = 100  # steps
 
 
 class EchoRunner:
-    """Samples token 1 for every row that samples."""
+    """Samples token 1 for every row that samples; its device takes `device_s` for a step."""
+
+    def __init__(self, device_s: float = 0.0) -> None:
+        self._device_s = device_s
+        self._idle_from = 0.0  # when the device will have done all that was launched
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
-        return lambda: StepResult(plan.step_id, np.ones(int(plan.samples.sum()), np.int32))
+        done = self._idle_from = max(self._idle_from, time.monotonic()) + self._device_s
+
+        def wait() -> StepResult:
+            if self._device_s and (rest := done - time.monotonic()) > 0:
+                time.sleep(rest)
+            return StepResult(plan.step_id, np.ones(int(plan.samples.sum()), np.int32))
+
+        return wait
 
 
 class EchoActor:
@@ -47,20 +60,20 @@ class EchoActor:
         return encode_result(EchoRunner().launch(decode_plan(frame))())
 
 
-def serve(address: Address) -> None:
-    serve_steps(address, EchoRunner())
+def serve(address: Address, device_s: float) -> None:
+    serve_steps(address, EchoRunner(device_s))
 
 
 @contextlib.contextmanager
-def in_process(_: int) -> Iterator[Executor]:
-    yield InProcess(EchoRunner())
+def in_process(device_s: float) -> Iterator[Executor]:
+    yield InProcess(EchoRunner(device_s))
 
 
 @contextlib.contextmanager
-def sockets(num_ranks: int, host: str) -> Iterator[Executor]:
+def sockets(num_ranks: int, host: str, device_s: float) -> Iterator[Executor]:
     spawn = multiprocessing.get_context("spawn")
     executor = SocketExecutor(num_ranks)
-    ranks = [spawn.Process(target=serve, args=(executor.address(rank, host),)) for rank in range(num_ranks)]
+    ranks = [spawn.Process(target=serve, args=(executor.address(r, host), device_s)) for r in range(num_ranks)]
     for process in ranks:
         process.start()
     try:
@@ -136,23 +149,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000, help="measured steps of each case")
     parser.add_argument("--ranks", type=int, default=1, help="runner processes (tensor-parallel ranks)")
+    parser.add_argument("--device-us", type=float, default=0, help="time of a step on the runner's device")
     parser.add_argument("--ray", action="store_true", help="Ray calls too; starts Ray")
     args = parser.parse_args()
-    kinds: dict[str, Callable[[int], contextlib.AbstractContextManager[Executor]]] = {
-        "in process": in_process,
-        "unix": lambda n: sockets(n, ""),
-        "tcp": lambda n: sockets(n, "127.0.0.1"),
+    device_s = args.device_us / 1e6
+    kinds: dict[str, Callable[[], contextlib.AbstractContextManager[Executor]]] = {
+        "in process": lambda: in_process(device_s),
+        "unix": lambda: sockets(args.ranks, "", device_s),
+        "tcp": lambda: sockets(args.ranks, "127.0.0.1", device_s),
     }
     if args.ray:
         start_ray()
-        kinds["ray rpc"] = rpc
+        kinds["ray rpc"] = lambda: rpc(args.ranks)
     sys.setswitchinterval(0.0005)  # as the engine does
     print(f"{args.ranks} rank(s), {args.steps} steps a case, us")
     print("                          channel alone                       engine core")
     print("kind        batch depth   trip p50   trip p99   step   cpu     step   cpu")
     for kind, make in kinds.items():
         num_steps = args.steps if kind != "ray rpc" else args.steps // 10
-        with make(args.ranks) as executor:
+        with make() as executor:
             for batch in BATCHES:
                 for depth in (1, 2):
                     trips, step, cpu = bare(executor, batch, depth, num_steps)
