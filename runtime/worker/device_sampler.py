@@ -34,6 +34,7 @@ _FLOATS = {
     FREQUENCY: "frequency_penalty",
     PRESENCE: "presence_penalty",
 }
+_MOST_PENALISED = 64  # rows at once; penalties take five times their logits
 
 
 class DeviceSampler:
@@ -43,10 +44,10 @@ class DeviceSampler:
 
     def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
         self.vocab_size, self.eos_token_ids, self.device = vocab_size, eos_token_ids, device
-        self.special = np.zeros(num_slots, bool)  # always wants more than `sample`
         self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens lets go free
         self.penalised = np.zeros(num_slots, bool)
         self.filtered = np.zeros(num_slots, bool)
+        self.changed = np.zeros(num_slots, bool)  # by penalties, filters or a logit bias
         self.num_logprobs = np.full(num_slots, -1, np.int32)
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # slot -> ids, values
         self.stops: dict[int, NDArray[np.int64]] = {}  # slot -> ids held back
@@ -71,9 +72,7 @@ class DeviceSampler:
         )
         drops = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.filtered[slot] = drops and params.temperature > 0.0
-        self.special[slot] = (
-            self.penalised[slot] or self.filtered[slot] or slot in self.bias or params.logprobs is not None
-        )
+        self.changed[slot] = self.penalised[slot] or self.filtered[slot] or slot in self.bias
 
         row = np.zeros(NUM_PARAMS, np.int32)
         for column, name in _FLOATS.items():
@@ -90,7 +89,10 @@ class DeviceSampler:
 
     def is_plain(self, slots: Int32s, positions: Int32s) -> bool:
         """Whether `sample` is all that these rows want."""
-        return not (self.special[slots] | (positions < self.held_until[slots])).any()
+        return not (self._wants_change(slots, positions) | (self.num_logprobs[slots] >= 0)).any()
+
+    def _wants_change(self, slots: Int32s, positions: Int32s) -> NDArray[np.bool_]:
+        return self.changed[slots] | (positions < self.held_until[slots])
 
     def sample(
         self,
@@ -115,9 +117,7 @@ class DeviceSampler:
         params: torch.Tensor,
     ) -> Logprobs | None:
         """Correct the rows that want more than `sample`; the log-probabilities asked for, on the device."""
-        changed = self.penalised | self.filtered
-        changed[list(self.bias)] = True
-        rows = np.flatnonzero(changed[host_slots] | (host_positions < self.held_until[host_slots]))
+        rows = np.flatnonzero(self._wants_change(host_slots, host_positions))
         if len(rows):
             index = self._upload(rows.astype(np.int32))
             chosen = logits.index_select(0, index).float()  # a copy, even where no type changes
@@ -128,6 +128,7 @@ class DeviceSampler:
             chosen.div_(temperature.where(temperature > 0, 1.0))
             again = Again(token_ids, index, self._bounds(chosen, host_slots[rows], own))
             sample_tokens_triton(chosen, slots, positions, tokens, params, again)
+            del chosen  # before log-probabilities want as much
         return self._logprobs(logits, token_ids, host_slots)
 
     def _adjust(
@@ -154,13 +155,13 @@ class DeviceSampler:
             logits.view(-1).index_add_(0, at, values)
         if stopped:
             logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), -torch.inf)
-        rows = np.flatnonzero(self.penalised[host_slots])
-        if len(rows):
+        all_rows = np.flatnonzero(self.penalised[host_slots])
+        for rows in (all_rows[i : i + _MOST_PENALISED] for i in range(0, len(all_rows), _MOST_PENALISED)):
             index = self._upload(rows)
-            penalised, own = logits.index_select(0, index), own.index_select(0, index)
+            penalised, mine = logits.index_select(0, index), own.index_select(0, index)
             known = tokens[:, : int(host_positions[rows].max())].index_select(0, slots.index_select(0, index))
-            penalties = own.view(torch.float32)[:, REPETITION : PRESENCE + 1].unbind(1)
-            apply_penalties(penalised, known, positions.index_select(0, index), own[:, PROMPT_LEN], *penalties)
+            penalties = mine.view(torch.float32)[:, REPETITION : PRESENCE + 1].unbind(1)
+            apply_penalties(penalised, known, positions.index_select(0, index), mine[:, PROMPT_LEN], *penalties)
             logits.index_copy_(0, index, penalised)
 
     def _bounds(self, logits: torch.Tensor, host_slots: Int32s, own: torch.Tensor) -> torch.Tensor:
