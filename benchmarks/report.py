@@ -183,6 +183,30 @@ def profile_table(lines: list[Line]) -> Table:
     return table
 
 
+def agreement_table(lines: list[Line]) -> Table:
+    head = ["model", "setting", "equal texts", "first difference, token", "largest gap there, nats"]
+    table = Table("Settings that must not change tokens: greedy texts against the default's", head, [], [], "equal")
+    for line in lines:
+        earliest = min((at for _, at, _ in line["first_differences"]), default=None)
+        equal = f"{line['equal']} of {line['prompts']}"
+        table.rows.append([line["model"], line["variant"], equal, number(earliest), number(line["largest_gap"])])
+        table.points.append((f"{line['model']} {line['variant']}", line["equal"] / line["prompts"], None))
+    return table
+
+
+def start_table(lines: list[Line]) -> Table:
+    head = ["model", "ready, s", "seconds of each phase", "must, s", "must is"]
+    table = Table("From a process's start to a ready engine, warm page cache and compile cache", head, [], [], "s")
+    for line in lines:
+        named = [(seconds, text.partition(":")[0]) for seconds, text in line["phases"]]
+        phases = "; ".join(f"{number(seconds)} {name}" for seconds, name in named)
+        must = 15.0 if "8b" in line["model"] else None
+        met = "-" if must is None else verdict(line["ready_s"], must, less_is_better=True)
+        table.rows.append([line["model"], number(line["ready_s"]), phases, number(must), met])
+        table.points.append((line["model"], line["ready_s"], None))
+    return table
+
+
 def kernel_table(lines: list[Line]) -> Table:
     head = ["kernel", "shape", "cell", "us", "TB/s", "TFLOP/s", "of the ceiling", "library, us"]
     table = Table("Kernels against the card's ceilings", head, [], [], "of the ceiling")
@@ -208,6 +232,8 @@ SUBJECTS: dict[str, tuple[tuple[str, ...], Callable[[Line], Any], Callable[[list
     "prefill": (("prefill",), _fields("model", "prompt_len", "config"), prefill_table),
     "serving": (("serving",), _fields("model", "workload", "through", "repeat", "config"), serving_table),
     "profile": (("profile_step",), _fields("model", "batch", "config"), profile_table),
+    "agreement": (("agreement",), _fields("model", "variant", "config"), agreement_table),
+    "start": (("start",), _fields("model", "config"), start_table),
     "kernels": (
         ("kernels", "kernels_attention"),
         _fields("kernel", "model", "heads", "cell", "block_size", "deterministic"),

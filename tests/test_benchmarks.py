@@ -74,17 +74,22 @@ def test_a_random_model_is_a_model(tmp_path):
 def test_lines_become_a_report(tmp_path):
     out = tmp_path / "lines.jsonl"
     small = ["--out", str(out), "--set", "num_threads=1", "kv_cache_memory=0.1"]
+    run("make_random_model", "tiny", str(tmp_path / "tiny-8b"))
+    run("start", str(tmp_path / "tiny-8b"), *small)
     run("decode", "--model", "tiny", "--cells", "1x128x8", "3x20x4", "--repeats", "2", *small)
     run("prefill", "--model", "tiny", "--lengths", "64", "--repeats", "1", *small)
     run("serving", "--engine", "tiny", "--workloads", "sequential", "--repeats", "1", *small)
+    run("agreement", "--model", "tiny", "--variants", "overlap-off", "--prompts", "3", "--output", "8", *small)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["benchmark"] for line in lines] == ["decode", "decode", "prefill", "serving"]
-    assert lines[1]["batch"] == 3
-    assert lines[1]["decode_range"][0] <= lines[1]["decode_tok_s"] <= lines[1]["decode_range"][1]
-    assert lines[2]["first_token_ms"] > 0
-    assert lines[3]["requests"] == 10
+    assert [line["benchmark"] for line in lines] == ["start", "decode", "decode", "prefill", "serving", "agreement"]
+    assert lines[2]["batch"] == 3
+    assert lines[2]["decode_range"][0] <= lines[2]["decode_tok_s"] <= lines[2]["decode_range"][1]
+    assert lines[3]["first_token_ms"] > 0
+    assert lines[4]["requests"] == 10
+    assert lines[5]["equal"] == 3
     run("report", str(out), "--into", str(tmp_path))
     report = (tmp_path / "RESULTS.md").read_text()
     assert "| tiny | 3 x (20, 4) |" in report
+    assert "| tiny-8b |" in report
     assert "| tiny | sequential | engine |" in report
     assert "-m benchmarks.decode --model tiny" in report
