@@ -15,7 +15,17 @@ import torch
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
 from runtime.kernels.lower_bounds import lower_bounds_torch, lower_bounds_triton
-from runtime.kernels.sample import NUM_PARAMS, Again, sample_tokens_torch, sample_tokens_triton
+from runtime.kernels.sample import (
+    NUM_PARAMS,
+    PROMPT_LEN,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    Again,
+    sample_tokens_torch,
+    sample_tokens_triton,
+)
 from runtime.kernels.staging import apply_runs, apply_runs_torch
 from runtime.kernels.step_inputs import build_inputs, build_inputs_torch
 from runtime.worker.device_sampler import DeviceSampler
@@ -25,6 +35,28 @@ from runtime.worker.slots import Slots
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 EOS = 2
+
+
+def test_what_a_slot_wants_and_what_the_state_gets():
+    sampler = DeviceSampler(4, 100, (EOS,), CPU)
+    known = np.arange(5, dtype=np.int32)
+    hot = SamplingParams(temperature=0.5, max_tokens=9, min_tokens=3, logit_bias=((100, 1.0),), stop_token_ids=(200,))
+    requests = (hot, SamplingParams(temperature=0.0, top_k=7), SamplingParams(top_k=7), SamplingParams(logprobs=0))
+    rows = [sampler.add(NewSlot(i, known, 4, (5 << 32) + 7, params)) for i, params in enumerate(requests)]
+    assert rows[0].dtype == np.int32
+    assert rows[0].view(np.float32)[TEMPERATURE] == 0.5
+    assert rows[0][[SEED_LOW, SEED_HIGH, TOP_K, PROMPT_LEN]].tolist() == [7, 5, 0, 4]
+    assert rows[2][TOP_K] == 7
+
+    def is_plain(slot: int, position: int) -> bool:
+        return sampler.is_plain(np.array([slot], np.int32), np.array([position], np.int32))
+
+    assert [is_plain(0, position) for position in (5, 6, 7)] == [False, False, True]  # the 4th output token is free
+    assert [is_plain(slot, 5) for slot in (1, 2, 3)] == [True, False, False]  # greedy rows need no filter
+    assert not sampler.is_plain(np.array([1, 2], np.int32), np.array([5, 5], np.int32))
+    sampler.remove(0)
+    sampler.add(NewSlot(0, known, 4, 0, SamplingParams()))
+    assert is_plain(0, 5)
 
 
 @pytest.mark.slow
