@@ -17,14 +17,13 @@ from functools import cache
 import torch
 
 from runtime.kernels._triton import INTERPRETED, jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.paged_attention import LOG2_E, PagedRows, attend, find_row
+from runtime.kernels.paged_attention import LOG2_E, PagedRows, absorb, find_row, load_tile, tile_pointers, walk
 
 _TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
-_FIXED_SEGMENT = 512  # positions, deterministic mode
-_MIN_SEGMENT = 64  # positions, otherwise
+_FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least
 _MAX_SPLITS = 32
 _PROGRAMS_PER_SM = 2  # enough to keep the memory busy
-_MERGED_ELEMENTS = 8192  # fp32 elements of partial results that a merge holds at a time
+_MERGED_ELEMENTS = 8192  # fp32 elements of partial results that are loaded at a time
 
 
 @jit
@@ -59,7 +58,9 @@ def _decode_attention_kernel(
     BLOCK_M: tl.constexpr,  # ROWS or what a matrix instruction needs
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    MERGE: tl.constexpr,  # segments merged at a time
+    MERGE: tl.constexpr,  # segments loaded at a time
+    EAGER: tl.constexpr,  # the first tile of a segment is requested before the wait; not with FIXED
+    LOWEST: tl.constexpr,  # below all scores, yet finite
     PDL: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -72,11 +73,7 @@ def _decode_attention_kernel(
     count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
     start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
     table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-    if PDL:  # rows and tables are older than the launch before this one, hence complete
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    if count <= 0:
-        return
+    k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
     length = start + count
     lowest = 0
     if WINDOW > 0:
@@ -88,11 +85,23 @@ def _decode_attention_kernel(
         origin = lowest
         segment_len = tl.cdiv(tl.cdiv(length - origin, num_splits), BLOCK_N) * BLOCK_N
         segment_len = tl.maximum(segment_len, SEGMENT)
-    count_segments = tl.cdiv(length - origin, segment_len)
-    if split >= count_segments:
+    segments = tl.cdiv(length - origin, segment_len)
+    begin = origin + split * segment_len
+    offsets = tl.arange(0, BLOCK_N)
+    if EAGER:  # requests the first tile, but for what this step's tokens put there
+        pointers = tile_pointers(
+            k_ptr, table_ptr, begin + offsets, begin + offsets < length, BLOCK_SIZE, HEAD_DIM, BLOCK_D
+        )
+        old = begin + offsets < start
+        k = load_tile(pointers, old, HEAD_DIM, BLOCK_D)
+        v = load_tile(pointers + kv_stride, old, HEAD_DIM, BLOCK_D)
+    # Rows, tables and all keys but this step's are older than the launch before this one, hence complete.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (count <= 0) | (split >= segments):
         return
 
-    head_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     q_positions = start + lanes // GROUP
@@ -104,36 +113,39 @@ def _decode_attention_kernel(
     q_at = q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
     q = tl.load(q_at, mask=whole, other=0.0)
 
-    # LOWEST is finite, so that a row that sees nothing of a segment needs no care: its weights there are zeros.
-    LOWEST: tl.constexpr = -1e30
+    alone = (num_splits == 1) | (segments == 1)
+    place = (tile * num_kv_heads + kv_head).to(tl.int64) * num_segments
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    alone = (num_splits == 1) | (count_segments == 1)
-    place = (tile * num_kv_heads + kv_head).to(tl.int64) * num_segments
     if FIXED:
-        for segment in range(split, count_segments, num_splits):
-            begin = tl.maximum(origin + segment * SEGMENT, lowest)
-            end = tl.minimum(origin + (segment + 1) * SEGMENT, length)
-            segment_m, segment_l, segment_acc = attend(
-                q, q_positions, head_ptr, table_ptr, kv_stride, begin, end, scale_log2,
-                tl.full([BLOCK_M], LOWEST, tl.float32), tl.zeros([BLOCK_M], tl.float32),
-                tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        for segment in range(split, segments, num_splits):
+            segment_m, segment_total, segment_acc = walk(
+                q, q_positions, k_ptr, kv_stride, table_ptr, tl.maximum(origin + segment * SEGMENT, lowest),
+                tl.minimum(origin + (segment + 1) * SEGMENT, length), tl.full([BLOCK_M], LOWEST, tl.float32),
+                tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), scale_log2,
                 BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
             )  # fmt: skip
             if alone:
-                m, total, acc = _merge(m, total, acc, segment_m, segment_l, segment_acc)
+                m, total, acc = _merge(m, total, acc, segment_m, segment_total, segment_acc)
             else:
                 sums_at = sums_ptr + (place + segment) * (2 * ROWS) + lanes
                 tl.store(sums_at, segment_m, mask=used)
-                tl.store(sums_at + ROWS, segment_l, mask=used)
+                tl.store(sums_at + ROWS, segment_total, mask=used)
                 acc_at = acc_ptr + (place + segment) * (ROWS * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :]
                 tl.store(acc_at, segment_acc, mask=whole)
     else:
-        begin = origin + split * segment_len
         end = tl.minimum(begin + segment_len, length)
-        m, total, acc = attend(
-            q, q_positions, head_ptr, table_ptr, kv_stride, begin, end, scale_log2, m, total, acc,
+        if EAGER:
+            positions = begin + offsets
+            new = (positions >= start) & (positions < end)
+            k = tl.where(new[:, None], load_tile(pointers, new, HEAD_DIM, BLOCK_D), k)
+            v = tl.where(new[:, None], load_tile(pointers + kv_stride, new, HEAD_DIM, BLOCK_D), v)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            m, total, acc = absorb(scores, v, positions, q_positions, m, total, acc, scale_log2, True, WINDOW, SOFT_CAP)
+            begin += BLOCK_N
+        m, total, acc = walk(
+            q, q_positions, k_ptr, kv_stride, table_ptr, begin, end, m, total, acc, scale_log2,
             BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
         )  # fmt: skip
         if not alone:
@@ -151,7 +163,7 @@ def _decode_attention_kernel(
     counter = counters_ptr + tile * num_kv_heads + kv_head
     tl.debug_barrier()  # all of this program's stores come before its arrival
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if arrived != tl.minimum(count_segments, num_splits) - 1:
+    if arrived != tl.minimum(segments, num_splits) - 1:
         return
     tl.store(counter, 0)
     rows = tl.arange(0, ROWS)
@@ -160,19 +172,18 @@ def _decode_attention_kernel(
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     used = rows < count * GROUP
     whole = used[:, None] & (dims < HEAD_DIM)[None, :]
-    for first in range(0, count_segments, MERGE):
-        segments = first + tl.arange(0, MERGE)
-        here = segments < count_segments
-        sums_at = sums_ptr + ((place + segments) * (2 * ROWS))[:, None] + rows[None, :]
-        ms = tl.load(sums_at, mask=here[:, None] & used[None, :], other=LOWEST, cache_modifier=".cg")
-        ls = tl.load(sums_at + ROWS, mask=here[:, None] & used[None, :], other=0.0, cache_modifier=".cg")
-        in_segment = rows[:, None] * HEAD_DIM + dims[None, :]
-        accs_at = acc_ptr + ((place + segments) * (ROWS * HEAD_DIM))[:, None, None] + in_segment[None, :, :]
-        accs = tl.load(accs_at, mask=here[:, None, None] & whole[None, :, :], other=0.0, cache_modifier=".cg")
-        top = tl.max(ms, axis=0)
-        weights = tl.exp2(ms - top[None, :])
-        some_l, some_acc = tl.sum(weights * ls, axis=0), tl.sum(weights[:, :, None] * accs, axis=0)
-        m, total, acc = _merge(m, total, acc, top, some_l, some_acc)
+    sums_at = sums_ptr + place * (2 * ROWS) + rows
+    acc_at = acc_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
+    for first in range(0, segments, MERGE):
+        for i in tl.static_range(MERGE):  # their loads are in flight together
+            here = rows < tl.where(first + i < segments, count * GROUP, 0)
+            other_m = tl.load(sums_at + i * (2 * ROWS), mask=here, other=LOWEST, cache_modifier=".cg")
+            other_total = tl.load(sums_at + i * (2 * ROWS) + ROWS, mask=here, other=0.0, cache_modifier=".cg")
+            there = here[:, None] & (dims < HEAD_DIM)[None, :]
+            other_acc = tl.load(acc_at + i * (ROWS * HEAD_DIM), mask=there, other=0.0, cache_modifier=".cg")
+            m, total, acc = _merge(m, total, acc, other_m, other_total, other_acc)
+        sums_at += MERGE * 2 * ROWS
+        acc_at += MERGE * ROWS * HEAD_DIM
     q_tokens = (q_start + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
     out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
@@ -180,12 +191,12 @@ def _decode_attention_kernel(
 
 
 @jit
-def _merge(m, total, acc, other_m, other_l, other_acc):
+def _merge(m, total, acc, other_m, other_total, other_acc):
     """Two results over different positions as one; explicit fma, so that it rounds the same wherever it is inlined."""
     top = tl.maximum(m, other_m)
     weight = tl.exp2(m - top)
     other_weight = tl.exp2(other_m - top)
-    total = tl.fma(total, weight, other_l * other_weight)
+    total = tl.fma(total, weight, other_total * other_weight)
     acc = tl.fma(acc, tl.broadcast_to(weight[:, None], acc.shape), other_acc * other_weight[:, None])
     return top, total, acc
 
@@ -210,7 +221,6 @@ def decode_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    block_n, warps, stages = _tile(block_d, q.dtype)
     if deterministic:
         tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
         num_tiles = rows.num_rows if rows.max_count == 1 else num_tokens // tile_tokens + rows.num_rows
@@ -219,7 +229,9 @@ def decode_attention(
     tile_rows = next_power_of_2(tile_tokens * group)
     programs = num_tiles * num_kv_heads
     splits = max(1, min(_PROGRAMS_PER_SM * _num_sms(q.device) // programs, _MAX_SPLITS))
-    segment = _FIXED_SEGMENT if deterministic else _MIN_SEGMENT
+    eager = splits > 1 and not deterministic
+    block_n, warps, stages = _tile(block_d, q.dtype, eager)
+    segment = _FIXED_SEGMENT if deterministic else block_n
     segments = -(-rows.max_len // segment)
     splits = min(splits, segments)
     if not deterministic or splits == 1:
@@ -236,15 +248,19 @@ def decode_attention(
         NUM_ROWS=next_power_of_2(rows.num_rows) if num_tiles > rows.num_rows else 0,
         SEGMENT=segment, FIXED=deterministic, WINDOW=window, SOFT_CAP=soft_cap,
         ROWS=tile_rows, BLOCK_M=max(tile_rows, _TILE_ROWS), BLOCK_N=block_n, BLOCK_D=block_d,
-        MERGE=1 if deterministic else max(1, min(_MAX_SPLITS, _MERGED_ELEMENTS // (tile_rows * block_d))),
-        PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
+        MERGE=max(1, min(8, _MERGED_ELEMENTS // (tile_rows * block_d))),
+        EAGER=eager, LOWEST=-1e30, PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
 
-def _tile(block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def _tile(block_d: int, dtype: torch.dtype, eager: bool) -> tuple[int, int, int]:
     """(positions a tile, warps, pipeline stages)."""
-    return 32 if block_d > 128 or dtype == torch.float32 else 64, 4, 3
+    if dtype == torch.float32:
+        return 32, 4, 3
+    if block_d > 128:
+        return 32, 4, 3
+    return 64, 2, 3 if eager or block_d == 128 else 5
 
 
 @cache

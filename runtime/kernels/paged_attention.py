@@ -75,69 +75,77 @@ def find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS: tl.constexpr, ROWS: tl.c
 
 
 @jit
-def attend(
-    q,  # [M, D]
-    q_positions,  # [M]
-    head_ptr,  # k of this kv head; v is v_offset elements further
-    table_ptr,  # block ids of this row
-    v_offset,  # int64
-    begin,  # first position, a multiple of BLOCK_N
-    end,  # positions from here on are neither read nor seen
-    scale_log2,  # scale * log2(e)
-    m,  # [M] highest score so far; scores are in log2 units
-    total,  # [M] sum of 2**(score - m)
-    acc,  # [M, D] sum of 2**(score - m) * v
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,  # False: each of q sees all of begin..end, which is a multiple of BLOCK_N
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
+def tile_pointers(
+    k_ptr, table_ptr, positions, inside, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Online softmax (arXiv 1805.02867, 2205.14135) of q over positions begin..end."""
-    offsets = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
-    for at in range(begin, end, BLOCK_N):
-        positions = at + offsets
-        inside = positions < end
-        if MASKED:
-            blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=inside, other=0)
-        else:
-            blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
-        places = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-        pointers = head_ptr + (places * HEAD_DIM)[:, None] + dims[None, :]
-        if MASKED and HEAD_DIM < BLOCK_D:
-            k = tl.load(pointers, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(pointers + v_offset, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-        elif MASKED:
-            k = tl.load(pointers, mask=inside[:, None], other=0.0)
-            v = tl.load(pointers + v_offset, mask=inside[:, None], other=0.0)
-        elif HEAD_DIM < BLOCK_D:
-            k = tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(pointers + v_offset, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        else:
-            k = tl.load(pointers)
-            v = tl.load(pointers + v_offset)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = scores * scale_log2
-        if SOFT_CAP > 0:
-            scores = _soft_cap(scores, SOFT_CAP)
-        if MASKED:
-            seen = positions[None, :] <= q_positions[:, None]
-            if WINDOW > 0:
-                seen &= positions[None, :] > q_positions[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
-        top = tl.maximum(m, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - top[:, None])
-        fade = tl.exp2(m - top)
-        total = total * fade + tl.sum(weights, axis=1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        m = top
-    return m, total, acc
+    """Where the keys at `positions` of one row and kv head are: [len(positions), BLOCK_D] pointers. inside: or None."""
+    if inside is None:
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
+    else:
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=inside, other=0)
+    places = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    return k_ptr + (places * HEAD_DIM)[:, None] + tl.arange(0, BLOCK_D)[None, :]
 
 
 @jit
-def _soft_cap(scores, CAP: tl.constexpr):
-    """CAP * tanh(score / CAP) of scores in log2 units; as 1 - 2 / (e**2x + 1) it cannot overflow."""
-    return (1 - 2 / (tl.exp2(scores * (2 / CAP)) + 1)) * (CAP * 1.4426950408889634)
+def load_tile(pointers, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys or values, zeros where not inside: what lies beyond a row may be anything, and zero times NaN is NaN."""
+    dims = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    if inside is None and HEAD_DIM == BLOCK_D:
+        tile = tl.load(pointers)
+    elif inside is None:
+        tile = tl.load(pointers, mask=dims, other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        tile = tl.load(pointers, mask=inside[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=inside[:, None] & dims, other=0.0)
+    return tile
+
+
+@jit
+def absorb(
+    scores,  # [M, N] q k^T
+    v,  # [N, D]
+    positions,  # [N]
+    q_positions,  # [M]
+    m,  # [M] highest score so far; scores count in log2 units; at first finite and below all
+    total,  # [M] sum of 2**(score - m)
+    acc,  # [M, D] sum of 2**(score - m) * v
+    scale_log2,  # scale * log2(e), positive
+    MASKED: tl.constexpr,  # False: each of q sees all positions
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
+    """One step of the online softmax (arXiv 1805.02867, 2205.14135). As m is finite, -inf needs no special care."""
+    if SOFT_CAP > 0:  # SOFT_CAP * tanh(score / SOFT_CAP); as 1 - 2 / (e**2x + 1) it cannot overflow
+        scores = 1 - 2 / (tl.exp2(scores * (scale_log2 * 2 / SOFT_CAP)) + 1)
+        scale_log2 = SOFT_CAP * 1.4426950408889634
+    if MASKED:
+        seen = positions[None, :] <= q_positions[:, None]
+        if WINDOW > 0:
+            seen &= positions[None, :] > q_positions[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    top = tl.maximum(m, tl.max(scores, axis=1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - top[:, None])
+    fade = tl.exp2(m - top)
+    total = total * fade + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@jit
+def walk(
+    q, q_positions, k_ptr, kv_stride, table_ptr, begin, stop, m, total, acc, scale_log2,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Absorbs positions begin..stop, begin at a multiple of BLOCK_N; if not MASKED, stop too."""
+    for at in range(begin, stop, BLOCK_N):
+        positions = at + tl.arange(0, BLOCK_N)
+        inside = positions < stop if MASKED else None
+        pointers = tile_pointers(k_ptr, table_ptr, positions, inside, BLOCK_SIZE, HEAD_DIM, BLOCK_D)
+        k = load_tile(pointers, inside, HEAD_DIM, BLOCK_D)
+        v = load_tile(pointers + kv_stride, inside, HEAD_DIM, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        m, total, acc = absorb(scores, v, positions, q_positions, m, total, acc, scale_log2, MASKED, WINDOW, SOFT_CAP)
+    return m, total, acc

@@ -1,7 +1,7 @@
 """Attention of rows of many tokens (prompts, chunks of them behind a cached prefix) over the paged cache.
 
 A program takes a tile of consecutive tokens with all query heads of one kv head, so each key and value it reads serves
-them all. It walks first over the positions that all its tokens see, without masks, then over the rest. Places in the
+them all. It walks over the row's positions: those that all its tokens see need no mask, the last few do. Places in the
 grid run from the last tile of the last row to the first of the first: the longest walks start first.
 """
 
@@ -11,7 +11,7 @@ import torch
 
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.paged_attention import LOG2_E, PagedRows, attend, find_row
+from runtime.kernels.paged_attention import LOG2_E, PagedRows, find_row, walk
 
 
 @jit
@@ -41,18 +41,17 @@ def _prefill_attention_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     kv_head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
     q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
     count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
-    if count <= 0:
-        return
     start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
     table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-    head_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
+    if PDL:  # rows and tables are older than the launch before this one, hence complete
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if count <= 0:
+        return
 
     lanes = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -61,7 +60,7 @@ def _prefill_attention_kernel(
     whole = (lanes < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_tokens = (q_start + lanes // GROUP).to(tl.int64)
     q = tl.load(q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :], mask=whole, other=0.0)
-    m = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: what a row does not see weighs zero, even before its first
+    m = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -69,20 +68,14 @@ def _prefill_attention_kernel(
     seen_by_all = (start + 1) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
         begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        last_begin = tl.cdiv(tl.maximum(start + count - WINDOW, 0), BLOCK_N) * BLOCK_N  # where the last token's is
-        seen_by_all = tl.maximum(seen_by_all, begin)
-        last_begin = tl.minimum(last_begin, seen_by_all)
-        m, total, acc = attend(
-            q, q_positions, head_ptr, table_ptr, kv_stride, begin, last_begin, scale_log2, m, total, acc,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
-        )  # fmt: skip
-        begin = last_begin
-    m, total, acc = attend(
-        q, q_positions, head_ptr, table_ptr, kv_stride, begin, seen_by_all, scale_log2, m, total, acc,
+        seen_by_all = begin  # windows are masked throughout
+    k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
+    m, total, acc = walk(
+        q, q_positions, k_ptr, kv_stride, table_ptr, begin, seen_by_all, m, total, acc, scale_log2,
         BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, 0, SOFT_CAP,
     )  # fmt: skip
-    m, total, acc = attend(
-        q, q_positions, head_ptr, table_ptr, kv_stride, seen_by_all, start + count, scale_log2, m, total, acc,
+    m, total, acc = walk(
+        q, q_positions, k_ptr, kv_stride, table_ptr, seen_by_all, start + count, m, total, acc, scale_log2,
         BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
     )  # fmt: skip
     out_at = out_ptr + (q_tokens * (tl.num_programs(0) * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
@@ -111,7 +104,7 @@ def prefill_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    block_m, block_n, warps, stages = _tile(block_d, q.dtype)
+    block_m, block_n, options = _tile(block_d, q.dtype, rows.max_len)
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
     pdl = use_pdl(q)
@@ -121,15 +114,20 @@ def prefill_attention(
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, GROUP=group, TILE_TOKENS=tile_tokens,
         NUM_ROWS=next_power_of_2(rows.num_rows), WINDOW=window, SOFT_CAP=soft_cap,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
-        PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
+        PDL=pdl, **options, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
 
-def _tile(block_d: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(rows of q, positions, warps, pipeline stages)."""
+def _tile(block_d: int, dtype: torch.dtype, max_len: int) -> tuple[int, int, dict[str, int]]:
+    """(rows of q, positions, launch options), as measured on an H200. Two programs on an SM take turns at the tensor
+    cores; at head_dim 128 that needs a limit on registers, which costs a few spills outside of the loops."""
     if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
-        return 32, 32, 4, 1
+        return 32, 32, {"num_warps": 4, "num_stages": 1}
     if block_d > 128:
-        return 128, 64, 8, 2
-    return 128, 64 if block_d == 128 else 128, 8, 3
+        return 128, 64, {"num_warps": 8, "num_stages": 2}
+    if block_d == 128 and max_len > 1024:
+        return 128, 64, {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+    if block_d == 128:
+        return 64, 64, {"num_warps": 4, "num_stages": 3}
+    return 128, 64, {"num_warps": 8, "num_stages": 3}
