@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.measure import Engine, Results, engine_config, new_parser, percentiles
+from benchmarks.measure import Engine, Results, engine_config, middle, new_parser
 from benchmarks.models import CONFIGS
 from runtime.core.types import Request, SamplingParams
 
@@ -58,85 +58,55 @@ class Session:
     turns: list[Turn]
 
 
-class Workload:
-    """Draws prompts and lengths; the same seed gives the same requests."""
+class Draw:
+    """Prompts, lengths and times; the same seed gives the same ones."""
 
     def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(seed)
 
-    def ids(self, count: int) -> list[int]:
-        return self.rng.integers(*_IDS, count).tolist()
+    def ids(self, low: int, high: int) -> list[int]:
+        return self._rng.integers(*_IDS, self._rng.integers(low, high + 1)).tolist()
 
-    def between(self, low: int, high: int) -> int:
-        return int(self.rng.integers(low, high + 1))
+    def turn(self, inputs: tuple[int, int], outputs: tuple[int, int], prefix: list[int] | None = None) -> Turn:
+        return Turn((prefix or []) + self.ids(*inputs), int(self._rng.integers(outputs[0], outputs[1] + 1)))
 
-    def single(self, count: int, inputs: tuple[int, int], outputs: tuple[int, int], rate: float = 0) -> list[Session]:
-        """`count` independent requests, `rate` a second or all at once."""
-        starts = np.cumsum(self.rng.exponential(1 / rate, count)) if rate else np.zeros(count)
-        return [Session(float(s), [Turn(self.ids(self.between(*inputs)), self.between(*outputs))]) for s in starts]
+    def requests(
+        self, count: int, inputs: tuple[int, int], outputs: tuple[int, int], rate: float = 0.0, shared: int = 0,
+        others: tuple[int, int] | None = None,
+    ) -> list[Session]:  # fmt: skip
+        """`count` single requests, `rate` a second or all at once, whose prompts begin with `shared` tokens in common;
+        a quarter of them have lengths of `others`."""
+        starts = np.cumsum(self._rng.exponential(1 / rate, count)) if rate else np.zeros(count)
+        prefix = self.ids(shared, shared)
+        kinds = [others if others and self._rng.random() < 0.25 else inputs for _ in range(count)]
+        return [Session(float(s), [self.turn(k, outputs, prefix)]) for s, k in zip(starts, kinds, strict=True)]
 
-    def sequential(self) -> list[Session]:
-        return [Session(0.0, [Turn(self.ids(256), 256) for _ in range(10)])]
-
-    def steady(self) -> list[Session]:
-        return self.single(32, (64, 512), (64, 256), rate=4)
-
-    def burst48(self) -> list[Session]:
-        return self.single(48, (128, 384), (128, 256))
-
-    def long_prompts(self) -> list[Session]:
-        sessions = self.single(48, (64, 512), (64, 256), rate=6)
+    def conversations(
+        self, count: int, turns: tuple[int, int], news: tuple[int, int], outputs: tuple[int, int],
+        pauses: tuple[float, float], shared: int, rate: float = 0.0,
+    ) -> list[Session]:  # fmt: skip
+        """Sessions of several `turns` that begin with `shared` tokens in common, `news` in each turn."""
+        sessions = self.requests(count, news, outputs, rate, shared)
         for session in sessions:
-            if self.rng.random() < 0.75:
-                session.turns[0].prompt = self.ids(self.between(1024, 2048))
+            for _ in range(self._rng.integers(turns[0], turns[1] + 1) - 1):
+                last = session.turns[-1]
+                answer = self.ids(last.max_tokens, last.max_tokens)
+                session.turns.append(self.turn(news, outputs, last.prompt + answer))
+                session.turns[-1].pause = float(self._rng.uniform(*pauses))
         return sessions
 
-    def shared_prefix(self) -> list[Session]:
-        shared, sessions = self.ids(1024), self.single(48, (64, 256), (64, 256), rate=8)
-        for session in sessions:
-            session.turns[0].prompt = shared + session.turns[0].prompt
-        return sessions
 
-    def burst256(self) -> list[Session]:
-        return self.single(256, (256, 256), (128, 128))
-
-    def burst1024(self) -> list[Session]:
-        return self.single(1024, (256, 256), (128, 128))
-
-    def agents(self) -> list[Session]:
-        """8 agents of 10 turns: 2,000 tokens of tools in common, then a tool's result of 100 to 800 a turn."""
-        tools = self.ids(2000)
-        return [self.conversation(0.0, tools, 10, (100, 800), (40, 160), (0.05, 0.5)) for _ in range(8)]
-
-    def chats(self) -> list[Session]:
-        """32 users, 2 new ones a second: 300 tokens in common, 2 to 6 messages, 1 to 4 s to write each."""
-        system, starts = self.ids(300), np.cumsum(self.rng.exponential(1 / 2, 32))
-        return [
-            self.conversation(float(s), system, self.between(2, 6), (20, 200), (50, 250), (1.0, 4.0)) for s in starts
-        ]
-
-    def conversation(
-        self, start: float, opening: list[int], num_turns: int, news: tuple[int, int], outputs: tuple[int, int],
-        pauses: tuple[float, float],
-    ) -> Session:  # fmt: skip
-        turns, text = [], opening
-        for i in range(num_turns):
-            text = text + self.ids(self.between(*news))
-            turns.append(Turn(text, self.between(*outputs), float(self.rng.uniform(*pauses)) if i else 0.0))
-            text = text + self.ids(turns[-1].max_tokens)
-        return Session(start, turns)
-
-
-WORKLOADS: dict[str, Callable[[Workload], list[Session]]] = {
-    "sequential": Workload.sequential,
-    "steady": Workload.steady,
-    "burst48": Workload.burst48,
-    "long-prompts": Workload.long_prompts,
-    "shared-prefix": Workload.shared_prefix,
-    "burst256": Workload.burst256,
-    "burst1024": Workload.burst1024,
-    "agents": Workload.agents,
-    "chats": Workload.chats,
+WORKLOADS: dict[str, Callable[[Draw], list[Session]]] = {
+    "sequential": lambda draw: [Session(0.0, [draw.turn((256, 256), (256, 256)) for _ in range(10)])],
+    "steady": lambda draw: draw.requests(32, (64, 512), (64, 256), rate=4),
+    "burst48": lambda draw: draw.requests(48, (128, 384), (128, 256)),
+    "long-prompts": lambda draw: draw.requests(48, (1024, 2048), (64, 256), rate=6, others=(64, 512)),
+    "shared-prefix": lambda draw: draw.requests(48, (64, 256), (64, 256), rate=8, shared=1024),
+    "burst256": lambda draw: draw.requests(256, (256, 256), (128, 128)),
+    "burst1024": lambda draw: draw.requests(1024, (256, 256), (128, 128)),
+    # 8 agents: tools in common, then a tool's result a turn. 32 chats, 2 new ones a second, people who think and write.
+    "agents": lambda draw: draw.conversations(8, (10, 10), (100, 800), (40, 160), (0.05, 0.5), shared=2000),
+    "chats": lambda draw: draw.conversations(32, (2, 6), (20, 200), (50, 250), (1.0, 4.0), shared=300, rate=2),
 }
 
 
@@ -256,22 +226,20 @@ def play_on_engine(sessions: list[Session], engine: Engine) -> None:
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
-def figures(sessions: list[Session]) -> dict[str, object]:
+def figures(sessions: list[Session]) -> dict[str, float]:
     """What one run of a workload showed; raises RuntimeError if tokens are missing."""
     turns = [turn for session in sessions for turn in session.turns]
     for turn in turns:
         if turn.num_tokens != turn.max_tokens:
             raise RuntimeError(f"{turn.num_tokens} tokens came where {turn.max_tokens} were asked for.")
-    gaps = np.concatenate([np.diff(turn.events) for turn in turns])
+    num_tokens = sum(turn.num_tokens for turn in turns)
     seconds = max(turn.events[-1] for turn in turns) - min(turn.sent for turn in turns)
-    return {
-        "requests": len(turns),
-        "ttft_ms": percentiles([turn.events[0] - turn.sent for turn in turns]),
-        "itl_ms": percentiles(gaps),
-        "output_tok_s": sum(turn.num_tokens for turn in turns) / seconds,
-        "tokens_per_event": sum(turn.num_tokens for turn in turns) / sum(len(turn.events) for turn in turns),
-        "seconds": seconds,
-    }
+    ttft = np.percentile([turn.events[0] - turn.sent for turn in turns], [50, 99]) * 1e3
+    itl = np.percentile(np.concatenate([np.diff(turn.events) for turn in turns]), [50, 99]) * 1e3
+    values = (num_tokens / seconds, *ttft, *itl, num_tokens / sum(len(turn.events) for turn in turns))
+    return dict(
+        zip(("tok_s", "ttft50", "ttft99", "itl50", "itl99", "tokens_per_event"), map(float, values), strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -302,7 +270,7 @@ def main() -> None:
     where.add_argument("--serve", metavar="MODEL", help="start callboard serve with this model")
     where.add_argument("--engine", choices=sorted(CONFIGS), help="no server: the engine in this process")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each workload, all reported")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each workload; medians are reported")
     parser.add_argument("--label", default="", help="goes into the results: which server, which model")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for callboard serve; must come last")
     args = parser.parse_args()
@@ -316,15 +284,21 @@ def main() -> None:
             config = None
             url = args.url or stack.enter_context(served(args.serve, args.flags))
             run = lambda sessions: asyncio.run(play(sessions, Client(url).ask))  # noqa: E731
-        run(Workload(1 << 20).single(64, (64, 512), (16, 64)))  # every batch size and length class once
+        run(Draw(1 << 20).requests(64, (64, 512), (16, 64)))  # every batch size and length class once
         for name in tqdm(args.workloads, unit="workload"):
-            for repeat in range(args.repeats):
-                sessions = WORKLOADS[name](Workload(repeat))
-                run(sessions)
-                results.add(
-                    config, workload=name, repeat=repeat, through="engine" if args.engine else "http",
-                    model=args.engine or args.label or args.serve, **figures(sessions),
-                )  # fmt: skip
+            runs = []
+            for seed in range(args.repeats):
+                run(sessions := WORKLOADS[name](Draw(seed)))
+                runs.append(figures(sessions))
+            found = {key: middle([figure[key] for figure in runs]) for key in runs[0]}
+            results.add(
+                config, model=args.engine or args.label or args.serve, workload=name, repeats=args.repeats,
+                through="engine" if args.engine else "http", requests=sum(len(session.turns) for session in sessions),
+                output_tok_s=found["tok_s"][0], output_range=found["tok_s"][1],
+                ttft_ms={"p50": found["ttft50"][0], "p99": found["ttft99"][0]},
+                itl_ms={"p50": found["itl50"][0], "p99": found["itl99"][0]},
+                tokens_per_event=found["tokens_per_event"][0],
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

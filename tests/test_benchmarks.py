@@ -75,7 +75,7 @@ def test_lines_become_a_report(tmp_path):
     out = tmp_path / "lines.jsonl"
     small = ["--out", str(out), "--set", "num_threads=1", "kv_cache_memory=0.1"]
     run("make_random_model", "tiny", str(tmp_path / "tiny-8b"))
-    run("start", str(tmp_path / "tiny-8b"), *small)
+    run("start", "--folder", str(tmp_path / "tiny-8b"), *small)
     run("decode", "--model", "tiny", "--cells", "1x128x8", "3x20x4", "--repeats", "2", *small)
     run("prefill", "--model", "tiny", "--lengths", "64", "--repeats", "1", *small)
     run("serving", "--engine", "tiny", "--workloads", "sequential", "--repeats", "1", *small)
