@@ -180,11 +180,12 @@ async def measure(runner: Any, engine: Any, port: int, words: dict[str, int], ca
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer turns tokens into text")
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 64, 256], help="streams read at once")
     parser.add_argument("--fronts", type=int, default=1, help="front replicas")
     parser.add_argument("--tick-ms", type=float, default=25, help="time of a step; 0: as fast as it goes")
     args = parser.parse_args()
-    path = resolve(DEFAULT_MODEL)
+    path = resolve(args.model)
     tokenizer = Tokenizer.load(path)
     words: dict[str, int] = {}
     for token in range(1000, 40_000):
@@ -201,7 +202,7 @@ def main() -> None:
     ray.get(engine.start.remote(runner))
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     front = serve.deployment(serve.ingress()(Front), num_replicas=args.fronts, max_ongoing_requests=4096)
-    serve.run(front.bind(EngineConfig(), 1, "toy", None), name=APP)
+    serve.run(front.bind(EngineConfig(model=args.model), 1, "toy", None), name=APP)
     freeze_garbage()
     asyncio.run(measure(runner, engine, port, words, args.streams))
     serve.shutdown()
