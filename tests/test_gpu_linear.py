@@ -59,7 +59,7 @@ def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(size_out, size_in, 
     bias = torch.randn(size_out, device="cuda", generator=generator).to(dtype)
     whole = fixed_linear_triton(x, weight, bias)
     want = fixed_linear_torch(x[:64].double(), weight.double(), bias.double())
-    assert error(whole[:64], want) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert error(whole[:64], want) < {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     for first, rows in ((0, 1), (2099, 1), (5, 7), (63, 2), (1000, 32), (7, 64), (128, 65), (300, 256), (11, 700)):
         part = fixed_linear_triton(x[first : first + rows], weight, bias)
         assert torch.equal(part, whole[first : first + rows]), (first, rows)

@@ -35,8 +35,12 @@ def use_pdl(tensor: torch.Tensor) -> bool:
             tl.extra.cuda.gdc_launch_dependents()
 
     in this order, exactly once, before any early return, any write, and any read of what earlier kernels of the step
-    wrote. So when a kernel passes its wait, all before it are complete. What no kernel of a step writes (weights,
-    tables) is better loaded before the wait."""
+    wrote. What no kernel of a step writes (weights, tables) is better loaded before the wait. When a kernel passes its
+    wait its predecessor is complete, and so, as that one waited too, is everything before.
+
+    Norms and linear layers of few rows call gdc_launch_dependents first: a decode step is a chain of them, and the next
+    ones then request their weights while two before them still run. A kernel that follows another kind may count on
+    more before its wait: all but its immediate predecessor is complete when it starts."""
     return not INTERPRETED and _has_pdl(tensor.device)
 
 

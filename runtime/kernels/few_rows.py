@@ -1,9 +1,11 @@
 """Linear layers over at most 16 rows: the products of a decode step, which do nothing but read weights.
 
 Both kernels give a program a few rows of the weight and the whole of K, so results need no second pass and do not
-depend on timing. One row is multiplied on the FMA units; more rows go through the tensor cores, with every warp on its
-own part of K. The norm before the product and the activation or the residual addition after it are folded in: RMSNorm
-divides a whole row of x by one number, which is applied to the result while its squares are summed in the same loop.
+depend on timing, and both request their first weights before they wait for the kernel before them. One row is
+multiplied on the FMA units; more rows go through the tensor cores, with every warp on its own part of K. What follows
+a product, the activation or the residual addition, is folded in, and for one row the norm before it: RMSNorm divides
+the row by one number, which is applied to the result while the squares are summed in the same loop. (Of more rows each
+program would repeat more norms than a kernel of their own costs.)
 """
 
 from __future__ import annotations
@@ -109,6 +111,7 @@ def _vector_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at least 8
+    AHEAD: tl.constexpr,  # steps from a load of the weight to its use, 1 or 2
     PDL: tl.constexpr,
 ):
     """Program (i, j): rows i * BLOCK_N and on of the weight with row j of x."""
@@ -117,9 +120,12 @@ def _vector_kernel(
     cols = tl.arange(0, BLOCK_K)[None, :]
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
     w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
+    next_w = w
+    if AHEAD == 2 and BLOCK_K < K:
+        next_w = tl.load(weights + BLOCK_K, mask=cols < K - BLOCK_K, other=0.0, eviction_policy="evict_first")
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     xs = x_ptr + token * x_stride + cols
     # A thread holds 8 neighbouring columns, 16 bytes: it sums those at once and keeps an eighth of the registers.
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
@@ -130,9 +136,13 @@ def _vector_kernel(
             squares += tl.sum(tl.reshape(x * x, (1, BLOCK_K // 8, 8)), 2)
             x *= tl.load(norm_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)
         product = w.to(tl.float32) * x
-        if start + BLOCK_K < K:
-            ahead = start + BLOCK_K
-            w = tl.load(weights + ahead, mask=cols < K - ahead, other=0.0, eviction_policy="evict_first")
+        ahead = start + AHEAD * BLOCK_K
+        if AHEAD == 2:
+            w = next_w
+        if ahead < K:
+            next_w = tl.load(weights + ahead, mask=cols < K - ahead, other=0.0, eviction_policy="evict_first")
+        if AHEAD == 1:
+            w = next_w
         acc += tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // 8, 8)), 2)
     y = tl.sum(acc, 1)
     if NORM:
@@ -174,8 +184,8 @@ def _tile_kernel(
     live = (tokens < num_rows)[None, :, None]
     first_w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     first_x = tl.load(xs, mask=live & (cols < K), other=0.0)
     acc = tl.zeros((PARTS, BLOCK_N, NUM_TOKENS), tl.float32)
     for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
@@ -212,17 +222,19 @@ def few_rows_linear_triton(
     else:
         width = size_out if activation is None else size_out // 2
         out = torch.empty((num_rows, width), dtype=out_dtype or x.dtype, device=x.device)
-    config = few_rows_config(size_out, size_in, num_rows)
+    one_by_one = num_rows == 1 or x.dtype == torch.float32  # tensor cores have no fp32
+    config = few_rows_config(size_out, size_in, 1 if one_by_one else num_rows)
     grid_n = -(-size_out // config.block_n)
     options = {
         "K": size_in, "BIAS": bias is not None, "RESIDUAL": residual is not None, "ACTIVATION": activation,
         "BLOCK_N": config.block_n, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl,
     }  # fmt: skip
     bias = x if bias is None else bias  # any pointer will do
-    if num_rows == 1 or x.dtype == torch.float32:  # tensor cores have no fp32
+    if one_by_one:
         _vector_kernel[(grid_n, num_rows)](
             x, weight, bias, x if norm_weight is None else norm_weight, out, out, x.stride(0), num_rows, size_out, eps,
-            NORM=norm_weight is not None, BLOCK_K=max(min(config.block_k, next_power_of_2(size_in)), 8), **options,
+            NORM=norm_weight is not None, BLOCK_K=max(min(config.block_k, next_power_of_2(size_in)), 8),
+            AHEAD=config.stages, **options,
         )  # fmt: skip
         return out
     if norm_weight is not None:
@@ -241,5 +253,5 @@ def few_rows_config(size_out: int, size_in: int, num_rows: int) -> FewRows:
     if (config := FEW_ROWS.get((size_out, size_in, most))) is not None:
         return config
     if num_rows == 1:
-        return FewRows(block_n=4, block_k=2048, num_warps=4)
-    return FewRows(block_n=16, block_k=512, num_warps=4, stages=4)
+        return FewRows(block_n=4, block_k=1024, num_warps=4)
+    return FewRows(block_n=16, block_k=512, num_warps=4, stages=3)

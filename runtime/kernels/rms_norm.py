@@ -38,8 +38,8 @@ def _rms_norm_kernel(
     inside = cols < hidden
     weight = tl.load(weight_ptr + cols, mask=inside, other=0.0).to(tl.float32)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # first: the linear layer that follows may request its weights
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         at = residual_ptr + row * hidden + cols
