@@ -15,8 +15,8 @@ except ImportError:
     tl = None
     INTERPRETED = False
 
-    def jit(fn):
-        return fn
+    def jit(fn=None, **options):
+        return fn or jit
 
     def next_power_of_2(n: int) -> int:
         return 1 << (n - 1).bit_length()

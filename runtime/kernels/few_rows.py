@@ -92,7 +92,7 @@ def _finish(
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _vector_kernel(
     x_ptr,  # [num_rows, K], rows x_stride apart
     weight_ptr,  # [N, K] contiguous
@@ -101,7 +101,7 @@ def _vector_kernel(
     residual_ptr,  # [num_rows, N] contiguous
     out_ptr,  # [num_rows, N] contiguous, or N // 2 columns with ACTIVATION
     x_stride,
-    num_rows,
+    num_rows,  # not specialised on: a number that was not seen at start must not compile a kernel while serving
     N,
     eps,
     K: tl.constexpr,
@@ -153,7 +153,7 @@ def _vector_kernel(
     )  # fmt: skip
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _tile_kernel(
     x_ptr,  # the same arguments as above
     weight_ptr,

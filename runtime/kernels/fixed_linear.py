@@ -30,7 +30,7 @@ def fixed_linear_torch(
     return F.linear(x, weight, bias).to(out_dtype or x.dtype)
 
 
-@jit
+@jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x_ptr,  # [num_rows, K], rows x_stride apart
     weight_ptr,  # [N, K] contiguous
