@@ -22,7 +22,6 @@ from runtime.kernels.paged_attention import LOG2_E, PagedRows, absorb, find_row,
 _TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
 _FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least
 _MAX_SPLITS = 32
-_PROGRAMS_PER_SM = 2  # enough to keep the memory busy
 _MERGED_ELEMENTS = 8192  # fp32 elements of partial results that are loaded at a time
 
 
@@ -95,7 +94,8 @@ def _decode_attention_kernel(
         old = begin + offsets < start
         k = load_tile(pointers, old, HEAD_DIM, BLOCK_D)
         v = load_tile(pointers + kv_stride, old, HEAD_DIM, BLOCK_D)
-    # Rows, tables and all keys but this step's are older than the launch before this one, hence complete.
+    # The launch before this one (RoPE and the store of k and v) has waited before it let this one start: rows, tables
+    # and all keys but this step's were complete then.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -221,6 +221,10 @@ def decode_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
+    per_sm = 4 if block_d <= 64 else 3 if block_d == 128 else 2  # programs that an SM runs at a time
+    capacity = per_sm * _num_sms(q.device)
+    if block_d <= 64 and rows.max_count == 1 and 2 * rows.num_rows * num_kv_heads > capacity:
+        deterministic = True  # rows enough without splits: there the fixed form compiles to the faster code
     if deterministic:
         tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
         num_tiles = rows.num_rows if rows.max_count == 1 else num_tokens // tile_tokens + rows.num_rows
@@ -228,9 +232,9 @@ def decode_attention(
         tile_tokens, num_tiles = next_power_of_2(rows.max_count), rows.num_rows
     tile_rows = next_power_of_2(tile_tokens * group)
     programs = num_tiles * num_kv_heads
-    splits = max(1, min(_PROGRAMS_PER_SM * _num_sms(q.device) // programs, _MAX_SPLITS))
+    splits = max(1, min(capacity // programs, _MAX_SPLITS))
     eager = splits > 1 and not deterministic
-    block_n, warps, stages = _tile(block_d, q.dtype, eager)
+    block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic)
     segment = _FIXED_SEGMENT if deterministic else block_n
     segments = -(-rows.max_len // segment)
     splits = min(splits, segments)
@@ -254,19 +258,19 @@ def decode_attention(
     return out
 
 
-def _tile(block_d: int, dtype: torch.dtype, eager: bool) -> tuple[int, int, int]:
-    """(positions a tile, warps, pipeline stages)."""
-    if dtype == torch.float32:
+def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool) -> tuple[int, int, int]:
+    """(positions a tile, warps, pipeline stages), as measured on an H200."""
+    if dtype == torch.float32 or block_d > 128:
         return 32, 4, 3
-    if block_d > 128:
-        return 32, 4, 3
-    return 64, 2, 3 if eager or block_d == 128 else 5
+    if block_d == 128:
+        return 64, 2 if deterministic else 4, 3
+    return (64, 4, 3) if eager else (64, 2, 5)
 
 
 @cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros between launches; there are splits only while programs per split are fewer than this."""
-    return torch.zeros(_PROGRAMS_PER_SM * _num_sms(device), dtype=torch.int32, device=device)
+    """Zeros between launches; where there are splits, tiles times kv heads are fewer."""
+    return torch.zeros(4 * _num_sms(device), dtype=torch.int32, device=device)
 
 
 @cache

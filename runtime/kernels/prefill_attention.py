@@ -47,7 +47,7 @@ def _prefill_attention_kernel(
     count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
     start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
     table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
-    if PDL:  # rows and tables are older than the launch before this one, hence complete
+    if PDL:  # rows and tables are older than the launch before this one, which has waited before it let this one start
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if count <= 0:
@@ -122,12 +122,11 @@ def prefill_attention(
 def _tile(block_d: int, dtype: torch.dtype, max_len: int) -> tuple[int, int, dict[str, int]]:
     """(rows of q, positions, launch options), as measured on an H200. Two programs on an SM take turns at the tensor
     cores; at head_dim 128 that needs a limit on registers, which costs a few spills outside of the loops."""
+    short = max_len <= 1024
     if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
         return 32, 32, {"num_warps": 4, "num_stages": 1}
     if block_d > 128:
-        return 128, 64, {"num_warps": 8, "num_stages": 2}
-    if block_d == 128 and max_len > 1024:
-        return 128, 64, {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
-    if block_d == 128:
+        return (64, 32, {"num_warps": 4, "num_stages": 3}) if short else (128, 64, {"num_warps": 8, "num_stages": 2})
+    if block_d == 128 and short:
         return 64, 64, {"num_warps": 4, "num_stages": 3}
-    return 128, 64, {"num_warps": 8, "num_stages": 3}
+    return 128, 64, {"num_warps": 8, "num_stages": 3} | ({"maxnreg": 128} if block_d == 128 else {})
