@@ -27,7 +27,7 @@ from runtime.kernels.prefill_attention import prefill_attention
 HBM_BYTES_S = 4.45e12  # read, measured on an H200
 BF16_FLOP_S = 788e12  # GEMM 8192^3, measured there
 _ROTATION_BYTES = 256 << 20  # several times the L2 cache
-_GENERIC = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+_SDPA_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
 def graph_seconds(launch: Callable[[int], object], launches: int, replays: int = 15) -> float:
@@ -108,7 +108,7 @@ def sdpa_seconds(num_rows: int, num_tokens: int, length: int, heads: tuple[int, 
     if 1 < num_tokens < length:
         mask = {"attn_mask": causal_lower_right(num_tokens, length)}
     times = []
-    for backend in _GENERIC:
+    for backend in _SDPA_BACKENDS:
         try:
             with sdpa_kernel(backend):
                 times.append(
