@@ -114,7 +114,7 @@ def test_decoding_equals_recomputing(spec, dtype):
         again.open(2, known, hot, prompt_len=60, seed=77)
         again.step((2, 0, len(known), 1))
         assert torch.equal(again.logits[0], decoded[at])
-        assert int(again.runner.slots.tokens[2, len(known)]) == tokens[len(known)]
+        assert int(again.runner.steps.slots.tokens[2, len(known)]) == tokens[len(known)]
 
 
 @pytest.mark.parametrize(

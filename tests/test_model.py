@@ -93,7 +93,7 @@ def test_logits_equal_transformers(variant, deterministic, tmp_path):
     for end in range(3, 12):  # decode, beside another row
         driver.step((0, 80, 1, 1), (1, 0, 3, 1)) if end == 3 else driver.step((0, 80, 1, 1), (1, end - 1, 1, 1))
         torch.testing.assert_close(driver.logits[0], want[80], atol=1e-4, rtol=1e-4)
-        driver.runner.slots.tokens[1, end] = tokens[end]  # teacher-forced
+        driver.runner.steps.slots.tokens[1, end] = tokens[end]  # teacher-forced
         torch.testing.assert_close(driver.logits[1], want[end - 1], atol=1e-4, rtol=1e-4)
     assert runner.info.eos_token_ids == (2,)
 

@@ -12,6 +12,7 @@ from runner_driver import GREEDY, TINY, Driver, tiny_runner
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.models.decoder import Numerics
 from runtime.models.spec import DecoderSpec
 from runtime.worker.memory import available_memory, plan_memory
 from runtime.worker.runner import ModelRunner, choose_numerics
@@ -43,7 +44,7 @@ def test_any_mix_of_rows_gives_each_row_its_own_logits(runner, requests, random,
     for row, i in enumerate(order):
         torch.testing.assert_close(driver.logits[row], want[i], atol=1e-4, rtol=1e-4)
         assert result.token_ids[row] == driver.logits[row].argmax()
-        assert runner.slots.tokens[i, requests[i][0]] == result.token_ids[row]
+        assert runner.steps.slots.tokens[i, requests[i][0]] == result.token_ids[row]
 
 
 def test_results_follow_the_rows_that_sample(runner):
@@ -100,7 +101,7 @@ def test_decode_goes_on_from_tokens_that_no_plan_carries(runner):
     driver.open(1, known)
     driver.prefill(1, known)
     assert driver.logits[0].argmax() == sampled[-1]
-    assert runner.slots.tokens[0, 30:43].tolist() == sampled
+    assert runner.steps.slots.tokens[0, 30:43].tolist() == sampled
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -133,8 +134,8 @@ def test_reset_forgets_requests(runner):
     driver.open(0, tokens_of(1, 10), SamplingParams(temperature=0, logit_bias=((3, 100.0),)))
     assert driver.step((0, 0, 10, 1)).token_ids.tolist() == [3]
     runner.reset()
-    assert not runner.slots.tables.any()
-    assert not runner.sampler.bias
+    assert not runner.steps.slots.tables.any()
+    assert not runner.steps.sampler.bias
     before = runner.steps_done
     driver.open(0, tokens_of(1, 10))
     driver.step((0, 0, 10, 1))
@@ -165,8 +166,12 @@ BIG = DecoderSpec(
 GIB = 1 << 30
 
 
+def cpu(dtype: torch.dtype, packed: bool) -> Numerics:
+    return Numerics(dtype, torch.device("cpu"), "torch", packed, deterministic=False)
+
+
 def test_the_memory_plan_adds_up_and_names_the_flags():
-    plan = plan_memory(EngineConfig(max_model_len=4096).sized_for("cpu"), BIG, torch.bfloat16, True, 16 * GIB)
+    plan = plan_memory(EngineConfig(max_model_len=4096).sized_for("cpu"), BIG, cpu(torch.bfloat16, True), 16 * GIB)
     assert plan.kv == plan.num_kv_blocks * 16 * 2 * 16 * 8 * 64 * 2
     assert 0.9 * GIB < plan.kv <= GIB
     assert plan.weights == 2 * (1_235_814_400 + 128256 * 2048)  # Llama 3.2 1B, and the packed head
@@ -177,17 +182,19 @@ def test_the_memory_plan_adds_up_and_names_the_flags():
 
 
 def test_the_cache_is_never_larger_than_the_requests_can_use():
-    plan = plan_memory(EngineConfig(max_num_seqs=2, max_model_len=100).sized_for("cpu"), TINY, torch.float32, True, GIB)
+    plan = plan_memory(
+        EngineConfig(max_num_seqs=2, max_model_len=100).sized_for("cpu"), TINY, cpu(torch.float32, True), GIB
+    )
     assert plan.num_kv_blocks == 2 * 7 + 1
     assert (
-        plan_memory(EngineConfig(max_num_seqs=2).sized_for("cpu"), TINY, torch.float32, True, GIB).max_model_len
+        plan_memory(EngineConfig(max_num_seqs=2).sized_for("cpu"), TINY, cpu(torch.float32, True), GIB).max_model_len
         == TINY.max_positions
     )
 
 
 def test_contiguous_blocks_are_as_long_as_the_context():
     config = EngineConfig(kv_layout="contiguous", max_num_seqs=3, max_model_len=100).sized_for("cpu")
-    plan = plan_memory(config, TINY, torch.float32, True, GIB)
+    plan = plan_memory(config, TINY, cpu(torch.float32, True), GIB)
     assert (plan.block_size, plan.num_kv_blocks, plan.max_model_len) == (100, 4, 100)
 
 
@@ -203,11 +210,12 @@ def test_contiguous_blocks_are_as_long_as_the_context():
 )
 def test_too_little_memory_is_refused_with_the_flag_to_change(available, config, message):
     with pytest.raises(CallboardError, match=message):
-        plan_memory(EngineConfig(**config).sized_for("cpu"), BIG, torch.bfloat16, True, available)
+        plan_memory(EngineConfig(**config).sized_for("cpu"), BIG, cpu(torch.bfloat16, True), available)
 
 
 def test_a_gpu_of_our_own_is_filled():
-    plan = plan_memory(EngineConfig(max_num_seqs=256).sized_for("cpu"), BIG, torch.bfloat16, False, 80 * GIB, fill=True)
+    on_gpu = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
+    plan = plan_memory(EngineConfig(max_num_seqs=256).sized_for("cuda"), BIG, on_gpu, 80 * GIB)
     total = plan.weights + plan.kv + plan.working
     assert 79.9 * GIB < total <= 80 * GIB
 

@@ -12,13 +12,16 @@ from typing import Literal
 import torch
 
 from runtime.kernels.attention import attention_exact, attention_torch
+from runtime.kernels.decode_attention import decode_attention
+from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.gated_activation import (
     Activation,
     gated_activation_exact,
     gated_activation_torch,
-    gated_activation_triton,
 )
 from runtime.kernels.linear import Linear, cpu_product
+from runtime.kernels.paged_attention import PagedRows
+from runtime.kernels.prefill_attention import prefill_attention
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
 
@@ -38,16 +41,26 @@ def select(
     backend: Literal["torch", "triton"], packed: bool, deterministic: bool, activation: Activation = "silu"
 ) -> Kernels:
     """The operations of a backend. Deterministic ones give a row the same bits whatever the other rows are."""
-    attention = attention_exact if deterministic else attention_torch
     if backend == "triton":
-        rms_norm, rope_rows, rope_store_kv = rms_norm_triton, rope_rows_triton, rope_store_kv_triton
-        gated_activation = gated_activation_triton
-    else:
-        rms_norm, rope_rows, rope_store_kv = rms_norm_torch, rope_rows_torch, rope_store_kv_torch
-        gated_activation = gated_activation_exact if deterministic else gated_activation_torch
-    activate = partial(gated_activation, activation=activation)
+        linear: Callable = partial(FusedLinear, activation=activation, deterministic=deterministic)
+        attention: Callable = partial(_attend, deterministic=deterministic)
+        return Kernels(linear, rms_norm_triton, rope_rows_triton, rope_store_kv_triton, attention)
+    activate = partial(gated_activation_exact if deterministic else gated_activation_torch, activation=activation)
 
-    def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return Linear(cpu_product(weight, bias, packed, deterministic), rms_norm, activate)
+    def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return Linear(cpu_product(weight, bias, packed, deterministic), rms_norm_torch, activate)
 
-    return Kernels(linear, rms_norm, rope_rows, rope_store_kv, attention)
+    attention = attention_exact if deterministic else attention_torch
+    return Kernels(plain, rms_norm_torch, rope_rows_torch, rope_store_kv_torch, attention)
+
+
+def _attend(q: torch.Tensor, kv: torch.Tensor, parts: list[PagedRows], deterministic: bool) -> torch.Tensor:
+    """[num_tokens, num_heads * head_dim]: rows of one token and longer ones, whose tokens follow each other in q."""
+    out = q.new_empty(len(q), q.shape[1] * q.shape[2])
+    at = 0
+    for rows in parts:
+        end = at + rows.num_tokens
+        attend = decode_attention if rows.max_count == 1 else prefill_attention
+        attend(q[at:end], kv, rows, scale=q.shape[2] ** -0.5, deterministic=deterministic, out=out[at:end])
+        at = end
+    return out

@@ -16,8 +16,17 @@ from functools import cache
 
 import torch
 
-from runtime.kernels._triton import INTERPRETED, jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.paged_attention import LOG2_E, PagedRows, absorb, find_row, load_tile, tile_pointers, walk
+from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.paged_attention import (
+    LOG2_E,
+    PagedRows,
+    absorb,
+    find_row,
+    load_tile,
+    rows_searched,
+    tile_pointers,
+    walk,
+)
 
 _TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
 _FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least
@@ -25,7 +34,7 @@ _MAX_SPLITS = 32
 _MERGED_ELEMENTS = 8192  # fp32 elements of partial results that are loaded at a time
 
 
-@jit
+@jit(do_not_specialize=["num_rows", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _decode_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
@@ -58,7 +67,7 @@ def _decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,  # segments loaded at a time
-    EAGER: tl.constexpr,  # the first tile of a segment is requested before the wait; not with FIXED
+    EAGER: tl.constexpr,  # the first tile of a segment is requested before the wait: of settled rows, without FIXED
     LOWEST: tl.constexpr,  # below all scores, yet finite
     PDL: tl.constexpr,
 ):
@@ -95,7 +104,7 @@ def _decode_attention_kernel(
         k = load_tile(pointers, old, HEAD_DIM, BLOCK_D)
         v = load_tile(pointers + kv_stride, old, HEAD_DIM, BLOCK_D)
     # The launch before this one (RoPE and the store of k and v) has waited before it let this one start: rows, tables
-    # and all keys but this step's were complete then.
+    # and, where rows are settled, all keys before them were complete then.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -233,7 +242,7 @@ def decode_attention(
     tile_rows = next_power_of_2(tile_tokens * group)
     programs = num_tiles * num_kv_heads
     splits = max(1, min(capacity // programs, _MAX_SPLITS))
-    eager = splits > 1 and not deterministic
+    eager = splits > 1 and not deterministic and rows.settled
     block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic)
     segment = _FIXED_SEGMENT if deterministic else block_n
     segments = -(-rows.max_len // segment)
@@ -249,7 +258,7 @@ def decode_attention(
         _counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,
         segments, scale * LOG2_E,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, GROUP=group, TILE_TOKENS=tile_tokens,
-        NUM_ROWS=next_power_of_2(rows.num_rows) if num_tiles > rows.num_rows else 0,
+        NUM_ROWS=rows_searched(rows.num_rows) if num_tiles > rows.num_rows else 0,
         SEGMENT=segment, FIXED=deterministic, WINDOW=window, SOFT_CAP=soft_cap,
         ROWS=tile_rows, BLOCK_M=max(tile_rows, _TILE_ROWS), BLOCK_N=block_n, BLOCK_D=block_d,
         MERGE=max(1, min(8, _MERGED_ELEMENTS // (tile_rows * block_d))),

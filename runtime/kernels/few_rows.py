@@ -34,6 +34,7 @@ def few_rows_linear_torch(
     residual: torch.Tensor | None = None,  # [num_rows, N], must not overlap x; added to in place and returned
     activation: Activation | None = None,  # N = 2 * ffn, rows of gate, then of up: act(gate) * up
     out_dtype: torch.dtype | None = None,  # of a result without residual; x's dtype if None
+    out: torch.Tensor | None = None,  # contiguous, for a result without residual
 ) -> torch.Tensor:
     """x @ weight.T + bias -> [num_rows, N] (or [num_rows, ffn], or the residual), step by step."""
     if norm_weight is not None:
@@ -44,7 +45,7 @@ def few_rows_linear_torch(
         y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
     if residual is not None:
         return residual.add_(y)
-    return y.to(out_dtype or x.dtype)
+    return y.to(out_dtype or x.dtype) if out is None else out.copy_(y)
 
 
 @jit
@@ -213,6 +214,7 @@ def few_rows_linear_triton(
     residual: torch.Tensor | None = None,
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`few_rows_linear_torch` as one kernel with fp32 sums; x's rows may be strided."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]

@@ -25,9 +25,11 @@ def fixed_linear_torch(
     weight: torch.Tensor,  # [N, K]
     bias: torch.Tensor | None = None,  # [N]
     out_dtype: torch.dtype | None = None,  # x's dtype if None
+    out: torch.Tensor | None = None,  # [num_rows, N] contiguous
 ) -> torch.Tensor:
     """x @ weight.T + bias -> [num_rows, N]; the library's own order of sums."""
-    return F.linear(x, weight, bias).to(out_dtype or x.dtype)
+    y = F.linear(x, weight, bias)
+    return y.to(out_dtype or x.dtype) if out is None else out.copy_(y)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -107,7 +109,7 @@ def _chunk_sum(
     return acc
 
 
-@jit
+@jit(do_not_specialize=["size"])
 def _add_chunks_kernel(
     sums_ptr,  # [NUM_CHUNKS, num_rows * N] fp32
     bias_ptr,  # [N], read if BIAS
@@ -144,11 +146,16 @@ class Tiling(NamedTuple):
 
 
 def fixed_linear_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fixed_linear_torch` with fp32 sums in an order that depends on nothing but the weight's shape and dtype."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]
-    out = torch.empty((num_rows, size_out), dtype=out_dtype or x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((num_rows, size_out), dtype=out_dtype or x.dtype, device=x.device)
     if not num_rows:
         return out
     chunk = chunk_size(size_out, size_in)

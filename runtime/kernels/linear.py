@@ -1,6 +1,7 @@
 """Linear layers: the forms in which a decoder uses a weight, and the products behind them on a CPU.
 
-There, weights are packed once into oneDNN's own blocked layout, with F.linear as the fallback. Packed is far faster than F.linear at few rows (fp32 1.8x at one row), and bit-invariant: from two rows on, a row's
+There, weights are packed once into oneDNN's own blocked layout, with F.linear as the fallback. Packed is
+far faster than F.linear at few rows (fp32 1.8x at one row), and bit-invariant: from two rows on, a row's
 result depends neither on the number of rows nor on its place among them. The two calls are private to torch, so a
 build without them falls back.
 """
@@ -38,8 +39,10 @@ class Linear:
         """activation(gate) * up of the normed input; the weight's rows are the gate's, then the up projection's."""
         return self.activate(self.normed(x, norm_weight, eps))
 
-    def logits(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """`normed` for the output head: fp32 where that costs nothing."""
+    def logits(
+        self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`normed` for the output head; in fp32, and in `out` if given, where the form can."""
         return self.normed(x, norm_weight, eps)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.kernels._triton import jit, tl
+from runtime.kernels._triton import jit, next_power_of_2, tl
 
 LOG2_E = 1.4426950408889634
 
@@ -28,6 +28,8 @@ class PagedRows:
     num_tokens: int
     max_count: int  # most tokens of a row
     max_len: int  # most positions that a row's last token sees
+    settled: bool = False  # no launch of this step writes a key before a row's start, as another row that shares its
+    # prefix might
 
 
 def paged_attention_torch(
@@ -60,6 +62,11 @@ def paged_attention_torch(
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         result[first:end] = torch.einsum("ngts,nsd->tngd", weights, v).reshape(end - first, -1).to(q.dtype)
     return result
+
+
+def rows_searched(num_rows: int) -> int:
+    """ROWS of `find_row`: the same for almost every step, since each value is another compiled kernel."""
+    return max(256, next_power_of_2(num_rows))
 
 
 @jit

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.paged_attention import LOG2_E, PagedRows, find_row, walk
+from runtime.kernels.paged_attention import LOG2_E, PagedRows, find_row, rows_searched, walk
 
 
-@jit
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
@@ -112,7 +112,7 @@ def prefill_attention(
         q, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, scale * LOG2_E,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, GROUP=group, TILE_TOKENS=tile_tokens,
-        NUM_ROWS=next_power_of_2(rows.num_rows), WINDOW=window, SOFT_CAP=soft_cap,
+        NUM_ROWS=rows_searched(rows.num_rows), WINDOW=window, SOFT_CAP=soft_cap,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         PDL=pdl, **options, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

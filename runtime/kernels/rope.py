@@ -8,7 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.models.spec import RopeSpec
 
 _TILE = 2048  # elements of a program
@@ -68,7 +68,7 @@ def rope_store_kv_torch(
     return qkv[:, :num_heads]
 
 
-@jit
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _rope_store_kv_kernel(
     qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM] contiguous
     table_ptr,  # [2, num_positions, HEAD_DIM], rows contiguous, cos and sin sin_offset apart

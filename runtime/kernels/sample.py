@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
 
 # Columns of a slot's parameters, int32; floats as their bits.
@@ -79,7 +79,7 @@ def _keyed_hash(h, key):
     return h ^ _shift_right(h, 16)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _best_of_tile_kernel(
     logits_ptr,  # [n, vocab] fp32, bf16 or fp16, rows logits_stride apart
     slots_ptr,  # [n]
@@ -129,7 +129,7 @@ def _best_of_tile_kernel(
     tl.store(keys_ptr + row * tl.num_programs(0) + tile, key)
 
 
-@jit
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _best_of_row_kernel(
     keys_ptr,  # [n, num_tiles] int64
     slots_ptr,  # [n]

@@ -21,7 +21,7 @@ def apply_runs_torch(
         state[place : place + length] = values[first : first + length]
 
 
-@jit
+@jit(do_not_specialize=["num_runs"], do_not_specialize_on_alignment=["values_ptr"])
 def _apply_runs_kernel(
     state_ptr,  # [size] int32
     runs_ptr,  # [3, num_runs] int32 contiguous

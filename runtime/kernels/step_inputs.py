@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.kernels._triton import jit, tl, use_pdl
+from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
 
 _TILE = 128  # tokens of a program: of 128 rows in a decode step, of one row in a long one
 
@@ -31,7 +31,7 @@ def build_inputs_torch(
     return tokens[slot_of, positions.long()], positions, blocks * block_size + positions % block_size
 
 
-@jit
+@jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _build_inputs_kernel(
     slots_ptr,  # [num_rows]
     starts_ptr,  # [num_rows]

@@ -137,9 +137,9 @@ class Decoder:
             layer.down.add_to(h, layer.gate_up.gated(h, layer.ffn_norm, eps))
         return h
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] of `forward` -> [n, vocab]."""
-        return self.head.logits(hidden, self.final_norm, self.spec.norm_eps)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, hidden] of `forward` -> [n, vocab]; in `out`, float32, if given (Triton backend)."""
+        return self.head.logits(hidden, self.final_norm, self.spec.norm_eps, out)
 
 
 def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

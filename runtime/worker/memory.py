@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,10 +13,12 @@ import torch
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
+from runtime.models.decoder import Numerics
 from runtime.models.spec import DecoderSpec
 
 _GIB = 1 << 30
 _DEFAULT_CPU_KV = 1.0  # GiB
+_GRAPH_BYTES = 1 << 30  # CUDA graphs, and what libraries load later
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +44,21 @@ class MemoryPlan:
         )
 
 
-def plan_memory(
-    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, packed: bool, available: int, fill: bool = False
-) -> MemoryPlan:
-    """Weights + KV + working memory; `fill` gives the KV cache all that is left, as on a GPU of our own.
+def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, available: int) -> MemoryPlan:
+    """Weights + KV + working memory; on a GPU the KV cache gets all that is left.
 
     `config` is one that is `sized_for` a device. Raises CallboardError, with the flag to change, if they do not fit."""
     weights = sum(math.prod(shape) for shape in spec.shapes().values())
-    if packed and spec.tied_head:
+    if numerics.packed and spec.tied_head:
         weights += spec.vocab_size * spec.hidden_size  # the packed head is a second copy of the embedding
-    weights *= dtype.itemsize
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+    weights *= numerics.dtype.itemsize
+    token_bytes = _token_bytes(spec, numerics)
     wanted = config.max_model_len
     if wanted is not None and wanted > spec.max_positions:
         raise CallboardError(f"max_model_len is {wanted}; the model's context is {spec.max_positions} tokens at most.")
-    working = _working_bytes(config, spec, dtype, wanted or spec.max_positions)
+    working = _working_bytes(config, spec, numerics, wanted or spec.max_positions)
     room = available - weights - working
-    budget = max(room, 0) if fill else int(_DEFAULT_CPU_KV * _GIB)
+    budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB)
     if config.kv_cache_memory is not None:
         budget = int(config.kv_cache_memory * _GIB)
     flag = "kv_cache_memory"
@@ -109,15 +109,40 @@ def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) 
     return min(free)
 
 
-def _working_bytes(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, max_model_len: int) -> int:
+def resize_kv(plan: MemoryPlan, config: EngineConfig, spec: DecoderSpec, numerics: Numerics, room: int) -> MemoryPlan:
+    """The plan with a KV cache for `room` bytes, which is what the largest step has left. Raises CallboardError if
+    that is less than the plan needs."""
+    block_bytes = _token_bytes(spec, numerics) * plan.block_size
+    fits = (room - _GRAPH_BYTES) // block_bytes
+    fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
+    context_blocks = -(-plan.max_model_len // plan.block_size)
+    num_blocks = plan.num_kv_blocks if fixed else min(fits, config.max_num_seqs * context_blocks + 1)
+    plan = replace(plan, num_kv_blocks=num_blocks, kv=num_blocks * block_bytes,
+                   working=plan.available - plan.weights - room)  # fmt: skip
+    if num_blocks > fits or num_blocks <= context_blocks:
+        raise CallboardError(
+            f"Too little GPU memory is left after the largest step; lower max_num_batched_tokens, max_num_seqs or "
+            f"max_model_len, or raise gpu_memory_utilization: {plan}."
+        )
+    return plan
+
+
+def _token_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * numerics.dtype.itemsize
+
+
+def _working_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> int:
     """An upper bound for the largest step: activations of one layer, fp32 logits with three copies, gathered KV."""
     heads = spec.num_heads + 2 * spec.num_kv_heads
     tokens = config.max_num_batched_tokens
     if not config.chunked_prefill:
         tokens = max(tokens, max_model_len)
-    activations = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.ffn_size) * dtype.itemsize
+    size = numerics.dtype.itemsize
+    activations = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.ffn_size) * size
     logits = min(config.max_num_seqs, tokens) * spec.vocab_size * 4 * 4
-    mask = min(tokens, max_model_len) * max_model_len * dtype.itemsize
+    if numerics.backend == "triton":
+        return activations + logits + _GRAPH_BYTES
+    mask = min(tokens, max_model_len) * max_model_len * size
     gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
     return activations + logits + mask + 2 * gathered
 

@@ -1,0 +1,69 @@
+"""Linear layers on a GPU: few rows stream the weight with everything around it folded in, many rows go to cuBLAS."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels.few_rows import MAX_ROWS, few_rows_linear_triton
+from runtime.kernels.fixed_linear import fixed_linear_triton
+from runtime.kernels.gated_activation import Activation, gated_activation_triton
+from runtime.kernels.linear import Linear
+from runtime.kernels.rms_norm import rms_norm_triton
+
+
+class FusedLinear(Linear):
+    """The forms of `Linear` in the fewest launches. Up to MAX_ROWS rows each is one kernel or two; above, the product
+    itself adds the residual. Deterministic: one product for every number of rows, the rest row by row."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, deterministic: bool
+    ) -> None:
+        super().__init__(self._product, rms_norm_triton, partial(gated_activation_triton, activation=activation))
+        self.weight, self.bias, self.activation, self.deterministic = weight, bias, activation, deterministic
+        self.few_rows = partial(few_rows_linear_triton, weight=weight, bias=bias)
+
+    def _few(self, x: torch.Tensor) -> bool:
+        return len(x) <= MAX_ROWS and not self.deterministic
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.deterministic:
+            return fixed_linear_triton(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        if self._few(x):
+            self.few_rows(x, residual=residual)
+        elif self.deterministic or self.bias is not None:
+            super().add_to(residual, x)
+        else:
+            residual.addmm_(x, self.weight.t())
+
+    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if self._few(x):
+            return self.few_rows(x, norm_weight=norm_weight, eps=eps)
+        return super().normed(x, norm_weight, eps)
+
+    def gated(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if self._few(x):
+            return self.few_rows(x, norm_weight=norm_weight, eps=eps, activation=self.activation)
+        return super().gated(x, norm_weight, eps)
+
+    def logits(
+        self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """In fp32: rounded to bf16, the best two of 128,000 logits are often the same number."""
+        weight, bias, wide = self.weight, self.bias, torch.float32
+        if self._few(x):
+            return self.few_rows(x, norm_weight=norm_weight, eps=eps, out_dtype=wide, out=out)
+        h = self.rms_norm(x, norm_weight, eps)
+        if self.deterministic:
+            return fixed_linear_triton(h, weight, bias, wide, out)
+        if h.dtype == wide or bias is not None or not h.is_cuda:
+            logits = F.linear(h, weight, bias).float()
+            return logits if out is None else out.copy_(logits)
+        if out is None:
+            return torch.mm(h, weight.t(), out_dtype=wide)
+        return torch.mm(h, weight.t(), out_dtype=wide, out=out)

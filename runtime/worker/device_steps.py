@@ -1,0 +1,229 @@
+"""Steps of the Triton kernels: all state of the requests is on the device, and the host waits for nothing.
+
+A step is one upload of the plan's rows (and of what the plan changes, applied first), the forward pass, sampling, and
+one download of the tokens, all on one stream, so that plan order is stream order (C2). A step of decode rows alone is
+one CUDA graph from the rows to the tokens; others launch the same functions one by one.
+
+The state of a slot is one row of int32, and the last row belongs to the padding of a graph's batch: it stays zero but
+for its position 1, so that padded rows compute token 0 at position 0 into the null block.
+
+    state[slot] = [ token ids: max_model_len | block table: max_blocks | sampling parameters: NUM_PARAMS ]
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from runtime.core.plan import Int32s, StepPlan, StepResult
+from runtime.kernels.paged_attention import PagedRows
+from runtime.kernels.sample import NUM_PARAMS
+from runtime.kernels.staging import apply_runs
+from runtime.kernels.step_inputs import build_inputs
+from runtime.models.decoder import Decoder
+from runtime.worker.device_sampler import DeviceSampler
+from runtime.worker.host_steps import make_result
+from runtime.worker.sampler import Logprobs
+
+_LARGEST_GRAPH = 512  # rows
+
+
+@dataclass(slots=True)
+class DecodeGraph:
+    """A captured decode step of `size` rows."""
+
+    size: int
+    graph: torch.cuda.CUDAGraph
+    token_ids: torch.Tensor  # [size] int32, what the replay writes
+
+
+class DeviceSteps:
+    """The requests' state on the device, and the order of a step's parts. `reset` must come before the first step."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: torch.Tensor,  # [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]
+        num_slots: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
+        self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
+        self.device, self.block_size = cache.device, cache.shape[4]
+        self.max_blocks = -(-max_model_len // self.block_size)
+        self.table_at, self.params_at = max_model_len, max_model_len + self.max_blocks
+        self.stride = -(-(self.params_at + NUM_PARAMS) // 4) * 4
+        self.state = torch.zeros((num_slots + 1, self.stride), dtype=torch.int32, device=self.device)
+        self.tokens = self.state[:, :max_model_len]
+        self.tables = self.state[:, self.table_at : self.params_at]
+        self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
+        self.graph_rows = torch.zeros(3 * num_slots, dtype=torch.int32, device=self.device)
+        self.graph_logits = torch.empty(0, device=self.device)
+        self.row_numbers = torch.arange(num_slots + 1, dtype=torch.int32, device=self.device)
+        self.graphs: list[DecodeGraph] = []  # by rising size
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        self.state.zero_()
+        self.sampler = DeviceSampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, self.device)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Start the step; the answer waits for its result."""
+        for slot in plan.freed.tolist():
+            self.sampler.remove(slot)
+        self._stage(plan)
+        sampling = np.flatnonzero(plan.samples)
+        slots, positions = plan.slots[sampling], (plan.starts + plan.counts)[sampling]
+        size = len(plan.slots)
+        # A graph's attention reads what it may before the step's own keys are there; only a new request can share a
+        # prefix that this very step computes.
+        decode_only = len(sampling) == size and int(plan.counts.sum()) == size and not plan.new
+        if decode_only and self.graphs and size <= self.graphs[-1].size:
+            token_ids, logits, where = self._replay(slots, plan.starts)
+        else:
+            token_ids, logits, where = self._run(plan, sampling, slots, positions)
+        logprobs = None
+        if not self.sampler.is_plain(slots, positions):
+            logprobs = self.sampler.resample(logits, token_ids, slots, positions, *where, self.tokens, self.params)
+        return self._download(plan.step_id, token_ids, logprobs)
+
+    # ---- to the device and back -----------------------------------------------------------------------------------
+
+    def _upload(self, arrays: list[Int32s]) -> torch.Tensor:
+        """The arrays, end to end, as one copy that the host does not wait for."""
+        packed = torch.from_numpy(np.concatenate(arrays))
+        return (packed.pin_memory() if self.device.type == "cuda" else packed).to(self.device, non_blocking=True)
+
+    def _download(self, step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None) -> Callable[[], StepResult]:
+        """Copies to the host, begun; the answer waits for them."""
+        host, host_logprobs = _to_host(token_ids), logprobs and logprobs.map(_to_host)
+        done = torch.cuda.Event() if self.device.type == "cuda" else None
+        if done is not None:
+            done.record()
+        return partial(_finish, step_id, host, host_logprobs, done)
+
+    def _stage(self, plan: StepPlan) -> None:
+        """Write what the plan changes into the state: block tables, and the tokens and parameters of new requests."""
+        if not (plan.new or plan.tables.shape[1]):
+            return
+        slots, index, blocks = plan.tables
+        # A block may be replaced in the plan that wrote it: the last one counts, and kernels know no order.
+        writes = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
+        places, lengths = list(writes), [1] * len(writes)
+        values = [np.fromiter(writes.values(), np.int32, len(writes))]
+        for new in plan.new:
+            row = new.slot * self.stride
+            places += (row, row + self.params_at)
+            lengths += (len(new.token_ids), NUM_PARAMS)
+            values += (new.token_ids, self.sampler.add(new))
+        sizes = np.array(lengths, np.int32)
+        n, sources = len(places), np.cumsum(sizes, dtype=np.int32) - sizes
+        staged = self._upload([np.array(places, np.int32), sources, sizes, *values])
+        apply_runs(self.state.view(-1), staged[: 3 * n].view(3, n), staged[3 * n :], max(lengths))
+
+    # ---- one by one -----------------------------------------------------------------------------------------------
+
+    def _run(
+        self, plan: StepPlan, sampling: np.ndarray, slots: Int32s, positions: Int32s
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """A step of any rows, those of one token first on the device. Token ids and logits of the sampling rows in the
+        plan's order, and where these rows' slots and positions are on the device."""
+        order = np.argsort(plan.counts > 1, kind="stable")
+        rows, starts, counts = plan.slots[order], plan.starts[order], plan.counts[order]
+        ends = np.cumsum(counts, dtype=np.int32)
+        size, num_short, num_tokens, most = len(rows), int((counts == 1).sum()), int(ends[-1]), int(counts.max())
+        firsts = np.concatenate((np.zeros(1, np.int32), ends))
+        last = np.empty(size, np.int32)
+        last[order] = ends - 1
+        arrays = [rows, starts, firsts, firsts[num_short:] - num_short, last[sampling], slots, positions]
+        parts = self._upload(arrays).split([len(a) for a in arrays])
+        d_rows, d_starts, d_firsts, d_firsts_long, d_last, d_slots, d_positions = parts
+        inputs = build_inputs(d_rows, d_starts, d_firsts, self.tokens, self.tables, self.block_size, num_tokens, most)
+        attending = []
+        for part, q_starts in ((slice(num_short), d_firsts), (slice(num_short, size), d_firsts_long)):
+            if len(counts[part]):
+                attending.append(PagedRows(
+                    slots=d_rows[part], starts=d_starts[part], q_starts=q_starts, tables=self.tables,
+                    num_rows=len(counts[part]), num_tokens=int(counts[part].sum()), max_count=int(counts[part].max()),
+                    max_len=int((starts + counts)[part].max()),
+                ))  # fmt: skip
+        hidden = self.decoder.forward(*inputs, attending, self.layer_caches)
+        if not len(sampling):
+            return d_last, hidden[:0], (d_slots, d_positions)
+        logits = self.decoder.logits(hidden.index_select(0, d_last))
+        return self._sample(logits, d_slots, d_positions), logits, (d_slots, d_positions)
+
+    def _sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.sampler.sample(logits, slots, positions, self.tokens, self.params)
+
+    # ---- as graphs ------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture_graphs(self) -> None:
+        """One graph a batch size, largest first, so that the smaller ones find their memory in the pool."""
+        sizes = graph_sizes(min(self.num_slots, _LARGEST_GRAPH))
+        vocab = self.decoder.spec.vocab_size
+        self.graph_logits = torch.empty((sizes[-1], vocab), dtype=torch.float32, device=self.device)
+        padding = np.repeat(np.array([self.num_slots, 0, 1], np.int32), self.num_slots)
+        self.graph_rows.copy_(torch.from_numpy(padding))
+        pool, graphs = torch.cuda.graph_pool_handle(), []
+        for size in reversed(sizes):
+            self._decode(size)  # kernels are compiled and workspaces made outside of a capture
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                token_ids = self._decode(size)
+            graphs.append(DecodeGraph(size, graph, token_ids))
+        self.graphs = graphs[::-1]
+
+    def _decode(self, size: int) -> torch.Tensor:
+        """What a graph captures: a token for each of the first `size` rows of `graph_rows`."""
+        slots, starts, positions = self.graph_rows[: 3 * size].view(3, size).unbind(0)
+        firsts = self.row_numbers[: size + 1]
+        inputs = build_inputs(slots, starts, firsts, self.tokens, self.tables, self.block_size, size, 1)
+        rows = PagedRows(slots, starts, firsts, self.tables, size, size, 1, self.max_model_len, settled=True)
+        hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
+        logits = self.decoder.logits(hidden, out=self.graph_logits[:size])
+        return self._sample(logits, slots, positions)
+
+    def _replay(
+        self, slots: Int32s, starts: Int32s
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        n = len(slots)
+        graph = self.graphs[bisect_left(self.graphs, n, key=lambda g: g.size)]
+        rows = np.empty((3, graph.size), np.int32)
+        rows[:, :n] = slots, starts, starts + 1
+        rows[:, n:] = [[self.num_slots], [0], [1]]
+        packed = torch.from_numpy(rows.reshape(-1)).pin_memory()
+        self.graph_rows[: packed.numel()].copy_(packed, non_blocking=True)
+        graph.graph.replay()
+        where = self.graph_rows[: packed.numel()].view(3, graph.size)
+        return graph.token_ids[:n], self.graph_logits[:n], (where[0, :n], where[2, :n])
+
+
+def graph_sizes(largest: int) -> list[int]:
+    """1, 2, 4, then eights up to 64, then sixteens; the largest batch always has its own."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest + 1, 16)]
+    return [*(s for s in sizes if s < largest), largest]
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type == "cpu":
+        return x.clone()
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _finish(
+    step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None, done: torch.cuda.Event | None
+) -> StepResult:
+    if done is not None:
+        done.synchronize()
+    return make_result(step_id, token_ids, logprobs)

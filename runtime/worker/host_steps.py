@@ -1,0 +1,104 @@
+"""Steps of the torch kernels: inputs and gathers are planned on the host, and a step runs when its result is wanted.
+
+The path of a CPU, and the twin that every other path is tested against (C7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from runtime.core.plan import StepPlan, StepResult
+from runtime.kernels.attention import AttentionShape
+from runtime.models.decoder import Decoder
+from runtime.worker.inputs import StepInput, build_input
+from runtime.worker.sampler import Logprobs, Sampler
+from runtime.worker.slots import Slots
+
+
+class HostSteps:
+    """The requests' slots and parameters, and the order of a step's parts."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: torch.Tensor,  # [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]
+        num_slots: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
+        self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
+        _, _, num_kv_heads, num_blocks, self.block_size, _ = cache.shape
+        self.attention_shape = AttentionShape(
+            num_heads=decoder.spec.num_heads,
+            num_kv_heads=num_kv_heads,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            dtype=cache.dtype,
+            device=cache.device,
+            exact=decoder.numerics.deterministic,
+        )
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        device = self.cache.device
+        max_blocks = -(-self.max_model_len // self.block_size)
+        self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, device)
+        self.sampler = Sampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, device)
+        self.poisoned = False  # some step had a non-finite value, so that free blocks may hold one
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """The step, deferred until its result is wanted."""
+        return partial(self._execute, plan)
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepResult:
+        for slot in plan.freed.tolist():
+            self.sampler.remove(slot)
+        for new in plan.new:
+            self.slots.add(new)
+            self.sampler.add(new)
+        self.slots.write_tables(plan.tables)
+        if self.poisoned:
+            self._clear_fresh_blocks(plan)
+        step = build_input(plan, self.slots, self.attention_shape)
+        hidden = self.decoder.forward(step.token_ids, step.positions, step.kv_index, step.attention, self.layer_caches)
+        if not hidden.sum(dtype=torch.float32).isfinite():
+            self.poisoned = True
+        return self._sample(plan.step_id, hidden, step)
+
+    def _sample(self, step_id: int, hidden: torch.Tensor, step: StepInput) -> StepResult:
+        if not len(step.sampled):
+            return StepResult(step_id, np.zeros(0, np.int32))
+        device = self.cache.device
+        logits = self.decoder.logits(hidden.index_select(0, torch.from_numpy(step.sampled).to(device)))
+        token_ids, logprobs = self.sampler.sample(logits, step.sampled_slots, step.sampled_positions, self.slots)
+        at = step.sampled_slots.astype(np.int64) * self.slots.max_model_len + step.sampled_positions
+        self.slots.write_sampled(torch.from_numpy(at).to(device), token_ids)
+        return make_result(step_id, token_ids.cpu(), logprobs and logprobs.map(torch.Tensor.cpu))
+
+    def _clear_fresh_blocks(self, plan: StepPlan) -> None:
+        """Zero the blocks that rows of this step begin to fill: masked positions must be finite, and their last owner
+        may have left something that is not (C9: a fault stays with its request)."""
+        starts = np.full(self.num_slots, np.iinfo(np.int32).max, np.int32)
+        starts[plan.slots] = plan.starts
+        slots, index, blocks = plan.tables
+        fresh = blocks[index >= -(-starts[slots] // self.block_size)]
+        self.cache[:, :, :, torch.from_numpy(fresh.astype(np.int64)).to(self.cache.device)] = 0
+
+
+def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None) -> StepResult:
+    """From tensors on the host."""
+    result = StepResult(step_id, token_ids.numpy().astype(np.int32))
+    if logprobs is not None:
+        result.logprob_rows = logprobs.rows
+        result.ranks = logprobs.ranks.numpy().astype(np.int32)
+        result.logprobs = logprobs.logprobs.numpy()
+        result.top_ids = logprobs.top_ids.numpy().astype(np.int32)
+        result.top_logprobs = logprobs.top_logprobs.numpy()
+    return result
