@@ -40,7 +40,7 @@ class Driver:
         compute = type(runner.decoder).logits
 
         def keep(hidden: torch.Tensor) -> torch.Tensor:
-            self.logits = compute(runner.decoder, hidden)
+            self.logits = compute(runner.decoder, hidden).clone()
             return self.logits.clone()
 
         runner.decoder.logits = keep  # the instance's, found before the class's
@@ -67,7 +67,11 @@ class Driver:
     def step(self, *rows: tuple[int, int, int, int]) -> StepResult:
         plan, self.plan = self.plan, StepPlan(self.plan.step_id + 1)
         plan.slots, plan.starts, plan.counts, plan.samples = np.array(rows, np.int32).T.copy()
-        return self.runner.execute(plan)
+        self.logits = torch.zeros(0)
+        result = self.runner.execute(plan)
+        if not len(self.logits) and plan.samples.any():  # a CUDA graph does not pass `keep`
+            self.logits = self.runner.steps.graph_logits[: len(rows)].clone()
+        return result
 
     def prefill(self, slot: int, tokens: list[int], cuts: tuple[int, ...] = (), start: int = 0) -> torch.Tensor:
         """Compute tokens[start:] in chunks that end at `cuts`, alone; the logits after the last one."""

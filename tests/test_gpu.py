@@ -64,6 +64,15 @@ def test_torch_and_triton_backends_agree_on_the_gpu():
     assert sum(x == y for x, y in zip(a, b, strict=True)) >= 11
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_toggles_do_not_change_deterministic_tokens(dtype):
+    exact = {"deterministic": True, "dtype": dtype}
+    want = generate("cuda", **exact)
+    toggles = [{"cuda_graphs": False}, {"pipeline_depth": 1}, {"prefix_cache": False}, {"max_num_batched_tokens": 32}]
+    for toggle in [*toggles, {"max_num_seqs": 3}, {"block_size": 32, "num_kv_blocks": 150}]:
+        assert generate("cuda", **exact | toggle) == want, toggle
+
+
 def test_bf16_runs_and_stays_within_the_vocabulary():
     tokens = generate("cuda", dtype="bfloat16")
     assert [len(t) for t in tokens] == [48] * 12
