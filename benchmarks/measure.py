@@ -79,13 +79,13 @@ class Engine:
         self.config = config
         self.runner = ModelRunner.dummy(config, spec_of(model))
         self.core = EngineCore(config, self.runner.info, InProcess(self.runner))
-        self._rng = np.random.default_rng(0)
+        self.rng = np.random.default_rng(0)
         self._num_requests = 0
 
     def add(self, batch: int, prompt_len: int, output_len: int) -> None:
         """Queue `batch` requests; no two prompts ever share a block, so that the prefix cache cannot help."""
         params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
-        for prompt in self._rng.integers(0, self.runner.info.vocab_size, (batch, prompt_len)).tolist():
+        for prompt in self.rng.integers(0, self.runner.info.vocab_size, (batch, prompt_len)).tolist():
             self._num_requests += 1
             self.core.add(Request(str(self._num_requests), prompt, prompt_len, params))
 

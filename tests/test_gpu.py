@@ -18,6 +18,7 @@ from runtime.kernels.rope import (
     rope_store_kv_triton,
     rope_table,
 )
+from runtime.llm import LLM
 from runtime.models.spec import DecoderSpec, RopeSpec
 from runtime.worker.runner import ModelRunner
 
@@ -62,6 +63,20 @@ def test_fp32_tokens_are_those_of_the_cpu():
 def test_torch_and_triton_backends_agree_on_the_gpu():
     a, b = generate("cuda", kernel_backend="torch"), generate("cuda", kernel_backend="triton")
     assert sum(x == y for x, y in zip(a, b, strict=True)) >= 11
+
+
+def test_smollm2_writes_the_texts_of_the_cpu(smollm2_path):
+    prompts = [
+        "The capital of France is", "def fibonacci(n):", "Once upon a time, there was a little robot who",
+        "Water boils at", "The three primary colours are", "To make a good cup of tea, first",
+    ]  # fmt: skip
+    params = SamplingParams(max_tokens=64, temperature=0.0)
+    settings = {"dtype": "float32", "max_model_len": 512, "num_kv_blocks": 400}
+    texts = [
+        [answer.text for answer in LLM(str(smollm2_path), device=device, **settings).generate(prompts, params)]
+        for device in ("cpu", "cuda")
+    ]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -22,7 +22,7 @@ from runtime.kernels.gated_activation import (
 from runtime.kernels.linear import Linear, cpu_product
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.prefill_attention import prefill_attention
-from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.kernels.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
 
 
@@ -31,7 +31,6 @@ class Kernels:
     """What a decoder is written with; signatures are those of the torch references."""
 
     linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]  # of weight [out, in] and bias [out]
-    rms_norm: Callable
     rope_rows: Callable  # (rotary table, positions) -> what rope_store_kv wants of a step
     rope_store_kv: Callable
     attention: Callable
@@ -44,14 +43,14 @@ def select(
     if backend == "triton":
         linear: Callable = partial(FusedLinear, activation=activation, deterministic=deterministic)
         attention: Callable = partial(_attend, deterministic=deterministic)
-        return Kernels(linear, rms_norm_triton, rope_rows_triton, rope_store_kv_triton, attention)
+        return Kernels(linear, rope_rows_triton, rope_store_kv_triton, attention)
     activate = partial(gated_activation_exact if deterministic else gated_activation_torch, activation=activation)
 
     def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return Linear(cpu_product(weight, bias, packed, deterministic), rms_norm_torch, activate)
 
     attention = attention_exact if deterministic else attention_torch
-    return Kernels(plain, rms_norm_torch, rope_rows_torch, rope_store_kv_torch, attention)
+    return Kernels(plain, rope_rows_torch, rope_store_kv_torch, attention)
 
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, parts: list[PagedRows], deterministic: bool) -> torch.Tensor:

@@ -221,7 +221,7 @@ def few_rows_linear_triton(
     pdl = use_pdl(x)
     if residual is not None:
         out = residual
-    else:
+    elif out is None:
         width = size_out if activation is None else size_out // 2
         out = torch.empty((num_rows, width), dtype=out_dtype or x.dtype, device=x.device)
     one_by_one = num_rows == 1 or x.dtype == torch.float32  # tensor cores have no fp32

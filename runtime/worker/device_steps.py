@@ -97,10 +97,14 @@ class DeviceSteps:
 
     # ---- to the device and back -----------------------------------------------------------------------------------
 
+    def _pinned(self, values: Int32s) -> torch.Tensor:
+        """Where a copy to the device does not make the host wait. Torch keeps such memory until the copy is done."""
+        host = torch.from_numpy(values)
+        return host.pin_memory() if self.device.type == "cuda" else host
+
     def _upload(self, arrays: list[Int32s]) -> torch.Tensor:
-        """The arrays, end to end, as one copy that the host does not wait for."""
-        packed = torch.from_numpy(np.concatenate(arrays))
-        return (packed.pin_memory() if self.device.type == "cuda" else packed).to(self.device, non_blocking=True)
+        """The arrays, end to end, as one copy."""
+        return self._pinned(np.concatenate(arrays)).to(self.device, non_blocking=True)
 
     def _download(self, step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None) -> Callable[[], StepResult]:
         """Copies to the host, begun; the answer waits for them."""
@@ -202,10 +206,9 @@ class DeviceSteps:
         rows = np.empty((3, graph.size), np.int32)
         rows[:, :n] = slots, starts, starts + 1
         rows[:, n:] = [[self.num_slots], [0], [1]]
-        packed = torch.from_numpy(rows.reshape(-1)).pin_memory()
-        self.graph_rows[: packed.numel()].copy_(packed, non_blocking=True)
+        where = self.graph_rows[: 3 * graph.size].view(3, graph.size)
+        where.copy_(self._pinned(rows), non_blocking=True)
         graph.graph.replay()
-        where = self.graph_rows[: packed.numel()].view(3, graph.size)
         return graph.token_ids[:n], self.graph_logits[:n], (where[0, :n], where[2, :n])
 
 

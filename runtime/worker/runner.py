@@ -130,10 +130,10 @@ class ModelRunner:
         self.execute(StepPlan(0, new=new, slots=slots, starts=zeros, counts=counts_array, samples=zeros + 1))
 
     def _warm_up(self) -> None:
-        """Rows of one token, of several and of many: libraries load and build their kernels, so that no request waits
-        for a compiler. Then the graphs, which need the place of the cache."""
+        """A row of one token, of a few and of many: libraries load and build every kernel that a step may need, so that
+        no request waits for a compiler. Then the graphs, which need the place of the cache."""
         longest = min(self.config.max_num_batched_tokens, self.memory.max_model_len - 1)
-        for count in (1, 32, _LONG) if self.numerics.device.type == "cuda" else (1, 32):
+        for count in (1, 8, 32, _LONG) if self.numerics.device.type == "cuda" else (1, 32):
             self._run_rows([min(count, longest)])
         logger.info("kernels: built and run once")
         if isinstance(self.steps, DeviceSteps) and self.config.cuda_graphs and self.numerics.device.type == "cuda":

@@ -1,0 +1,86 @@
+"""Four small requests of every kind of sampling through the engine core, on a backend of choice."""
+
+import numpy as np
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.core.engine import EngineCore
+from runtime.core.executor import InProcess
+from runtime.core.types import Request, SamplingParams
+from runtime.models.spec import DecoderSpec
+from runtime.worker.device_steps import DecodeGraph
+from runtime.worker.runner import ModelRunner
+
+SPEC = DecoderSpec(
+    num_layers=2,
+    hidden_size=96,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=64,
+    ffn_size=160,
+    vocab_size=131,
+    max_positions=256,
+    norm_eps=1e-5,
+    qk_norm=True,
+)
+PARAMS = [
+    SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=1.2, top_k=9, top_p=0.9, min_p=0.02, ignore_eos=True),
+    SamplingParams(
+        max_tokens=6,
+        temperature=0.0,
+        repetition_penalty=1.3,
+        frequency_penalty=0.2,
+        min_tokens=3,
+        stop_token_ids=(5, 6, 7),
+        logit_bias=((3, 2.5),),
+    ),
+]
+
+
+class Replay:
+    """In a CUDA graph's place: computes what it would have captured, on what is in the buffers now."""
+
+    def __init__(self, steps, size):
+        self.steps, self.size, self.token_ids = steps, size, torch.zeros(size, dtype=torch.int32)
+        self.count = 0
+
+    def replay(self):
+        self.token_ids.copy_(self.steps._decode(self.size))
+        self.count += 1
+
+
+def run(backend, graphs=False, **config):
+    settings = {
+        "device": "cpu",
+        "kernel_backend": backend,
+        "num_kv_blocks": 24,
+        "max_num_seqs": 3,
+        "num_threads": 1,
+        "max_model_len": 96,
+        "max_num_batched_tokens": 24,
+        "dtype": "float32",
+    } | config
+    runner = ModelRunner.dummy(EngineConfig(**settings), SPEC)
+    replays = []
+    if graphs and backend == "triton":
+        steps = runner.steps
+        steps.graph_logits = torch.full((4, SPEC.vocab_size), torch.nan)
+        replays = [Replay(steps, size) for size in (1, 4)]  # of 4: a batch of 2 or 3 is padded
+        steps.graphs = [DecodeGraph(r.size, r, r.token_ids) for r in replays]
+    core = EngineCore(runner.config, runner.info, InProcess(runner))
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 131, 20).tolist()
+    got = {}
+    for i, params in enumerate(PARAMS):
+        prompt = shared * (i % 2) + rng.integers(0, 131, 3 + 7 * i).tolist()
+        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
+    while core.has_work:
+        if (output := core.step()) is not None:
+            for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
+                found = output.logprobs.get(i)
+                top = found and [(token_id, round(value, 3)) for token_id, value in found.top]
+                got.setdefault(state.request.request_id, []).append((token, found and found.rank, top))
+    assert all(r.count for r in replays), "a graph was never replayed"
+    return got, core.scheduler.prompt_tokens_cached
