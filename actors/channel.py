@@ -341,43 +341,53 @@ def serve_steps(address: Address, runner: Runner) -> None:
     """Execute plans until the engine goes away, or until one fails: the engine then gets the reason as one sentence,
     and this process's log the traceback.
 
-    This thread launches each plan as soon as it arrives. Another one waits for the results, in order, and sends them:
-    so a plan is on its way to the GPU while the step before it still runs there."""
+    With an asynchronous runner this thread launches each plan as soon as it arrives, and another one waits for the
+    results, in order, and sends them: a plan is on its way to the GPU while the step before it still runs there."""
     wire = connect(address)
     steps: _Launched = queue.SimpleQueue()
     failed = threading.Event()
-    args = (address.rank, wire, steps, failed)
-    threading.Thread(target=_send_results, args=args, name="runner-results", daemon=True).start()
+    answer = partial(_send_result, address.rank, wire, failed)
+    if runner.asynchronous:
+        threading.Thread(target=_send_results, args=(steps, answer), name="runner-results", daemon=True).start()
+    finish = steps.put if runner.asynchronous else answer
     with wire.sock:
         try:
             while (frame := wire.receive()) is not None:
                 if failed.is_set():
                     continue  # the engine closes first: to close with a plan unread would lose the fault
                 try:
-                    steps.put(runner.launch(decode_plan(frame)))
+                    step = runner.launch(decode_plan(frame))
                 except Exception as e:
                     failed.set()
-                    steps.put(partial(_raise, e))  # told in its turn, after the results before it
+                    step = partial(_raise, e)  # told in its turn, after the results before it
+                finish(step)
         except OSError as e:
             logger.info("the engine's socket failed: %s", e)
     steps.put(None)
 
 
-def _send_results(rank: int, wire: Wire, steps: _Launched, failed: threading.Event) -> None:
-    """Wait for each step and send its result, from rank 0; until one fails or the engine is gone."""
+def _send_results(steps: _Launched, answer: Callable[[Callable[[], StepResult]], bool]) -> None:
+    """Answer every launched step; until one fails or the engine is gone."""
+    while (wait := steps.get()) is not None and answer(wait):
+        pass
+
+
+def _send_result(rank: int, wire: Wire, failed: threading.Event, wait: Callable[[], StepResult]) -> bool:
+    """Wait for a step and send its result, from rank 0, or its fault. False: it was the last answer."""
     try:
-        while (wait := steps.get()) is not None:
-            try:
-                result = wait()
-            except Exception as e:
-                failed.set()
-                logger.exception("a step failed")
-                wire.send(_FAULT + _sentence(e).encode(errors="replace"))
-                return
-            if rank == 0:
-                wire.send(encode_result(result))
+        try:
+            result = wait()
+        except Exception as e:
+            failed.set()
+            logger.exception("a step failed")
+            wire.send(_FAULT + _sentence(e).encode(errors="replace"))
+            return False
+        if rank == 0:
+            wire.send(encode_result(result))
+        return True
     except OSError as e:
         logger.info("the engine's socket failed: %s", e)
+        return False
 
 
 def _raise(error: Exception) -> NoReturn:

@@ -1,6 +1,6 @@
 """What the way from the engine to an HTTP client costs: a toy engine behind the real front.
 
-    python benchmarks/front_door.py [--streams 1 8 64 256] [--fronts 1] [--tick-ms 25]
+    python -m benchmarks.front_door [--streams 1 8 64 256] [--fronts 1] [--tick-ms 25]
 
 A runner process samples one token a live request every tick and notes when. The same requests are read twice: over HTTP
 and SSE through HAProxy and the front replicas, and straight off an engine link, which is the bare engine. Token latency
@@ -54,6 +54,8 @@ CONFIG = EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
 
 class ToyRunner:
     """One token a live row at every tick; the token says which tick."""
+
+    asynchronous = True
 
     def __init__(self, words: list[int], tick_s: float) -> None:
         self._words, self._tick_s = words, tick_s

@@ -1,6 +1,6 @@
 """The step channel's round trip, and what a step costs the engine's thread.
 
-    python benchmarks/step_channel.py [--steps 2000] [--ranks 1] [--device-us 0] [--ray]
+    python -m benchmarks.step_channel [--steps 2000] [--ranks 1] [--device-us 0] [--ray]
 
 A step of batch B is B decode rows: one token a row, sampled, and a table write for every 16th row. The runner answers
 at once, so a round trip is encode, send, wake the runner, decode, encode, send, wake the engine, decode. Engine CPU is
@@ -39,7 +39,7 @@ class EchoRunner:
     """Samples token 1 for every row that samples; its device takes `device_s` for a step."""
 
     def __init__(self, device_s: float = 0.0) -> None:
-        self._device_s = device_s
+        self._device_s, self.asynchronous = device_s, device_s > 0
         self._idle_from = 0.0  # when the device will have done all that was launched
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:

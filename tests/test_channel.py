@@ -43,6 +43,8 @@ def failing(step_id: int, rank: int) -> StepPlan:
 class Runner:
     """Answers with a checksum of the plan that arrived, in an array of `num_out` ids."""
 
+    asynchronous = True
+
     def __init__(self, rank: int = 0, num_out: int = 1) -> None:
         self.rank, self.num_out, self.executed, self.launched = rank, num_out, [], []
         self.may_launch, self.go, self.released = threading.Event(), threading.Event(), threading.Event()
@@ -83,9 +85,11 @@ def same(a: StepResult, b: StepResult) -> bool:
 class Group:
     """A socket executor whose ranks are threads of this process."""
 
-    def __init__(self, num_ranks: int = 1, host: str = "", num_out: int = 1) -> None:
+    def __init__(self, num_ranks: int = 1, host: str = "", num_out: int = 1, asynchronous: bool = True) -> None:
         self.executor = SocketExecutor(num_ranks)
         self.runners = [Runner(rank, num_out) for rank in range(num_ranks)]
+        for runner in self.runners:
+            runner.asynchronous = asynchronous
         self.threads = [
             threading.Thread(target=serve_steps, args=(self.executor.address(rank, host), runner), daemon=True)
             for rank, runner in enumerate(self.runners)
@@ -290,6 +294,24 @@ def test_one_thread_launches_and_one_other_computes():
         assert launching == {group.threads[0]}
         assert len(computing) == 1
         assert computing.isdisjoint(launching)
+
+
+@HOSTS
+def test_without_a_device_one_thread_does_it_all(host):
+    with Group(2, host, asynchronous=False) as group:
+        computing = set()
+        execute = group.runners[0].execute
+        group.runners[0].execute = lambda plan: (computing.add(threading.current_thread()), execute(plan))[1]
+        group.executor.submit(plan_of(0))
+        for step in range(1, 20):
+            group.executor.submit(plan_of(step))
+            assert same(group.executor.collect(), expected(plan_of(step - 1)))
+        assert same(group.executor.collect(), expected(plan_of(19)))
+        assert computing == {group.threads[0]}
+        group.executor.submit(failing(20, 1))
+        group.executor.submit(plan_of(21))
+        with pytest.raises(RunnerFault, match="rank 1 failed: ValueError: step 20 is bad"):
+            group.executor.collect()
 
 
 @HOSTS

@@ -28,11 +28,12 @@ class Executor(Protocol):
 class Runner(Protocol):
     """What computes steps (runtime.worker.runner.ModelRunner)."""
 
+    asynchronous: bool  # a launched step goes on by itself; else all the work is done in the wait, as on a CPU
+
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start applying `plan` and computing its rows; the returned call waits for the result.
 
-        Plans are launched by one thread and waited for, in the same order, by one thread, perhaps another. Where
-        nothing runs beside the CPU, `launch` leaves all the work to the wait."""
+        Plans are launched by one thread and waited for, in the same order, by one thread, perhaps another."""
         ...
 
 

@@ -43,7 +43,9 @@ class DecodeGraph:
 
 
 class DeviceSteps:
-    """The requests' state on the device, and the order of a step's parts. `reset` must come before the first step."""
+    """The requests' state on the device, and the order of a step's parts."""
+
+    asynchronous = True
 
     def __init__(
         self,

@@ -22,6 +22,8 @@ from runtime.worker.slots import Slots
 class HostSteps:
     """The requests' slots and parameters, and the order of a step's parts."""
 
+    asynchronous = False
+
     def __init__(
         self,
         decoder: Decoder,

@@ -82,6 +82,7 @@ class ModelRunner:
             self._measure_memory()
         logger.info("%s", self.memory)
         self.steps = self._make_steps(self.memory.num_kv_blocks)
+        self.asynchronous = self.steps.asynchronous
         numerics = self.numerics
         dtype_name = str(numerics.dtype).removeprefix("torch.")
         identity = (weights_fingerprint, dtype_name, numerics.backend, numerics.deterministic)
