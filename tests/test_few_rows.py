@@ -66,6 +66,10 @@ for dtype in (torch.float32, torch.float16):
             got = few_rows.few_rows_linear_triton(x, weight, **options)
             assert got.dtype == options.get("out_dtype", dtype)
             assert "residual" not in options or got is options["residual"]
+            if "residual" not in options:
+                out = torch.full_like(got, torch.nan)
+                assert few_rows.few_rows_linear_triton(x, weight, **options, out=out) is out
+                assert torch.equal(out, got)
             check(got, want, dtype, rows, size_out, size_in, form)
 
     for rows, size_out, size_in in ((1, 8, 16), (3, 50, 576), (70, 130, 1030), (200, 64, 2100), (0, 8, 16)):
@@ -76,7 +80,14 @@ for dtype in (torch.float32, torch.float16):
             want = fixed_linear.fixed_linear_torch(*(a.double() for a in arguments))
             if rows:
                 check(got, want, dtype, rows, size_out, size_in, with_bias)
-            assert fixed_linear.fixed_linear_triton(*arguments, out_dtype=torch.float32).dtype == torch.float32
+            out = torch.full((rows, size_out), torch.nan)
+            assert fixed_linear.fixed_linear_triton(*arguments, out_dtype=torch.float32, out=out) is out
+            residual = rand(rows, size_out)
+            total = want + residual.double()
+            assert fixed_linear.fixed_linear_triton(*arguments, residual=residual) is residual
+            if rows:
+                check(out, want, dtype, rows, size_out, size_in, "out")
+                check(residual, total, dtype, rows, size_out, size_in, "residual")
 print("equal")
 """
 

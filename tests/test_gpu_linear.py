@@ -63,6 +63,11 @@ def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(size_out, size_in, 
     for first, rows in ((0, 1), (2099, 1), (5, 7), (63, 2), (1000, 32), (7, 64), (128, 65), (300, 256), (11, 700)):
         part = fixed_linear_triton(x[first : first + rows], weight, bias)
         assert torch.equal(part, whole[first : first + rows]), (first, rows)
+    sums = fixed_linear_triton(x, weight, bias, residual=whole.clone())
+    assert error(sums[:64], want + whole[:64].double()) < {torch.float32: 3e-6}.get(dtype, 8e-3)
+    for first, rows in ((0, 1), (5, 7), (7, 64), (300, 256)):
+        part = fixed_linear_triton(x[first : first + rows], weight, bias, residual=whole[first : first + rows].clone())
+        assert torch.equal(part, sums[first : first + rows]), (first, rows)
 
 
 @pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])

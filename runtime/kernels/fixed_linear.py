@@ -26,9 +26,12 @@ def fixed_linear_torch(
     bias: torch.Tensor | None = None,  # [N]
     out_dtype: torch.dtype | None = None,  # x's dtype if None
     out: torch.Tensor | None = None,  # [num_rows, N] contiguous
+    residual: torch.Tensor | None = None,  # [num_rows, N] contiguous, instead of `out`: added to in place and returned
 ) -> torch.Tensor:
     """x @ weight.T + bias -> [num_rows, N]; the library's own order of sums."""
     y = F.linear(x, weight, bias)
+    if residual is not None:
+        return residual.add_(y)
     return y.to(out_dtype or x.dtype) if out is None else out.copy_(y)
 
 
@@ -43,6 +46,7 @@ def _product_kernel(
     N,
     K: tl.constexpr,
     BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # out is added to
     SPLIT: tl.constexpr,  # program (i, j): tile i, chunk j alone; otherwise tile i, all chunks
     CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
@@ -80,6 +84,8 @@ def _product_kernel(
         at += tl.program_id(1).to(tl.int64) * num_rows * N
     if BIAS:
         total += tl.load(bias_ptr + tl.minimum(rows, N - 1)).to(tl.float32)[None, :]
+    if RESIDUAL:
+        total += tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -118,6 +124,7 @@ def _add_chunks_kernel(
     N,
     NUM_CHUNKS: tl.constexpr,
     BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -131,6 +138,8 @@ def _add_chunks_kernel(
         total += tl.load(sums_ptr + chunk * size.to(tl.int64) + at, mask=inside, other=0.0)
     if BIAS:
         total += tl.load(bias_ptr + at % N).to(tl.float32)
+    if RESIDUAL:
+        total += tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -151,10 +160,13 @@ def fixed_linear_triton(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fixed_linear_torch` with fp32 sums in an order that depends on nothing but the weight's shape and dtype."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]
-    if out is None:
+    if residual is not None:
+        out = residual
+    elif out is None:
         out = torch.empty((num_rows, size_out), dtype=out_dtype or x.dtype, device=x.device)
     if not num_rows:
         return out
@@ -165,7 +177,8 @@ def fixed_linear_triton(
     sums = torch.empty((num_chunks, num_rows, size_out), dtype=torch.float32, device=x.device) if tiling.split else out
     _product_kernel[(num_tiles, num_chunks if tiling.split else 1)](
         x, weight, x if bias is None else bias, sums, x.stride(0), num_rows, size_out,
-        K=size_in, BIAS=bias is not None and not tiling.split, SPLIT=tiling.split, CHUNK=chunk,
+        K=size_in, BIAS=bias is not None and not tiling.split,
+        RESIDUAL=residual is not None and not tiling.split, SPLIT=tiling.split, CHUNK=chunk,
         BLOCK_M=tiling.block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k, STAGES=tiling.stages, GROUP=_GROUP,
         PDL=pdl, num_warps=tiling.num_warps, launch_pdl=pdl,
     )  # fmt: skip
@@ -173,7 +186,8 @@ def fixed_linear_triton(
         block = 1024
         _add_chunks_kernel[(-(-out.numel() // block),)](
             sums, x if bias is None else bias, out, out.numel(), size_out,
-            NUM_CHUNKS=num_chunks, BIAS=bias is not None, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            NUM_CHUNKS=num_chunks, BIAS=bias is not None, RESIDUAL=residual is not None, BLOCK=block,
+            PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return out
 

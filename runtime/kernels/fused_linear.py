@@ -36,7 +36,9 @@ class FusedLinear(Linear):
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         if self._few(x):
             self.few_rows(x, residual=residual)
-        elif self.deterministic or self.bias is not None:
+        elif self.deterministic:
+            fixed_linear_triton(x, self.weight, self.bias, residual=residual)
+        elif self.bias is not None:
             super().add_to(residual, x)
         else:
             residual.addmm_(x, self.weight.t())
