@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
-    ["", "deterministic=True", "graphs=True, max_num_seqs=4", "pipeline_depth=1, block_size=8, num_kv_blocks=40"],
+    ["deterministic=True", "graphs=True, max_num_seqs=4", "pipeline_depth=1, block_size=8, num_kv_blocks=40"],
 )
 def test_tokens_are_those_of_the_torch_path(config):
     code = f"""if True:
