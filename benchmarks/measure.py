@@ -123,7 +123,7 @@ class Results:
             "machine": _machine(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "commit": _commit()}
             | ({"triton": sys.modules["triton"].__version__} if "triton" in sys.modules else {}),
-            "command": shlex.join([Path(sys.executable).name, "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+            "command": f"python -m benchmarks.{benchmark} {_arguments()}".strip(),
             "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         }
 
@@ -163,6 +163,12 @@ def _rounded(value: Any) -> Any:
         case [*items]:
             return [_rounded(v) for v in items]
     return value
+
+
+def _arguments() -> str:
+    """Those of this command, without the place of the lines."""
+    given = iter(sys.argv[1:])
+    return shlex.join([arg for arg in given if arg != "--out" or next(given, None) is None])
 
 
 def _machine() -> str:

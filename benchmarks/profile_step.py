@@ -3,8 +3,9 @@
     python -m benchmarks.profile_step --model llama-3.2-1b --batch 1 --trace trace.json.gz
 
 The busy share is the union of all kernel, copy and fill intervals over the time from the first one's start to the last
-one's end. The profiler slows the host, so the share is given twice: within the trace, and of an unprofiled step's time.
-A kernel that waits for its predecessor under programmatic dependent launch counts as busy. Open the trace in Perfetto.
+one's end. The profiler slows the host, so the share is given twice: within the trace, and of the time of the unprofiled
+steps right before and after the traced ones, whose contexts are as long on average. A kernel that waits for its
+predecessor under programmatic dependent launch counts as busy. Open the trace in Perfetto.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
-    parser.add_argument("--steps", type=int, default=64, help="decode steps timed, and as many traced")
+    parser.add_argument("--steps", type=int, default=64, help="decode steps traced, and as many timed on each side")
     parser.add_argument("--top", type=int, default=12, help="kernels to list")
     parser.add_argument("--host", action="store_true", help="trace operators of the host too, which slows it further")
     parser.add_argument("--trace", type=Path, default=Path("trace.json.gz"), help="the Chrome trace to write")
@@ -75,13 +76,15 @@ def main() -> None:
 
     engine.run(args.batch, args.prompt, 16)
     first_steps = args.steps + args.batch  # prefill may take a step a request
-    engine.add(args.batch, args.prompt, first_steps + 2 * args.steps + 8)
+    engine.add(args.batch, args.prompt, first_steps + 3 * args.steps + 16)
     steps(first_steps, "prefill and first steps")
-    step_ms = steps(args.steps, "timed steps")
+    before_ms = steps(args.steps, "timed steps")
     activities = [ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if args.host else [])
     with profile(activities=activities, acc_events=True) as profiler:
         traced_ms = steps(args.steps, "traced steps")
         torch.cuda.synchronize()
+    steps(4, "steps that fill the queue again")
+    step_ms = (before_ms + steps(args.steps, "timed steps")) / 2
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(plain))

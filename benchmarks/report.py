@@ -137,7 +137,8 @@ def profile(line: Line) -> Row:
     times = [number(line[name]) for name in ("step_ms", "traced_step_ms", "busy_ms")]
     share = line["busy_share"]
     cells = [line["model"], str(line["batch"]), *times, f"{line['busy_share_traced']:.1%}", f"{share:.1%}"]
-    return Row([*cells, verdict(share, 0.97)], f"{line['model']} {line['batch']}", share)
+    config, must = settings(line), None if line["config"] else 0.97
+    return Row([*cells, verdict(share, must), config], f"{line['model']} {line['batch']} {config}", share)
 
 
 def agreement(line: Line) -> Row:
@@ -151,6 +152,12 @@ def start(line: Line) -> Row:
     must = START_S if "8b" in line["model"] else None
     cells = [line["model"], *(number(s) for s in (line["imports_s"], line["ready_s"], must))]
     return Row([*cells, verdict(line["ready_s"], must, less=True)], line["model"], line["ready_s"])
+
+
+def soak(line: Line) -> Row:
+    gib = [f"{line[when][kind] / 2**30:.2f}" for when in ("early", "late") for kind in ("reserved", "allocated")]
+    cells = [line["model"], number(line["minutes"]), number(line["requests"]), *gib, settings(line)]
+    return Row(cells, line["model"], line["late"]["reserved"] / line["early"]["reserved"], 1.0)
 
 
 def kernels(line: Line) -> Row:
@@ -185,8 +192,8 @@ SUBJECTS = {
     ),
     "profile": Subject(
         "The GPU's busy share in steady decoding (must: 97 %)", ("profile_step",), ("model", "batch", "config"),
-        "model | batch | step, ms | traced step, ms | GPU busy, ms | of a traced step | of a step | must is", "share",
-        profile,
+        "model | batch | step, ms | traced step, ms | GPU busy, ms | of a traced step | of a step | must is | config",
+        "share", profile,
     ),
     "agreement": Subject(
         "Settings that must not change tokens: greedy texts against the default's", ("agreement",),
@@ -197,6 +204,11 @@ SUBJECTS = {
     "start": Subject(
         "From a process's start to a ready engine, page cache and compile cache warm", ("start",), ("model", "config"),
         "model | imported, s | ready, s | must, s | must is", "s", start,
+    ),
+    "soak": Subject(
+        "GPU memory under random requests, GiB: after the first minute, and at the end", ("soak",), ("model", "config"),
+        "model | minutes | requests | reserved | allocated | reserved at the end | allocated at the end | config",
+        "reserved at the end / after a minute", soak,
     ),
     "kernels": Subject(
         "Kernels against the card's ceilings", ("kernels", "kernels_attention"),

@@ -19,6 +19,7 @@ import contextlib
 import heapq
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -274,6 +275,7 @@ def main() -> None:
     parser.add_argument("--label", default="", help="goes into the results: which server, which model")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for callboard serve; must come last")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit that ends the server too
     results = Results("serving", args.out)
     with contextlib.ExitStack() as stack:
         if args.engine:
