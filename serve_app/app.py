@@ -27,7 +27,7 @@ from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
-from serve_app.openai import ChatRequest, CompletionRequest, parse
+from serve_app.requests import ChatRequest, CompletionRequest, parse
 from serve_app.service import Service
 from serve_app.sse import encode_json
 

@@ -15,7 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from serve_app.openai import ApiError, ChatRequest, CompletionRequest, Delta, parse
+from serve_app.answers import Delta
+from serve_app.errors import ApiError
+from serve_app.requests import ChatRequest, CompletionRequest, parse
 from serve_app.service import Job, Service
 from serve_app.sse import DONE, EventStream, encode_json, error_event, plain_answer
 

@@ -19,15 +19,9 @@ from runtime.core.types import CallboardError, FinishReason, Request, RequestOut
 from runtime.text.chat import ChatTemplate
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
-from serve_app.openai import (
-    MAX_CHOICES,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    Delta,
-    choice_seed,
-    invalid,
-)
+from serve_app.answers import Delta
+from serve_app.errors import ApiError, invalid
+from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
 
 _TAIL = 8  # prompt tokens that tell how the output's text begins
 _RECOVERY_RETRY_S = 1.0

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from runtime.text.tokenizer import Tokenizer
-from serve_app.openai import ApiError, Delta, chat_logprobs, completion_logprobs, usage
+from serve_app.answers import Delta, chat_logprobs, completion_logprobs, usage
+from serve_app.errors import ApiError
 from serve_app.service import Job
 
 DONE = b"data: [DONE]\n\n"

@@ -7,8 +7,9 @@ import httpx
 import pytest
 from fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 
+from serve_app.errors import ApiError
 from serve_app.http import MAX_BODY_BYTES
-from serve_app.openai import ApiError, choice_seed
+from serve_app.requests import choice_seed
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""OpenAI's request and response shapes, and their translation to and from the engine's own.
+"""OpenAI's request shapes, and their translation to the engine's own.
 
 What a field may hold is said once, here. A field that would change the answer but is not supported is refused; other
 unknown fields are ignored.
@@ -8,43 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
-from runtime.core.types import CallboardError, SamplingParams, TokenLogprobs
-from runtime.text.tokenizer import Tokenizer
+from runtime.core.types import SamplingParams
+from serve_app.errors import ApiError, invalid
 
 MAX_CHOICES = 1024  # of one request: its prompts times n
 _SEED_MASK = (1 << 63) - 1
-
-
-class ApiError(CallboardError):
-    """A fault with its HTTP status and the four fields of OpenAI's error object."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.type, self.param, self.code = status, type, param, code
-        self.retry_after_s = retry_after_s
-
-    def __reduce__(self) -> tuple[Any, ...]:  # to a caller in another process, by a Serve handle
-        rest = {"type": self.type, "param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
-        return partial(ApiError, **rest), (self.status, str(self))
-
-    def body(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
 
 
 def _refused(*harmless: Any) -> AfterValidator:
@@ -313,11 +286,6 @@ def _shown(value: Any) -> str:
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
-def invalid(param: str, problem: str) -> ApiError:
-    """The 400 for one field."""
-    return ApiError(400, f"{param} {problem}.", param=param)
-
-
 def _or(value: _T | None, default: _T) -> _T:
     return default if value is None else value
 
@@ -333,80 +301,3 @@ def choice_seed(seed: int, index: int) -> int:
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little") & _SEED_MASK
-
-
-# ---- responses ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Delta:
-    """What is new of one choice: the unit of streaming, and the sum of a plain response's choice."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
-    finish_reason: Literal["stop", "length"] | None = None
-    num_cached: int = 0  # prompt tokens served from the prefix cache
-
-    def add(self, new: Delta) -> None:
-        self.text += new.text
-        self.token_ids += new.token_ids
-        self.logprobs += new.logprobs
-        self.finish_reason = new.finish_reason
-        self.num_cached = max(self.num_cached, new.num_cached)
-
-
-def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
-    """OpenAI's usage object."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": min(num_cached, num_prompt)},  # n choices may each hit the cache
-    }
-
-
-def chat_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice."""
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        piece = tokenizer.token_bytes(token_id)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(piece)}
-
-    content = [
-        {**entry(lp.token_id, lp.logprob), "top_logprobs": [entry(i, value) for i, value in lp.top]} for lp in logprobs
-    ]
-    return {"content": content, "refusal": None}
-
-
-def completion_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
-    """The `logprobs` object of a completion choice whose first token here stands at character `offset` of the text."""
-    tokens = [_token_text(lp.token_id, tokenizer) for lp in logprobs]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [_finite(lp.logprob) for lp in logprobs],
-        "top_logprobs": [
-            # The sampled token is always among them, as with OpenAI's.
-            {_token_text(i, tokenizer): _finite(value) for i, value in (*lp.top, (lp.token_id, lp.logprob))}
-            for lp in logprobs
-        ],
-        "text_offset": offsets,
-    }
-
-
-def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token as a text of its own; one that is only a part of a character shows its bytes, as OpenAI's do."""
-    piece = tokenizer.token_bytes(token_id)
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # JSON has no infinity
