@@ -48,6 +48,7 @@ SERVING = {  # (model, workload): output tok/s, TTFT p50, ITL p50, ITL p99 in ms
     ("llama-3.2-1b", "burst1024"): (26000, None, None, None),
 }
 START_S = 15.0  # an 8B model
+_MOST_BARS = 64  # of a plot
 
 
 class Row(NamedTuple):
@@ -110,9 +111,8 @@ def throughput(line: Line) -> Row | None:
     ours, peer = line["output_tok_s"], THROUGHPUT.get((model, batch, inputs, outputs))
     cell = f"{batch} x ({inputs}, {outputs})"
     cells = [model, cell, number(ours), span(line["output_range"]), number(line["decode_tok_s"]), number(peer)]
-    return Row(
-        [*cells, number(peer and ours / peer), verdict(ours, peer), settings(line)], f"{model} {cell}", ours, peer
-    )
+    label = f"{model} {cell}" + (f" {settings(line)}" if line["config"] else "")
+    return Row([*cells, number(peer and ours / peer), verdict(ours, peer), settings(line)], label, ours, peer)
 
 
 def prefill(line: Line) -> Row:
@@ -269,13 +269,15 @@ def main() -> None:
     for name, subject in SUBJECTS.items():
         of_subject = [line for line in lines if line["benchmark"] in subject.benchmarks]
         latest = {tuple(str(line.get(key)) for key in subject.keys): line for line in of_subject}
-        shown = [(row, line) for line in latest.values() if (row := subject.row(line)) is not None]
+        groups = list(dict.fromkeys(key[:2] for key in latest))  # what is alike stands together
+        ordered = sorted(latest, key=lambda key: groups.index(key[:2]))
+        shown = [(row, latest[key]) for key in ordered if (row := subject.row(latest[key])) is not None]
         if not shown:
             continue
         rows, own = (list(column) for column in zip(*shown, strict=True))
         plot = args.into / "plots" / f"{name}.png" if importlib.util.find_spec("matplotlib") else None
         if plot is not None:
-            draw(subject, rows, plot)
+            draw(subject, rows[:_MOST_BARS], plot)
         parts.append(markdown(subject, rows, own, plot))
     (args.into / "RESULTS.md").write_text("\n".join(parts))
 
