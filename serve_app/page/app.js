@@ -16,7 +16,7 @@ function show(tab) {
     other.tabIndex = other === tab ? 0 : -1;
     byId(other.getAttribute('aria-controls')).hidden = other !== tab;
   }
-  history.replaceState(null, '', `#${tab.getAttribute('aria-controls')}`);
+  history.replaceState(null, '', `#/${tab.getAttribute('aria-controls')}`); // no element's id: one would take the focus
   dispatchEvent(new Event('view-changed'));
 }
 
@@ -64,6 +64,6 @@ openSettings();
 startChat(() => model);
 startCompletion(() => model);
 startEngine();
-show(byId(`tab-${location.hash.slice(1)}`) ?? tabs[0]);
-if (matchMedia('(pointer: fine)').matches) byId('message').focus(); // elsewhere it would open a keyboard on the screen
+show(byId(`tab-${location.hash.slice(2)}`) ?? tabs[0]);
+if (!matchMedia('(pointer: coarse)').matches) byId('message').focus(); // there it would open the screen's keyboard
 connect();
