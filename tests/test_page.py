@@ -38,8 +38,9 @@ async def test_the_page_needs_no_engine():
 @pytest.mark.parametrize("name", FILES)
 async def test_files_are_typed_guarded_and_kept_by_the_browser(name: str):
     types = {"html": "text/html; charset=utf-8", "css": "text/css; charset=utf-8", "svg": "image/svg+xml"}
+    path = "/" if name == "index.html" else f"/page/{name}"
     async with client_of(FakeEngine()) as client:
-        response = await client.get(f"/page/{name}")
+        response = await client.get(path)
         assert response.content == (FOLDER / name).read_bytes()
         assert response.headers["content-type"] == types.get(name.split(".")[1], "text/javascript; charset=utf-8")
         assert response.headers["content-security-policy"].startswith("default-src 'self'; ")
@@ -47,7 +48,7 @@ async def test_files_are_typed_guarded_and_kept_by_the_browser(name: str):
         assert response.headers["cache-control"] == "no-cache"
         etag = response.headers["etag"]
         for known, status in [(etag, 304), (f'"old", W/{etag}', 304), ('"old"', 200)]:
-            again = await client.get(f"/page/{name}", headers={"if-none-match": known})
+            again = await client.get(path, headers={"if-none-match": known})
             assert (again.status_code, again.headers["etag"], bool(again.content)) == (status, etag, status == 200)
 
 
@@ -291,16 +292,27 @@ class TestInBrowser:
         page.context.route("**/v1/**", guard)
         page.reload()
         page.wait_for_selector("#key-field:focus")
-        assert page.inner_text("#model") == "Wrong key."
+        assert page.inner_text("#key label") == "The server asks for an API key."
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
-        page.wait_for_selector("#key-field")
+        page.wait_for_selector("#key label:text('did not accept')")
+        ask(page, "Hello")
+        page.wait_for_selector(".error:text('did not accept')")
         page.fill("#key-field", "secret")
         page.keyboard.press("Enter")
         page.wait_for_selector("#key", state="hidden")
         ask(page, "Hello")
         is_answered(page, 1)
         assert page.evaluate("[sessionStorage.length, localStorage.length]") == [1, 0]
+
+    def test_a_server_that_starts_is_waited_for(self, visit, server):
+        page = visit()
+        loading = {"error": {"message": "The model is loading."}}
+        page.route("**/v1/models", lambda route: route.fulfill(status=503, json=loading), times=1)
+        page.reload()
+        page.wait_for_selector("#trouble:text('The model is loading.')")
+        page.wait_for_selector("#server[data-state=ready]")
+        assert not page.is_visible("#trouble")
 
     def test_reasoning_is_folded(self, visit):
         deltas = ['{"reasoning_content":"Hm, <b>"}', '{"reasoning_content":"so."}', '{"content":"Yes"}']

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,20 +21,19 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-_CONTENTS = {
-    file.name: file.read_bytes() for file in files(__name__).iterdir() if file.name.rpartition(".")[2] in _TYPES
-}
-_ETAGS = {name: f'"{blake2b(content, digest_size=8).hexdigest()}"' for name, content in _CONTENTS.items()}
 
 
-def _file(request: Request) -> Response:
-    name = request.path_params.get("name", "index.html")
-    if name not in _CONTENTS:
-        raise HTTPException(404)
-    headers = {**_HEADERS, "etag": _ETAGS[name]}
-    if _ETAGS[name] in request.headers.get("if-none-match", ""):  # a list, perhaps, or W/"..." from a proxy
-        return Response(status_code=304, headers=headers)
-    return Response(_CONTENTS[name], headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
+def _route(file: Traversable) -> Route:
+    name, content = file.name, file.read_bytes()
+    media_type = _TYPES[name.rpartition(".")[2]]
+    headers = {**_HEADERS, "etag": f'"{blake2b(content, digest_size=8).hexdigest()}"'}
+
+    async def answer(request: Request) -> Response:
+        if headers["etag"] in request.headers.get("if-none-match", ""):  # a list, perhaps, or W/"..." from a proxy
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers, media_type=media_type)
+
+    return Route("/" if name == "index.html" else f"/page/{name}", answer)
 
 
-ROUTES = [Route("/", _file), Route("/page/{name}", _file)]
+ROUTES = [_route(file) for file in files(__name__).iterdir() if file.name.rpartition(".")[2] in _TYPES]

@@ -4,7 +4,7 @@ const KEY = 'callboard-key';
 
 export const setKey = key => sessionStorage.setItem(KEY, key);
 
-/** The response, if it is a good one. A 401 also fires the event "key-wanted" on the window. */
+/** The response, if it is a good one. A 401 also fires the event "key-wanted" on the window, with what is wrong. */
 export async function request(path, { body, signal } = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...(key && { authorization: `Bearer ${key}` }), ...(body && { 'content-type': 'application/json' }) };
@@ -15,7 +15,11 @@ export async function request(path, { body, signal } = {}) {
     throw signal?.aborted ? error : new Error('The server cannot be reached. Is it still running?');
   }
   if (response.ok) return response;
-  if (response.status === 401) dispatchEvent(new Event('key-wanted'));
+  if (response.status === 401) {
+    const problem = key ? 'The server did not accept this API key.' : 'The server asks for an API key.';
+    dispatchEvent(new CustomEvent('key-wanted', { detail: problem }));
+    throw new Error(problem);
+  }
   const answer = await response.json().catch(() => null);
   throw new Error(answer?.error?.message ?? `The server answered with status ${response.status}.`);
 }

@@ -32,7 +32,7 @@ tabs.forEach((tab, at) => {
   });
 });
 
-/** Asks for the model's name until the server tells it; meanwhile says why not. */
+/** Asks for the model's name until the server tells it; meanwhile says why it does not. */
 async function connect() {
   try {
     const { data } = await (await request('v1/models')).json();
@@ -40,14 +40,17 @@ async function connect() {
     byId('server').dataset.state = 'ready';
     byId('model').textContent = model.split('/').at(-1);
     byId('model').title = model;
-    byId('key').hidden = true;
+    byId('key').hidden = byId('trouble').hidden = true;
   } catch (error) {
-    byId('model').textContent = error.message;
+    byId('model').textContent = 'Not ready';
+    byId('trouble').textContent = error.message;
+    byId('trouble').hidden = !byId('key').hidden;
     if (byId('key').hidden) setTimeout(connect, 2000);
   }
 }
 
-addEventListener('key-wanted', () => {
+addEventListener('key-wanted', ({ detail }) => {
+  byId('key').querySelector('label').textContent = detail;
   if (!byId('key').hidden) return;
   byId('key').hidden = false;
   byId('key-field').focus();

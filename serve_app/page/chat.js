@@ -3,8 +3,6 @@
 import { Pace, stream } from './api.js';
 import { composer, copyButton, element, following, render, settings } from './dom.js';
 
-const FINISH = { length: 'cut at the token limit', content_filter: 'ended by a filter', tool_calls: 'calls a tool' };
-
 export function startChat(model) {
   const panel = document.getElementById('chat');
   const [scroll, turns] = [panel.querySelector('.scroll'), document.getElementById('turns')];
@@ -29,9 +27,9 @@ export function startChat(model) {
     try {
       const body = { model: model(), messages, ...settings(panel.querySelector('.settings form')) };
       for await (const chunk of stream('v1/chat/completions', body, signal)) reply.add(chunk);
-      reply.finish(FINISH[reply.reason]);
+      reply.finish(reply.reason === 'length' ? 'cut at the token limit' : '');
     } catch (error) {
-      reply.finish(signal.aborted ? 'stopped' : undefined, signal.aborted ? undefined : error.message);
+      signal.aborted ? reply.finish('stopped') : reply.finish('', error.message);
     }
     if (history !== conversation) return; // a new chat began meanwhile
     if (reply.text) {

@@ -31,7 +31,7 @@ export function settings(form) {
 
 const withBreaks = line => line.replaceAll('\\n', '\n');
 
-/** Wires a form whose one button starts `answer(text, signal)` and, until that settles, stops it. Returns a stop, too. */
+/** Wires a form whose one button starts `answer(text, signal)` and, until that settles, stops it. Returns what stops it. */
 export function composer(form, answer) {
   const [box, button] = [form.querySelector('textarea'), form.querySelector('button')];
   const label = button.textContent;

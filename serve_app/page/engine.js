@@ -45,7 +45,8 @@ export function startEngine() {
       before = null;
       note.textContent = error.message;
     }
-    cards.classList.toggle('stale', Boolean(note.textContent));
+    note.className = note.textContent && 'error';
+    cards.className = note.textContent && 'stale';
   }
 
   async function watch() {
