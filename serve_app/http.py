@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.answers import Delta
 from serve_app.errors import ApiError
+from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.requests import ChatRequest, CompletionRequest, parse
 from serve_app.service import Job, Service
 from serve_app.sse import DONE, EventStream, encode_json, error_event, plain_answer
@@ -56,6 +57,7 @@ def build_http_app(service: Service) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
+            *PAGE_ROUTES,
         ],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _internal_error},
     )
