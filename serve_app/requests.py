@@ -25,6 +25,10 @@ _SEED_MASK = (1 << 63) - 1
 # Fields of OpenAI, vLLM, SGLang and TGI that would change the answer, with the values that ask for nothing.
 _KNOWN_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
+    "max_completion_tokens": (None,),  # of a completion; a chat has it
+    "top_logprobs": (None, 0),
+    "echo": (None, False),  # of a chat; a completion has it
+    "best_of": (None, 1),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),
     "early_stopping": (None, False),
@@ -140,7 +144,7 @@ class _Sampling(_Model):
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # 0 and -1: off
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    stop_token_ids: list[_TokenId] | None = None
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     include_stop_str_in_output: bool = False
