@@ -120,7 +120,6 @@ _Stop = Annotated[
     ),
 ]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-_RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]  # it may come back in a header
 
 
 class _Sampling(_Model):
@@ -149,9 +148,10 @@ class _Sampling(_Model):
     min_tokens: Annotated[int, Field(ge=0)] = 0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
-    request_id: _RequestId | None = None
+    add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # of its end; -1: what fits
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
@@ -239,7 +239,6 @@ class CompletionRequest(_Sampling):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: int | None = None
-    add_special_tokens: bool = True
 
     def max_output(self) -> int | None:
         return self.max_tokens
@@ -302,7 +301,6 @@ class ChatRequest(_Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    add_special_tokens: bool = False  # the template has them
 
     audio: Annotated[Any, _refused(None)] = None
     modalities: Annotated[Any, _refused(None, ["text"])] = None

@@ -225,7 +225,7 @@ class Service:
             text = self._template.render([message.as_template_sees_it() for message in request.messages])
         except CallboardError as e:
             raise ApiError(400, str(e), param="messages") from e
-        return self.tokenizer.encode(text, request.add_special_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         given, n = request.prompts(), request.n or 1
@@ -235,7 +235,7 @@ class Service:
         for at, prompt in enumerate(given):
             where = "prompt" if len(given) == 1 else f"prompt.{at}"
             if isinstance(prompt, str):
-                prompts.append(self.tokenizer.encode(prompt, request.add_special_tokens))
+                prompts.append(self.tokenizer.encode(prompt, request.add_special_tokens is not False))
             else:
                 self._check_token_ids(where, prompt)
                 prompts.append(prompt)
@@ -268,8 +268,8 @@ class Service:
         echoes = []
         for given, ids in zip(request.prompts(), prompts, strict=True):
             if isinstance(given, str) and request.truncate_prompt_tokens is None:
-                offsets = self.tokenizer.offsets(given, request.add_special_tokens) if wants_offsets else []
-                echoes.append(Echo(given, offsets))
+                special = request.add_special_tokens is not False
+                echoes.append(Echo(given, self.tokenizer.offsets(given, special) if wants_offsets else []))
                 continue
             stream = TextStream(self.tokenizer, skip_special_tokens=request.skip_special_tokens)
             pieces = [stream.push((i,)) for i in ids]  # a character that the prompt leaves unfinished is the output's

@@ -121,8 +121,8 @@ async def test_a_request_id_of_the_clients_choice(path: str):
     body = (await post(engine, {**PATHS[path], "request_id": "mine-1"}, path)).json()
     assert body["id"] == ("chatcmpl" if "chat" in path else "cmpl") + "-mine-1"
     assert engine.requests[0].request_id == body["id"] + "-0"
-    for bad in ("", "a\r\nb", "ä", "x" * 129):
-        assert_error(await post(engine, {**PATHS[path], "request_id": bad}, path), 400, "request_id", "pattern")
+    for bad in ("", "x" * 129):
+        assert_error(await post(engine, {**PATHS[path], "request_id": bad}, path), 400, "request_id", "character")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,16 @@
 """Requests that score their prompt: echo with logprobs, prompt_logprobs and max_tokens 0, against a scripted engine."""
 
+from functools import cache
+from pathlib import Path
+
 import pytest
+import tokenizers
 from fake_engine import EOS, FakeEngine, byte_tokenizer, chat, client_of, events_of, post
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from runtime.core.types import CallboardError, SamplingParams
+from runtime.text.tokenizer import Tokenizer
 
 
 def prompt_logprob(char: str) -> float:
@@ -87,6 +94,52 @@ async def test_echoed_offsets_are_those_of_the_given_text():
         assert choice["text"] == f"hé{eos}日é!x"
         at = 2 + len(eos)
         assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, at, at, at, at + 1, at + 1, at + 2, at + 3]
+
+
+@pytest.mark.parametrize("add", [True, False])
+async def test_tokens_around_a_text_stand_for_none_of_it(add: bool):
+    tokenizer = byte_tokenizer()
+    around = tokenizers.processors.TemplateProcessing("<eos> $A <eos>", special_tokens=[("<eos>", EOS)])
+    tokenizer._backend.post_processor = around
+    engine = FakeEngine("x")
+    body = {"prompt": "hé", "echo": True, "logprobs": 0, "max_tokens": 1} | (
+        {} if add else {"add_special_tokens": False}
+    )
+    async with client_of(engine, tokenizer) as client:
+        choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+        await client.post("/v1/chat/completions", json=chat(add_special_tokens=add))
+    assert choice["text"] == "héx"
+    assert choice["logprobs"]["text_offset"] == ([0, 0, 1, 1, 2, 2] if add else [0, 1, 1, 2])
+    assert [request.token_ids.count(EOS) for request in engine.requests] == [2 * add] * 2
+
+
+def test_offsets_of_tokens_whose_space_the_tokenizer_leaves_out():
+    """As GPT-2's tokenizer.json does (trim_offsets)."""
+    vocab = {c: i for i, c in enumerate("abĠé")} | {"Ġa": 4, "ĠĠ": 5, "Ã": 6, "©": 7}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("Ġ", "a"), ("Ġ", "Ġ")]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = Tokenizer(backend, bos_token_id=None, eos_token_ids=(), special_tokens={}, chat_template=None)
+    text = "b a   éa"
+    assert [backend.id_to_token(i) for i in tokenizer.encode(text)] == ["b", "Ġa", "ĠĠ", "Ġ", "Ã", "©", "a"]
+    assert tokenizer.offsets(text) == [0, 1, 3, 5, 6, 6, 7]
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(codec="utf-8") | st.sampled_from(" aé日😀\n"), max_size=30))
+def test_offsets_count_the_whole_characters_before_a_token(smollm2_path, text: str):
+    tokenizer = _loaded(smollm2_path)
+    pieces = [tokenizer.token_bytes(i) for i in tokenizer.encode(text)]
+    assume(b"".join(pieces).decode("utf-8", "replace") == text)  # its vocabulary lacks some bytes of rare characters
+    before = [b"".join(pieces[:at]).decode("utf-8", "ignore") for at in range(len(pieces))]
+    assert tokenizer.offsets(text) == [len(part) for part in before]
+
+
+@cache
+def _loaded(path: Path) -> Tokenizer:
+    return Tokenizer.load(path)
 
 
 async def test_a_character_that_the_prompt_leaves_unfinished_belongs_to_the_output():
