@@ -109,15 +109,15 @@ class Service:
         chat = isinstance(request, ChatRequest)
         num_choices, default = request.n or 1, None if chat else 16
         prompts, where = ([self._chat_prompt(request)], "messages") if chat else (self._prompts(request), "prompt")
+        asked = request.max_output()
         if (last := request.truncate_prompt_tokens) is not None:
-            asked = request.max_output()
             room = max(1, self.max_model_len - (default or 1 if asked is None else asked))
             prompts = [prompt[-(room if last == -1 else last) :] for prompt in prompts]
         job_id = ("chatcmpl-" if chat else "cmpl-") + (request.request_id or secrets.token_hex(12))
         seed = secrets.randbits(63) if request.seed is None else None
         requests: list[Request] = []
         for prompt in prompts:
-            max_tokens = self._max_tokens(request.max_output(), default, len(prompt), where)
+            max_tokens = self._max_tokens(asked, default, len(prompt), where)
             params = request.sampling_params(max_tokens)
             self._check_token_ids("logit_bias", (i for i, _ in params.logit_bias))
             self._check_token_ids("stop_token_ids", params.stop_token_ids)

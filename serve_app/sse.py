@@ -27,7 +27,8 @@ def error_event(error: ApiError) -> bytes:
 
 def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenizer) -> bytes:
     """The whole response of a request that is not streamed; `choices` hold all of each choice's deltas."""
-    of_prompt, rendered = {}, []
+    of_prompt: dict[str, Any] = {}
+    rendered = []
     for choice, request in zip(choices, job.requests, strict=True):
         if not job.logprobs:
             logprobs = None
@@ -125,7 +126,7 @@ class EventStream:
     def _rare(self, delta: Delta) -> bytes:
         """An event with more than text."""
         index = delta.index
-        rest = {
+        rest: dict[str, Any] = {
             "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
