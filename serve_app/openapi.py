@@ -221,7 +221,9 @@ def _operation(op: _Operation, has_keys: bool) -> dict[str, Any]:
     needs_key = has_keys and not op.open
     content = _json(op.answer)
     if op.streams:
-        content |= {"text/event-stream": {"schema": {"type": "string"}}}
+        # What each event looks like, which is how tools read the schema of a stream.
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     if op.unready is not None:
         responses["503"] = {"description": "Not now.", "content": _json(op.unready)}
