@@ -14,6 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, ClassVar
 
 import ray
@@ -21,13 +23,24 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.channel import RayRpc, SocketExecutor
 from actors.environment import freeze_garbage
-from actors.frames import Abort, Ended, LinkAddress, Refused, Status, Submit
+from actors.frames import (
+    Abort,
+    AbortById,
+    Ended,
+    EngineLoading,
+    LinkAddress,
+    Refusal,
+    Refused,
+    Status,
+    Submit,
+)
 from actors.link_server import Connection, LinkServer, Stream
 from actors.placement import runner_options
 from actors.runner import SWITCH_INTERVAL_S, ModelRunnerActor
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
+from runtime.core.scheduler import RequestState
 from runtime.core.types import CallboardError, FinishReason, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -45,9 +58,13 @@ class EngineLoop:
     def __init__(self, config: EngineConfig, start_runners: Callable[[], tuple[Executor, ModelInfo]]) -> None:
         self.config = config
         self._start_runners = start_runners
-        self._inbox: queue.SimpleQueue[tuple[Connection | None, Submit | Abort | str | None]] = queue.SimpleQueue()
+        # From a connection, its message or None when it comes or goes; from anyone else, what the step thread shall do.
+        self._inbox: queue.SimpleQueue[tuple[Connection, Submit | Abort | AbortById | None] | Callable[[], None]]
+        self._inbox = queue.SimpleQueue()
         self._connections: set[Connection] = set()
-        self._finish_times: deque[float] = deque(maxlen=64)
+        self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was last idle
+        self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
+        self._draining = ""
         self._losses = 0
         self._output: StepOutput | None = None  # committed, not sent yet
         self._closed = False
@@ -87,6 +104,7 @@ class EngineLoop:
         return {
             "running": len(s.running),
             "waiting": s.num_waiting,
+            "waiting_tokens": s.num_waiting_tokens,
             "steps": self.core.steps_done,
             "preemptions": s.num_preemptions,
             "rebuilds": self.num_rebuilds,
@@ -100,8 +118,14 @@ class EngineLoop:
         }
 
     def abort(self, request_id: str) -> None:
-        """End a request by its id; its replica is told that it was aborted."""
-        self._inbox.put((None, request_id))
+        """End a request by its id, or all choices of one; its replica is told that it was aborted."""
+        self._inbox.put(partial(self._abort, request_id))
+
+    def drain(self, reason: str) -> Future[None]:
+        """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
+        done: Future[None] = Future()
+        self._inbox.put(partial(self._drain, reason, done))
+        return done
 
     def join(self) -> None:
         """Wait until the step thread has ended."""
@@ -110,7 +134,7 @@ class EngineLoop:
     def close(self) -> None:
         """End the thread and let the runners go."""
         self._closed = True
-        self._inbox.put((None, None))
+        self._inbox.put(lambda: None)
         self.executor.close()
         self.links.close()
         self._thread.join(timeout=5)
@@ -124,6 +148,8 @@ class EngineLoop:
             self._take_messages()
             if self._closed:
                 return
+            if self._deadlines:
+                self._give_up_the_late()
             try:
                 self.core.submit()
                 self._emit()
@@ -143,31 +169,34 @@ class EngineLoop:
             if inbox.empty():
                 if self.core.has_work or self._output is not None or self._closed:
                     return
+                self._finish_times.clear()
                 lagging = any(c.lagging for c in self._connections)
                 try:
-                    connection, message = inbox.get(timeout=0.05 if lagging else None)
+                    item = inbox.get(timeout=0.05 if lagging else None)
                 except queue.Empty:
                     for connection in self._connections:
                         connection.send_backlog()
                     continue
                 self._progress = time.monotonic()
             else:
-                connection, message = inbox.get()
-            if connection is not None:
-                self._handle(connection, message)
-            elif isinstance(message, str):
-                self._abort(message)
+                item = inbox.get()
+            if isinstance(item, tuple):
+                self._handle(*item)
+            else:
+                item()
 
-    def _handle(self, connection: Connection, message: Submit | Abort | str | None) -> None:
+    def _handle(self, connection: Connection, message: Submit | Abort | AbortById | None) -> None:
         if isinstance(message, Submit):
             self._submit(connection, message)
         elif isinstance(message, Abort):
             stream = connection.streams.pop(message.stream, None)
             if stream is not None:
                 self.core.abort(stream.key)
+        elif isinstance(message, AbortById):
+            self._abort(message.request_id)
         elif connection not in self._connections:
             self._connections.add(connection)
-            connection.send(Status(self.reason))
+            connection.send(Status(self._draining or self.reason))
         else:
             self._connections.discard(connection)
             for stream in connection.streams.values():
@@ -175,19 +204,52 @@ class EngineLoop:
             connection.streams.clear()
 
     def _submit(self, connection: Connection, message: Submit) -> None:
-        waiting = self.core.scheduler.num_waiting
-        if waiting >= self.config.max_queued_requests and not message.resumed:
-            text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
-            connection.send(Refused(message.stream, text, self._retry_after_s(waiting)))
+        if not message.resumed and (refusal := self._refusal(message)) is not None:
+            connection.send(refusal)
             return
         stream = Stream(connection, message.stream, message.request.request_id)
         message.request.request_id = stream.key
         try:
-            self.core.add(message.request, stream)
+            state = self.core.add(message.request, stream)
         except CallboardError as e:
-            connection.send(Refused(message.stream, str(e), 0.0))
+            connection.send(Refused(message.stream, str(e), Refusal.NEVER))
             return
         connection.streams[message.stream] = stream
+        if self.config.queue_timeout_s is not None and not message.resumed:
+            self._deadlines.append((time.monotonic() + self.config.queue_timeout_s, state))
+
+    def _refusal(self, message: Submit) -> Refused | None:
+        """The answer to a request that comes at the wrong time; the queue is counted as it is now."""
+        if self._draining:
+            return Refused(message.stream, self._draining, Refusal.DRAINING)
+        config, waiting = self.config, self.core.scheduler.num_waiting
+        tokens = self.core.scheduler.num_waiting_tokens
+        if waiting >= config.max_queued_requests:
+            text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
+        elif waiting and tokens + len(message.request.token_ids) > config.max_queued_tokens:  # an empty queue takes any
+            text = (
+                f"The engine has {tokens} tokens waiting and this prompt has {len(message.request.token_ids)}, above "
+                f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
+            )
+        else:
+            return None
+        return Refused(message.stream, text, Refusal.BUSY, self._retry_after_s(waiting))
+
+    def _give_up_the_late(self) -> None:
+        """Requests come in order of their deadlines; one that has begun or ended has none any more."""
+        deadlines, now = self._deadlines, time.monotonic()
+        while deadlines:
+            due, state = deadlines[0]
+            waits = state.num_cached < 0 and state.epoch >= 0
+            if waits and due > now:
+                return
+            deadlines.popleft()
+            if waits:
+                stream: Stream = state.owner
+                self.core.abort(stream.key)
+                stream.connection.streams.pop(stream.number, None)
+                text = f"The request waited {self.config.queue_timeout_s:g} s in the queue (queue_timeout_s)."
+                stream.connection.send(Refused(stream.number, text, Refusal.LATE))
 
     def _retry_after_s(self, waiting: int) -> float:
         """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""
@@ -196,9 +258,20 @@ class EngineLoop:
             return 1.0
         return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))
 
-    def _abort(self, request_id: str) -> None:
+    def _drain(self, reason: str, done: Future[None]) -> None:
+        self._draining = reason
+        self._set_reason(self.reason)
+        done.set_result(None)
+
+    def _abort(self, name: str) -> None:
         self._emit()  # what it has gained comes before its end
-        for stream in [s for c in self._connections for s in c.streams.values() if s.request_id == request_id]:
+
+        def meant(request_id: str) -> bool:
+            """The id of a choice is KIND-ID-INDEX; a request goes by KIND-ID, or by its client's own ID."""
+            whole = request_id.rpartition("-")[0]
+            return name in (request_id, whole, whole.partition("-")[2])
+
+        for stream in [s for c in self._connections for s in c.streams.values() if meant(s.request_id)]:
             self.core.abort(stream.key)
             self._end(stream, FinishReason.ABORT, None, "")
             stream.connection.flush()
@@ -243,7 +316,7 @@ class EngineLoop:
     def _set_reason(self, reason: str) -> None:
         self.reason = reason
         for connection in self._connections:
-            connection.send(Status(reason))
+            connection.send(Status(self._draining or reason))
 
     def _rebuild(self, why: str) -> None:
         """Runners are replaceable caches (C8): get new ones and recompute every live request.
@@ -284,16 +357,22 @@ class EngineActor:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._config, self._group, self._gpu = config, group, gpu
         self._runners: list[Any] = []
+        self._loaded = False
 
     async def start(self) -> ModelInfo:
         """Load the model. Raises CallboardError with the sentence of the runner that could not."""
         self._loop = await asyncio.to_thread(EngineLoop, self._config, self._start_runners)
+        self._loaded = True
         self._watch = asyncio.create_task(self._check_progress())
         freeze_garbage()
         return self._loop.info
 
     async def open_link(self, node_id: str) -> tuple[LinkAddress, ModelInfo]:
-        """An address for one connection of a replica on `node_id`."""
+        """An address for one connection of a replica on `node_id`; raises EngineLoading while there is none."""
+        if not self._loaded:
+            phases = await self.phases() if self._runners else []
+            last = phases[-1].splitlines()[0].partition(" s  ")[2] if phases else "starting the model runners"
+            raise EngineLoading(f"The engine is loading its model ({last}).")
         same_node = node_id == ray.get_runtime_context().get_node_id()
         return self._loop.links.open(same_node, _host()), self._loop.info
 
@@ -304,6 +383,10 @@ class EngineActor:
     async def stats(self) -> dict[str, Any]:
         """Counters and gauges of the engine, and its process id."""
         return {**self._loop.stats(), "pid": os.getpid()}
+
+    async def num_live(self) -> int:
+        """Requests that run or wait."""
+        return len(self._loop.core.scheduler.requests)
 
     async def phases(self) -> list[str]:
         """How the runner of rank 0 started: the plan of its memory, and seconds."""
@@ -319,8 +402,12 @@ class EngineActor:
         return self._supervisor_pid
 
     async def abort(self, request_id: str) -> None:
-        """End a request by its id; an unknown one is no error."""
+        """End a request by its id, or all choices of one; an unknown one is no error."""
         self._loop.abort(request_id)
+
+    async def drain(self, reason: str) -> None:
+        """Take no new requests from now on: the replicas answer 503 for `reason`. Live ones go on."""
+        await asyncio.wrap_future(self._loop.drain(reason))
 
     async def forever(self) -> None:
         """Returns when the step thread has ended, which it never should; fails when this process dies."""

@@ -1,6 +1,6 @@
 """What a replica and an engine say to each other on their link, as length-prefixed msgpack frames.
 
-    replica -> engine   Submit, Abort, Heartbeat
+    replica -> engine   Submit, Abort, AbortById, Heartbeat
     engine  -> replica  Tokens (at most one a step), Refused, Status
 
 A stream is a number that the replica chose for one live request, unique on its connection. The transport keeps order
@@ -13,6 +13,7 @@ from __future__ import annotations
 import socket
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 
 import msgspec
 
@@ -43,6 +44,12 @@ class Heartbeat(msgspec.Struct, array_like=True, tag=3):
     seen: int
 
 
+class AbortById(msgspec.Struct, array_like=True, tag=7):
+    """End a request, or all choices of one, whichever replica submitted it; an unknown id is no error."""
+
+    request_id: str
+
+
 class Ended(msgspec.Struct, array_like=True):
     """`stream` ended with FinishReason `reason`, after its last token."""
 
@@ -63,12 +70,22 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
 
 
+class Refusal(IntEnum):
+    """Why a request was not served."""
+
+    NEVER = 0  # it cannot be served at all
+    BUSY = 1  # the queue is full
+    DRAINING = 2  # the engine takes no new requests before it ends
+    LATE = 3  # it was not begun within queue_timeout_s
+
+
 class Refused(msgspec.Struct, array_like=True, tag=5):
-    """`stream` was not accepted; with `retry_after_s` > 0 because the queue is full."""
+    """`stream` was not accepted, or given up before it was begun."""
 
     stream: int
     message: str
-    retry_after_s: float
+    reason: Refusal
+    retry_after_s: float = 0.0  # with BUSY
 
 
 class Status(msgspec.Struct, array_like=True, tag=6):
@@ -87,8 +104,12 @@ class LinkAddress:
     secret: bytes  # 32 bytes, the connection's first frame
 
 
+class EngineLoading(CallboardError):
+    """There is an engine, but it has no address yet: it loads its model. The text says how far it is."""
+
+
 _encoder = msgspec.msgpack.Encoder()
-_from_replica = msgspec.msgpack.Decoder(Submit | Abort | Heartbeat)
+_from_replica = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat)
 _from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status)
 PREFIX = struct.Struct("<I")
 
@@ -99,10 +120,10 @@ def encode(message: msgspec.Struct) -> bytes:
     return PREFIX.pack(len(body)) + body
 
 
-def decode_from_replica(body: bytes) -> Submit | Abort | Heartbeat:
+def decode_from_replica(body: bytes) -> Submit | Abort | AbortById | Heartbeat:
     """Raises CallboardError if `body` is not a message that a replica may send."""
     try:
-        message: Submit | Abort | Heartbeat = _from_replica.decode(body)
+        message: Submit | Abort | AbortById | Heartbeat = _from_replica.decode(body)
     except msgspec.DecodeError as e:
         raise CallboardError(f"A replica sent a frame of {len(body)} bytes that is no message: {e}.") from None
     return message

@@ -19,8 +19,11 @@ from actors.frames import (
     HEARTBEAT_S,
     PREFIX,
     Abort,
+    AbortById,
+    EngineLoading,
     Heartbeat,
     LinkAddress,
+    Refusal,
     Refused,
     Status,
     Submit,
@@ -46,6 +49,14 @@ class EngineBusy(CallboardError):
         self.retry_after_s = retry_after_s
 
 
+class EngineDraining(CallboardError):
+    """The engine takes no new requests, because it is about to end."""
+
+
+class QueueTimeout(CallboardError):
+    """The request waited in the queue for as long as it may; it was not begun."""
+
+
 class EngineClient(Protocol):
     """What a front end needs of an engine, however far away it is."""
 
@@ -55,8 +66,13 @@ class EngineClient(Protocol):
         """Yields what is new until an output has a finish reason; closing the generator aborts the request.
 
         Outputs that piled up while the consumer was busy arrive merged into one.
-        Raises EngineBusy if the queue is full, CallboardError if the request cannot be served.
+        Raises EngineBusy if the queue is full, EngineDraining, QueueTimeout, and CallboardError if the request cannot
+        be served.
         """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request by its id or its client's id for it, whoever submitted it; an unknown one is no error."""
         ...
 
     def health(self) -> str:
@@ -179,7 +195,10 @@ class EngineLink:
             if self._streams.pop(number, None) is not None:
                 self._send(Abort(number))
 
-    def _send(self, message: Submit | Abort | Heartbeat) -> None:
+    def abort(self, request_id: str) -> None:
+        self._send(AbortById(request_id))
+
+    def _send(self, message: Submit | Abort | AbortById | Heartbeat) -> None:
         if self._transport is not None:  # else it is resubmitted when there is an engine again
             self._transport.write(encode(message))
 
@@ -208,6 +227,10 @@ class EngineLink:
         while True:
             try:
                 lost = await self._connect()
+            except EngineLoading as e:
+                self._reason = str(e)
+                await asyncio.sleep(_RETRY_S)
+                continue
             except Exception as e:  # whatever keeps us from the engine now may pass: it is being started
                 if said != (said := f"{type(e).__name__}: {e}"):
                     logger.warning("no engine yet: %s", said)
@@ -232,10 +255,15 @@ class EngineLink:
         elif isinstance(message, Status):
             self._reason = message.reason
         elif (stream := self._streams.pop(message.stream, None)) is not None:
-            busy = message.retry_after_s > 0
-            stream.error = (
-                EngineBusy(message.message, message.retry_after_s) if busy else CallboardError(message.message)
-            )
+            match message.reason:
+                case Refusal.BUSY:
+                    stream.error = EngineBusy(message.message, message.retry_after_s)
+                case Refusal.DRAINING:
+                    stream.error = EngineDraining(message.message)
+                case Refusal.LATE:
+                    stream.error = QueueTimeout(message.message)
+                case Refusal.NEVER:
+                    stream.error = CallboardError(message.message)
             stream.wake()
 
     def _on_tokens(self, frame: Tokens) -> None:
@@ -269,12 +297,15 @@ class LinkGroup:
         self._links = links
 
     async def start(self) -> None:
-        """Connect to all engines."""
-        await asyncio.gather(*(link.start() for link in self._links))
-        self.info = self._links[0].info
+        """Connect to all engines; returns when there is one. The others are used as soon as they are there."""
+        self._starts = [asyncio.create_task(link.start()) for link in self._links]
+        await asyncio.wait(self._starts, return_when=asyncio.FIRST_COMPLETED)
+        self.info = next(link.info for link, start in zip(self._links, self._starts, strict=True) if start.done())
 
     def close(self) -> None:
         """Let all engines go."""
+        for start in self._starts:
+            start.cancel()
         for link in self._links:
             link.close()
 
@@ -284,3 +315,7 @@ class LinkGroup:
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         return min(self._links, key=lambda link: (bool(link.health()), link.num_streams)).generate(request)
+
+    def abort(self, request_id: str) -> None:
+        for link in self._links:
+            link.abort(request_id)

@@ -21,6 +21,7 @@ from actors.frames import (
     MAX_FRAME,
     PREFIX,
     Abort,
+    AbortById,
     Ended,
     Heartbeat,
     LinkAddress,
@@ -124,7 +125,7 @@ class LinkServer:
     None, then its messages, then None again when it is gone.
     """
 
-    def __init__(self, deliver: Callable[[Connection, Submit | Abort | None], None]) -> None:
+    def __init__(self, deliver: Callable[[Connection, Submit | Abort | AbortById | None], None]) -> None:
         self._deliver = deliver
         self._secrets: set[bytes] = set()
         # An abstract name: no file that outlives a killed engine. Anyone on this host may connect; the secret decides.

@@ -53,9 +53,11 @@ class ModelRunnerActor:
         "concurrency_groups": {"steps": 1},  # pipelined calls of `execute` keep their order
     }
 
+    def __init__(self) -> None:
+        self._phases = _Phases()
+
     def load(self, config: EngineConfig, rank: int) -> ModelInfo:
         """Load this rank's share of the model; raises CallboardError if that fails."""
-        self._phases = _Phases()
         runtime_log = logging.getLogger("runtime")
         runtime_log.setLevel(logging.INFO)
         runtime_log.addHandler(self._phases)

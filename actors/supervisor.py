@@ -8,6 +8,7 @@ up: `failed` tells why, and Serve replaces the whole replica.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "callboard"
 _MAX_FAILURES = 3
 _PAUSE_S = 1.0  # between attempts to start an engine
+_DRAIN_POLL_S = 0.1
+DRAINING = "The server is shutting down and takes no new requests; try again later."
 
 
 class Supervisor:
@@ -43,6 +46,14 @@ class Supervisor:
         """Returns when the engine is ready; raises CallboardError if its model cannot be loaded."""
         self._engine = await self._start_engine()
         self._watch = asyncio.create_task(self._keep_alive())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let the engine take no new requests, and wait until those that it has are done, at most `timeout_s`."""
+        end = time.monotonic() + timeout_s
+        with contextlib.suppress(RayError):  # a dead engine has nothing to finish
+            await self._engine.drain.remote(DRAINING)
+            while (await self._engine.num_live.remote()) and time.monotonic() < end:
+                await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _start_engine(self) -> Any:
         actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
@@ -104,7 +115,10 @@ def link_to(name: str) -> EngineLink:
     async def find() -> tuple[LinkAddress, ModelInfo]:
         engine = await asyncio.to_thread(find_engine, name)
         node_id = ray.get_runtime_context().get_node_id()
-        found: tuple[LinkAddress, ModelInfo] = await engine.open_link.remote(node_id)
+        try:
+            found: tuple[LinkAddress, ModelInfo] = await engine.open_link.remote(node_id)
+        except RayError as e:
+            raise plain_error(e) from e
         return found
 
     return EngineLink(find)

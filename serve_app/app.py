@@ -10,10 +10,10 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import ray
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
@@ -29,9 +29,14 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
 from serve_app.requests import ChatRequest, CompletionRequest, parse
 from serve_app.service import Service
+from serve_app.settings import HttpSettings
 from serve_app.sse import encode_json
 
 logger = logging.getLogger("ray.serve")
+
+
+_SHUTDOWN_POLL_S = 0.2  # how often Serve looks whether a replica that is to end still has requests
+_SHUTDOWN_MARGIN_S = 2.0  # for the ways between the processes, beside the drain itself
 
 
 class _ServeArgs(BaseModel):
@@ -47,20 +52,32 @@ class _ServeArgs(BaseModel):
         """The engine's part; raises CallboardError if a value is out of range."""
         return EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
 
+    def http_settings(self) -> HttpSettings:
+        """The fronts' part; raises CallboardError if a value is out of range."""
+        return HttpSettings(**{f.name: getattr(self, f.name) for f in fields(HttpSettings)})
 
-_TYPES = get_type_hints(EngineConfig)
+
+def _model_fields(config: type) -> dict[str, Any]:
+    """The fields of a dataclass for pydantic. `serve run name=a,b` gives text where several values may be."""
+    split = BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
+    types = {name: Annotated[t, split] if t == tuple[str, ...] else t for name, t in get_type_hints(config).items()}
+    return {f.name: (types[f.name], Field(f.default, description=f.metadata["help"])) for f in fields(config)}
+
+
 AppArgs = create_model(
     "AppArgs",
     __base__=_ServeArgs,
-    __doc__="What the application can be started with: every field of EngineConfig and what concerns Serve.",
-    **{f.name: (_TYPES[f.name], Field(f.default, description=f.metadata["help"])) for f in fields(EngineConfig)},
+    __doc__="What the application can be started with: the fields of EngineConfig and HttpSettings, and Serve's own.",
+    **_model_fields(EngineConfig),
+    **_model_fields(HttpSettings),
 )
 
 
 class EngineHost:
     """One Serve replica: the supervisor of one engine, whose placement group comes and goes with it."""
 
-    async def __init__(self, config: EngineConfig, gpu: bool) -> None:
+    async def __init__(self, config: EngineConfig, gpu: bool, drain_timeout_s: float) -> None:
+        self._drain_timeout_s = drain_timeout_s
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
         self._supervisor = Supervisor(config, engine_name(context.app_name, context.rank.rank), group, gpu)
@@ -71,27 +88,48 @@ class EngineHost:
         if self._supervisor.failed:
             raise CallboardError(self._supervisor.failed)
 
+    async def __del__(self) -> None:
+        """Serve calls this before it ends the replica, and the engine with it: what runs is finished first."""
+        await self._supervisor.drain(self._drain_timeout_s)
+
 
 class Front:
     """One Serve replica: HTTP, text and tokens, and a link to each engine. Several share the engines."""
 
     async def __init__(
-        self, config: EngineConfig, num_engines: int, served_model_name: str | None, engines: DeploymentHandle
+        self,
+        config: EngineConfig,
+        settings: HttpSettings,
+        num_engines: int,
+        served_model_name: str | None,
+        engines: DeploymentHandle,
     ) -> None:
-        """`engines` is the deployment that this one needs; it is reached over sockets, not through its handle."""
+        """Returns at once: until the tokenizer is loaded and an engine there, /ready says what is still to come.
+
+        `engines` is the deployment that this one needs; it is reached over sockets, not through its handle."""
         missing = [f"{name}={value}" for name, value in FAST_SERVE.items() if os.environ.get(name) != value]
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
-        path = await asyncio.to_thread(resolve, config.model, config.revision)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, path)
         app_name = serve.get_replica_context().app_name
         self._engines = LinkGroup([link_to(engine_name(app_name, rank)) for rank in range(num_engines)])
+        self._service = Service(self._engines, None, served_model_name or config.model)
+        self._app = build_http_app(self._service, settings, echo_request_ids=False)
+        self._start = asyncio.create_task(self._connect(config))
+
+    async def _connect(self, config: EngineConfig) -> None:
+        path = await asyncio.to_thread(resolve, config.model, config.revision)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, path)
         await self._engines.start()
-        self._service = Service(self._engines, tokenizer, served_model_name or config.model)
+        self._service.start(tokenizer)
         freeze_garbage()
 
+    def check_health(self) -> None:
+        """Serve replaces this replica when it cannot get ready: the tokenizer cannot be read, say."""
+        if self._start.done():
+            self._start.result()
+
     def __serve_build_asgi_app__(self) -> Starlette:
-        return build_http_app(self._service)
+        return self._app
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For other Ray jobs: `body` is that of /v1/completions or, with messages, of /v1/chat/completions.
@@ -118,7 +156,7 @@ def build_app(args: AppArgs) -> serve.Application:
     """The application: a front that HTTP reaches, and the engines behind it.
 
     Raises CallboardError if a value is out of range or the cluster lacks what is asked for."""
-    config = args.engine_config()
+    config, settings = args.engine_config(), args.http_settings()
     if not ray.is_initialized():
         ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
     resources = ray.cluster_resources()
@@ -132,15 +170,27 @@ def build_app(args: AppArgs) -> serve.Application:
         placement_group_strategy="STRICT_PACK",
         max_constructor_retry_count=1,  # a model that does not load will not load the second time either
         health_check_period_s=2,
+        graceful_shutdown_wait_loop_s=_SHUTDOWN_POLL_S,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
     )
     front = serve.deployment(
         serve.ingress()(Front),  # without an app: each replica builds its own, so none is ever pickled
         name="Front",
         num_replicas=args.num_fronts or default_fronts(resources),
         ray_actor_options={"num_cpus": FRONT_CPUS},
-        max_ongoing_requests=4096,  # the engines' own queue limit comes first, with an error of OpenAI's shape
+        # The engines' own limit of their queues comes first, with an error of OpenAI's shape.
+        max_ongoing_requests=args.num_replicas * config.max_queued_requests + 4096,
+        health_check_period_s=2,
+        graceful_shutdown_wait_loop_s=_SHUTDOWN_POLL_S,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
     )
-    return front.bind(config, args.num_replicas, args.served_model_name, engines.bind(config, gpu))
+    return front.bind(
+        config,
+        settings,
+        args.num_replicas,
+        args.served_model_name,
+        engines.bind(config, gpu, settings.drain_timeout_s),
+    )
 
 
 def failure_of(app_name: str) -> str:

@@ -14,17 +14,20 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import closing, redirect_stdout, suppress
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, end_haproxy, private_haproxy
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
+from serve_app.settings import HttpSettings
 
 APP_NAME = "callboard"
+_POLL_S = 0.05
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one: no tensor ever goes through it
 
 
@@ -66,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--num-replicas", type=_positive, default=1, metavar="N", help="model replicas")
     fronts = "front replicas that share them; default: one per 4 CPUs, at most 4"
     serve.add_argument("--num-fronts", type=_positive, metavar="N", help=fronts)
+    _add_flags(serve.add_argument_group("http", "what the front door allows"), HttpSettings)
     _add_engine_flags(serve)
     serve.set_defaults(run=_serve)
 
@@ -112,14 +116,23 @@ def _add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None)
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every field of EngineConfig but the model."""
-    group = parser.add_argument_group("engine", "each is a policy: it changes speed or memory, never tokens")
-    types_of = get_type_hints(EngineConfig)
-    for f in fields(EngineConfig):
+    _add_flags(
+        parser.add_argument_group("engine", "each is a policy: it changes speed or memory, never tokens"), EngineConfig
+    )
+
+
+def _add_flags(group: argparse._ArgumentGroup, config: type) -> None:
+    """A flag for every field of a dataclass but the model."""
+    types_of = get_type_hints(config)
+    for f in fields(config):
         if f.name == "model":
             continue
         flag, kind, text = "--" + f.name.replace("_", "-"), types_of[f.name], f.metadata["help"]
         if kind is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+            continue
+        if kind == tuple[str, ...]:
+            group.add_argument(flag, action="append", metavar="TEXT", help=text)
             continue
         choices = get_args(kind) if get_origin(kind) is Literal else None
         if choices:
@@ -146,6 +159,17 @@ def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {f.name: getattr(args, f.name) for f in fields(EngineConfig)}
 
 
+def _http_settings(args: argparse.Namespace) -> HttpSettings:
+    """Raises CallboardError if a value is out of range or the file of keys cannot be read."""
+    values = {f.name: getattr(args, f.name) for f in fields(HttpSettings)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    settings: HttpSettings = _checked(HttpSettings, **{k: v for k, v in values.items() if v is not None})
+    if settings.api_key_file is not None:  # the fronts have another working directory
+        settings = replace(settings, api_key_file=os.path.abspath(settings.api_key_file))
+    settings.api_keys()
+    return settings
+
+
 def _checked(make: type, **values: Any) -> Any:
     """`make(**values)`, where a value out of range is the user's."""
     try:
@@ -166,21 +190,24 @@ def _sampling_params(args: argparse.Namespace, max_tokens: int) -> SamplingParam
 
 def _serve(args: argparse.Namespace) -> int:
     config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+    settings = _http_settings(args)
     _check_port(args.host, args.port)
     from runtime.loading.resolve import resolve
+    from runtime.text.tokenizer import Tokenizer
 
-    resolve(config.model, config.revision)
+    Tokenizer.load(resolve(config.model, config.revision))  # what cannot be read is told now, not by actors later
     stop = threading.Event()
     with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
         for name, value in {**SINGLE_MACHINE, **private_haproxy(folder)}.items():
             os.environ.setdefault(name, value)
         try:
-            _start(args, config)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            _start(args, config, settings)
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: stop.set())
             _announce(args, config)
             stop.wait()
-            print("Stopping.", file=sys.stderr)
+            _drain(args, settings)
         finally:
             _stop()
             end_haproxy(folder)
@@ -203,8 +230,8 @@ def _check_port(host: str, port: int) -> None:
         ) from e
 
 
-def _start(args: argparse.Namespace, config: EngineConfig) -> None:
-    """Ray, Serve and the application; returns when the model answers."""
+def _start(args: argparse.Namespace, config: EngineConfig, settings: HttpSettings) -> None:
+    """Ray, Serve and the application; returns when the model answers through every front."""
     import logging
 
     import ray
@@ -227,6 +254,7 @@ def _start(args: argparse.Namespace, config: EngineConfig) -> None:
     app = build_app(
         AppArgs(
             **_engine_settings(args),
+            **asdict(settings),
             served_model_name=args.served_model_name,
             num_replicas=args.num_replicas,
             num_fronts=args.num_fronts,
@@ -236,6 +264,49 @@ def _start(args: argparse.Namespace, config: EngineConfig) -> None:
         serve.run(app, name=APP_NAME)
     except RuntimeError as e:
         raise CallboardError(failure_of(APP_NAME) or str(e)) from e
+    while not _fronts_are_connected(args):
+        if reason := failure_of(APP_NAME):
+            raise CallboardError(reason)
+        time.sleep(_POLL_S)
+
+
+def _engines(args: argparse.Namespace) -> list[Any]:
+    from actors.supervisor import find_engine
+    from serve_app.app import engine_name
+
+    return [find_engine(engine_name(APP_NAME, rank)) for rank in range(args.num_replicas)]
+
+
+def _fronts_are_connected(args: argparse.Namespace) -> bool:
+    """Whether each front has opened its link to each engine, which it does when it has all else."""
+    import ray
+    from ray import serve
+
+    deployment = serve.status().applications[APP_NAME].deployments["Front"]
+    stats = ray.get([engine.stats.remote() for engine in _engines(args)])
+    return all(s["connections"] >= sum(deployment.replica_states.values()) for s in stats)
+
+
+def _drain(args: argparse.Namespace, settings: HttpSettings) -> None:
+    """No new requests, and time for those that run; a second signal ends the wait."""
+    import ray
+    from ray import serve
+
+    from actors.supervisor import DRAINING
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    print(f"Stopping; running requests have {settings.drain_timeout_s:g} s to end.", file=sys.stderr, flush=True)
+    end = time.monotonic() + settings.drain_timeout_s
+    with suppress(KeyboardInterrupt, CallboardError, ray.exceptions.RayError):  # an engine that is dead has none
+        engines = _engines(args)
+        ray.get([engine.drain.remote(DRAINING) for engine in engines])
+        while any(ray.get([engine.num_live.remote() for engine in engines])) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        # The fronts still write what their readers have not taken; HAProxy lives until Serve itself is shut down.
+        serve.delete(APP_NAME, _blocking=False)
+        while APP_NAME in serve.status().applications and time.monotonic() < end:
+            time.sleep(_POLL_S)
 
 
 def _stop() -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
 from functools import partial
 from typing import Any
 
+import msgspec
+from starlette.responses import Response
+
 from runtime.core.types import CallboardError
+
+_MAX_ECHO_CHARS = 200  # of a client's own input in a message
+_MAX_MESSAGE_CHARS = 1000
+# What internals may say and a client must not see: absolute paths, and IPv4 or bracketed IPv6 addresses with ports.
+_PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
+_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-9a-fA-F:.]*\](?::\d+)?")
 
 
 class ApiError(CallboardError):
@@ -21,8 +32,9 @@ class ApiError(CallboardError):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.type, self.param, self.code = status, type, param, code
+        super().__init__(_capped(message, _MAX_MESSAGE_CHARS))
+        self.status, self.type, self.code = status, type, code
+        self.param = None if param is None else echoed(param)
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:  # to a caller in another process, by a Serve handle
@@ -30,9 +42,34 @@ class ApiError(CallboardError):
         return partial(ApiError, **rest), (self.status, str(self))
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": str(self), "type": self.type, "param": self.param, "code": self.code}}
+        message = str(self) if self.status < 500 else without_places(str(self))
+        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def invalid(param: str, problem: str) -> ApiError:
     """The 400 for one field."""
-    return ApiError(400, f"{param} {problem}.", param=param)
+    return ApiError(400, f"{echoed(param)} {problem}.", param=param)
+
+
+def echoed(text: str) -> str:
+    """A client's own text as a message may show it: not all of a long one."""
+    return _capped(text, _MAX_ECHO_CHARS)
+
+
+def without_places(text: str) -> str:
+    """A sentence of the server's internals without its file paths and network addresses."""
+    return _ADDRESS.sub("<address>", _PATH.sub("<path>", text))
+
+
+def error_response(error: ApiError) -> Response:
+    """The answer with the error's status, body and headers."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(msgspec.json.encode(error.body()), error.status, headers, "application/json")
+
+
+def _capped(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

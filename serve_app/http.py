@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from importlib.metadata import version
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from serve_app.answers import Delta
-from serve_app.errors import ApiError
+from serve_app.errors import ApiError, echoed, error_response, without_places
+from serve_app.gate import Cors, Gate, clean_id
+from serve_app.limits import check_counts, deadline, read_json_body
+from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
-from serve_app.requests import ChatRequest, CompletionRequest, parse
+from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest, parse, validated
 from serve_app.service import Job, Service
+from serve_app.settings import HttpSettings
 from serve_app.sse import DONE, EventStream, encode_json, error_event, plain_answer
+from serve_app.tokenization import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
-MAX_BODY_BYTES = 32 << 20
 _BESIDE_THE_LOOP_BYTES = 64 << 10  # bodies from here on are parsed and tokenised in a thread: it takes milliseconds
 
 _JSON = (b"content-type", b"application/json")
@@ -33,15 +41,43 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_KEEP_ALIVE = b": the request waits\n\n"  # a comment, which readers of event streams skip
 
 
-def build_http_app(service: Service) -> Starlette:
-    """All routes; whatever goes wrong is answered in OpenAI's error shape."""
+def build_http_app(
+    service: Service, settings: HttpSettings | None = None, *, echo_request_ids: bool = True
+) -> Starlette:
+    """All routes; whatever goes wrong is answered in OpenAI's error shape.
+
+    Under Serve, which itself adds X-Request-Id to every answer, `echo_request_ids` is off.
+    Raises CallboardError if the file of API keys cannot be read."""
+    settings = settings or HttpSettings()
 
     async def health(request: HttpRequest) -> Response:
         if reason := service.health():
-            return _json({"status": "unavailable", "reason": reason}, 503, {"retry-after": "1"})
+            return _json({"status": "unavailable", "reason": without_places(reason)}, 503, {"retry-after": "1"})
         return _json({"status": "ok"})
+
+    async def ready(request: HttpRequest) -> Response:
+        reason = service.health()
+        if not reason:
+            return _json({"status": "ready"})
+        status = "loading" if service.loading else "unavailable"
+        return _json({"status": status, "phase": without_places(reason)}, 503, {"retry-after": "1"})
+
+    async def version_(request: HttpRequest) -> Response:
+        return _json({"version": version("callboard")})
+
+    async def openapi(request: HttpRequest) -> Response:
+        return _json(document(settings))
+
+    async def info(request: HttpRequest) -> Response:
+        return _json(tokenizer_info(service))
+
+    def abort(service: Service, body: bytes) -> dict[str, str]:
+        request = validated(AbortRequest, body)
+        service.abort(request.request_id)
+        return {"request_id": request.request_id, "object": "request.abort"}
 
     async def models(request: HttpRequest) -> Response:
         return _json({"object": "list", "data": [service.model_card()]})
@@ -52,31 +88,56 @@ def build_http_app(service: Service) -> Starlette:
 
     return Starlette(
         routes=[
-            Route("/v1/completions", _Generation(service, CompletionRequest), methods=["POST"]),
-            Route("/v1/chat/completions", _Generation(service, ChatRequest), methods=["POST"]),
+            Route("/v1/completions", _Generation(service, CompletionRequest, settings), methods=["POST"]),
+            Route("/v1/chat/completions", _Generation(service, ChatRequest, settings), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
+            Route("/v1/abort", _Call(service, abort, settings), methods=["POST"]),
+            Route("/tokenize", _Call(service, tokenize, settings), methods=["POST"]),
+            Route("/detokenize", _Call(service, detokenize, settings), methods=["POST"]),
+            Route("/tokenizer_info", info),
             Route("/health", health),
             *PAGE_ROUTES,
+            Route("/ready", ready),
+            Route("/version", version_),
+            Route("/openapi.json", openapi),
+        ],
+        middleware=[
+            *([Middleware(Cors, settings)] if settings.cors_origin else []),
+            Middleware(Gate, settings, echo_ids=echo_request_ids),
         ],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _internal_error},
     )
 
 
+class _Call:
+    """POST whose answer is a JSON object at once."""
+
+    def __init__(
+        self, service: Service, answer: Callable[[Service, bytes], Mapping[str, object]], settings: HttpSettings
+    ) -> None:
+        self._service, self._answer, self._settings = service, answer, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_json_body(scope, receive, self._settings.max_body_bytes)
+        if body is not None:
+            answer = await _beside_the_loop_if_long(body, partial(self._answer, self._service, body))
+            await _json(answer)(scope, receive, send)
+
+
 class _Generation:
     """POST of one kind of request: an ASGI application of its own, since each token is a `send`."""
 
-    def __init__(self, service: Service, kind: type[CompletionRequest] | type[ChatRequest]) -> None:
-        self._service, self._kind = service, kind
+    def __init__(
+        self, service: Service, kind: type[CompletionRequest] | type[ChatRequest], settings: HttpSettings
+    ) -> None:
+        self._service, self._kind, self._settings = service, kind, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _read_body(scope, receive)
+        body = await read_json_body(scope, receive, self._settings.max_body_bytes)
         if body is None:
             return
-        if len(body) < _BESIDE_THE_LOOP_BYTES:
-            request, job = self._prepare(body)
-        else:
-            request, job = await asyncio.to_thread(self._prepare, body)
+        request, job = await _beside_the_loop_if_long(body, partial(self._prepare, body, scope["request_id"]))
         async with _until_client_leaves(receive), aclosing(self._service.run(job)) as deltas:
             if request.stream:
                 include_usage = request.stream_options is not None and request.stream_options.include_usage
@@ -84,39 +145,71 @@ class _Generation:
             else:
                 await self._answer(job, deltas, scope, receive, send)
 
-    def _prepare(self, body: bytes) -> tuple[CompletionRequest | ChatRequest, Job]:
+    def _prepare(self, body: bytes, request_id: str) -> tuple[CompletionRequest | ChatRequest, Job]:
         request = parse(self._kind, body)
-        return request, self._service.prepare(request)
+        check_counts(request, self._settings)
+        return request, self._service.prepare(request, clean_id(request.request_id or request_id))
 
     async def _answer(
         self, job: Job, deltas: AsyncGenerator[list[Delta], None], scope: Scope, receive: Receive, send: Send
     ) -> None:
         choices = [Delta(i) for i in range(len(job.requests))]
-        async for new in deltas:
-            for delta in new:
-                choices[delta.index].add(delta)
+        async with deadline(self._settings.request_timeout_s):
+            async for new in deltas:
+                for delta in new:
+                    choices[delta.index].add(delta)
         content = plain_answer(job, choices, self._service.model, self._service.tokenizer)
         await Response(content, headers=job.headers(), media_type="application/json")(scope, receive, send)
 
     async def _stream(
         self, job: Job, deltas: AsyncGenerator[list[Delta], None], include_usage: bool, send: Send
     ) -> None:
+        """The status stays open until there is something to send, so that an engine that refuses gets its own."""
         stream = EventStream(job, self._service.model, self._service.tokenizer, include_usage=include_usage)
-        new = await anext(deltas)  # raises if the engine refuses: the status is still open
         headers = [*_EVENT_STREAM, *((name.encode(), value.encode()) for name, value in job.headers().items())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": stream.first() + stream.events(new), "more_body": True})
+        has_begun = False
+
+        async def write(events: bytes) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+
         try:
-            async for new in deltas:
-                if events := stream.events(new):
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+            async with deadline(self._settings.request_timeout_s):
+                new = await self._first(deltas, partial(write, _KEEP_ALIVE))
+                await write(stream.first() + stream.events(new))
+                async for new in deltas:
+                    if events := stream.events(new):
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
             end = stream.last()
-        except ApiError as e:
-            end = error_event(e) + DONE
-        except Exception:
-            logger.exception("request %s failed", job.id)
-            end = error_event(_INTERNAL_ERROR) + DONE
+        except Exception as e:
+            if not has_begun:
+                raise
+            await deltas.aclose()  # at the deadline of a reader that takes nothing: it may never take this event either
+            if not isinstance(e, ApiError):
+                logger.exception("request %s failed", job.id)
+            end = error_event(e if isinstance(e, ApiError) else _INTERNAL_ERROR) + DONE
         await send({"type": "http.response.body", "body": end})
+
+    async def _first(
+        self, deltas: AsyncGenerator[list[Delta], None], keep_alive: Callable[[], Awaitable[None]]
+    ) -> list[Delta]:
+        """What comes first, however long it takes: proxies and clients see meanwhile that the request is alive."""
+        first = asyncio.ensure_future(anext(deltas))
+        try:
+            while not (await asyncio.wait((first,), timeout=self._settings.keep_alive_s))[0]:
+                await keep_alive()
+        finally:
+            if not first.done():
+                first.cancel()
+                await asyncio.wait((first,))  # a generator can be closed only when nobody is in it
+        return first.result()
+
+
+async def _beside_the_loop_if_long(body: bytes, work: Callable[[], _T]) -> _T:
+    return work() if len(body) < _BESIDE_THE_LOOP_BYTES else await asyncio.to_thread(work)
 
 
 @asynccontextmanager
@@ -143,24 +236,6 @@ async def _until_client_leaves(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-async def _read_body(scope: Scope, receive: Receive) -> bytes | None:
-    """The request's body, or None if the client left while sending it; raises ApiError if it is too long."""
-    length = dict(scope["headers"]).get(b"content-length", b"")
-    parts, size, more = [], int(length) if length.isdigit() else 0, True
-    if size <= MAX_BODY_BYTES:
-        size = 0
-        while more and size <= MAX_BODY_BYTES:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            more = message.get("more_body", False)
-    if size > MAX_BODY_BYTES:
-        raise ApiError(413, f"The request body is over {MAX_BODY_BYTES} bytes; send less.", code="body_too_large")
-    return b"".join(parts)
-
-
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 _INTERNAL_ERROR = ApiError(
@@ -174,16 +249,15 @@ def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = N
 
 def _api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    retry = {} if error.retry_after_s is None else {"retry-after": str(math.ceil(error.retry_after_s))}
-    return _json(error.body(), error.status, retry)
+    return error_response(error)
 
 
 def _http_error(request: HttpRequest, error: Exception) -> Response:
     """Starlette's own refusals: no such route, or not with this method."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path}"
+    what = f"{request.method} {echoed(request.url.path)}"
     message = {
-        404: f"There is no {what} here; see GET /v1/models, POST /v1/completions and POST /v1/chat/completions.",
+        404: f"There is no {what} here; GET /openapi.json tells what there is.",
         405: f"{what} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}.",
     }.get(error.status_code, f"{what}: {error.detail}.")
     code = "method_not_allowed" if error.status_code == 405 else "not_found"

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from pydantic_core import PydanticCustomError
 
 from runtime.core.types import SamplingParams
-from serve_app.errors import ApiError, invalid
+from serve_app.errors import ApiError, echoed, invalid
 
 MAX_CHOICES = 1024  # of one request: its prompts times n
 _MAX_IGNORED = 32  # names of unknown fields to report
@@ -322,17 +322,31 @@ class ChatRequest(_Sampling):
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
 
 
+class AbortRequest(_Model):
+    """POST /v1/abort: the id of an answer, or the client's own for the request (X-Request-Id, request_id)."""
+
+    request_id: Annotated[str, Field(min_length=1, max_length=256)]
+
+
 _R = TypeVar("_R", bound=_Sampling)
 
 
 def parse(kind: type[_R], body: bytes) -> _R:
     """A request from the bytes of its JSON; raises ApiError with the path of the first field at fault."""
-    try:
-        request = kind.model_validate_json(body)
-    except ValidationError as e:
-        raise _plain(e) from None
+    request = validated(kind, body)
     request.check()
     return request
+
+
+_M = TypeVar("_M", bound=_Model)
+
+
+def validated(kind: type[_M], body: bytes) -> _M:
+    """What `body` says, field by field; raises ApiError with the path of the first field at fault."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as e:
+        raise _plain(e) from None
 
 
 def _plain(error: ValidationError) -> ApiError:
@@ -340,7 +354,7 @@ def _plain(error: ValidationError) -> ApiError:
     reason = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['ctx']['error']}.", code="invalid_json")
-    path = ".".join(str(at) for at in first["loc"] if not str(at).startswith("<"))
+    path = echoed(".".join(str(at) for at in first["loc"] if not str(at).startswith("<")))
     if not path:
         return ApiError(400, "The request body must be a JSON object.")
     if first["type"] == "missing":

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from actors.link import EngineBusy, EngineClient
+from actors.link import EngineBusy, EngineClient, EngineDraining, QueueTimeout
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.text.chat import ChatTemplate
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 from serve_app.answers import Delta, Echo, text_stream, usage
-from serve_app.errors import ApiError, invalid
+from serve_app.errors import ApiError, echoed, invalid
 from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
 
 _RECOVERY_RETRY_S = 1.0
+_LOADING_RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +64,31 @@ class Job:
 class Service:
     """Answers API requests with one model, whatever brings the requests here."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, model: str) -> None:
-        """`model` is the name that clients use."""
-        self.tokenizer = tokenizer
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, model: str) -> None:
+        """`model` is the name that clients use. Without a tokenizer the service is loading until `start`."""
         self.model = model
         self._client = client
         self._created = int(time.time())
+        self._tokenizer: Tokenizer | None = None
+        if tokenizer is not None:
+            self.start(tokenizer)
+
+    def start(self, tokenizer: Tokenizer) -> None:
+        """The client is connected, and this is the model's tokenizer: requests can be served."""
         self._template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
+        self._tokenizer = tokenizer
+
+    @property
+    def loading(self) -> bool:
+        """Whether no request could be served yet."""
+        return self._tokenizer is None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises the 503 while the service is loading."""
+        if self._tokenizer is None:
+            raise _unavailable(self._client.health(), _LOADING_RETRY_S)
+        return self._tokenizer
 
     @property
     def max_model_len(self) -> int:
@@ -78,20 +97,25 @@ class Service:
 
     def health(self) -> str:
         """Empty if requests can be served now; else one sentence that says why not."""
-        return self._client.health()
+        return self._client.health() or ("The server is loading the tokenizer." if self.loading else "")
 
-    def check_model(self, name: str) -> None:
-        """Raises the 404 for any name but this model's."""
-        if name != self.model:
+    def abort(self, request_id: str) -> None:
+        """End a request by the id of its answer or its client's own id; an unknown one is no error."""
+        self._client.abort(request_id)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises the 404 for any name but this model's; a request without one means it."""
+        if name is not None and name != self.model:
             raise ApiError(
                 404,
-                f"There is no model {name!r} here; this server has {self.model!r}.",
+                f"There is no model {echoed(name)!r} here; this server has {self.model!r}.",
                 param="model",
                 code="model_not_found",
             )
 
     def model_card(self) -> dict[str, Any]:
-        """OpenAI's model object."""
+        """OpenAI's model object; raises the 503 while the service is loading."""
+        _ = self.tokenizer
         return {
             "id": self.model,
             "object": "model",
@@ -100,20 +124,20 @@ class Service:
             "max_model_len": self.max_model_len,
         }
 
-    def prepare(self, request: CompletionRequest | ChatRequest) -> Job:
+    def prepare(self, request: CompletionRequest | ChatRequest, request_id: str = "") -> Job:
         """Template, tokenise and check one API request; raises ApiError naming the field at fault.
 
+        `request_id` becomes a part of the answer's id; without one it is random.
         Pure CPU work and thread-safe, so that a long prompt can be prepared beside the event loop."""
-        if request.model is not None:
-            self.check_model(request.model)
+        self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
         num_choices, default = request.n or 1, None if chat else 16
-        prompts, where = ([self._chat_prompt(request)], "messages") if chat else (self._prompts(request), "prompt")
+        prompts, where = ([self.chat_prompt(request)], "messages") if chat else (self._prompts(request), "prompt")
         asked = request.max_output()
         if (last := request.truncate_prompt_tokens) is not None:
             room = max(1, self.max_model_len - (default or 1 if asked is None else asked))
             prompts = [prompt[-(room if last == -1 else last) :] for prompt in prompts]
-        job_id = ("chatcmpl-" if chat else "cmpl-") + (request.request_id or secrets.token_hex(12))
+        job_id = ("chatcmpl-" if chat else "cmpl-") + (request_id or secrets.token_hex(12))
         seed = secrets.randbits(63) if request.seed is None else None
         requests: list[Request] = []
         for prompt in prompts:
@@ -151,9 +175,9 @@ class Service:
     async def run(self, job: Job) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
 
-        Raises ApiError: 429 if the engine is full, 503 if it is away, 500 if it fails."""
+        Raises ApiError: 429 if the engine is full, 503 if it is away, 504 if it is late, 500 if it fails."""
         if reason := self._client.health():
-            raise _unavailable(reason)
+            raise _unavailable(reason, _RECOVERY_RETRY_S)
         try:
             if len(job.requests) == 1:
                 async with aclosing(self._choice(job, 0)) as choice:
@@ -167,6 +191,10 @@ class Service:
             raise ApiError(
                 429, str(e), type="rate_limit_error", code="engine_busy", retry_after_s=e.retry_after_s
             ) from e
+        except EngineDraining as e:
+            raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
+        except QueueTimeout as e:
+            raise ApiError(504, str(e), type="server_error", code="queue_timeout") from e
         except ApiError:
             raise
         except CallboardError as e:
@@ -218,14 +246,16 @@ class Service:
 
     # ---- preparing --------------------------------------------------------------------------------------------------
 
-    def _chat_prompt(self, request: ChatRequest) -> list[int]:
+    def chat_prompt(self, request: ChatRequest) -> list[int]:
+        """A chat as token ids; raises ApiError if the model's template refuses it."""
+        tokenizer = self.tokenizer
         if self._template is None:
             raise ApiError(400, f"{self.model!r} has no chat template; use /v1/completions with a plain prompt.")
         try:
             text = self._template.render([message.as_template_sees_it() for message in request.messages])
         except CallboardError as e:
             raise ApiError(400, str(e), param="messages") from e
-        return self.tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
+        return tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         given, n = request.prompts(), request.n or 1
@@ -279,9 +309,10 @@ class Service:
 
 def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bool) -> Delta:
     """An engine output as text; a stop string that it completes finishes the choice."""
-    if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-        reason = output.error or "The engine gave this request up."
-        raise ApiError(500, reason, type="server_error", code="engine_error")
+    if output.finish_reason is FinishReason.ERROR:
+        raise ApiError(500, output.error, type="server_error", code="engine_error")
+    if output.finish_reason is FinishReason.ABORT:
+        raise ApiError(499, "This request was aborted by its id.", type="request_aborted", code="request_aborted")
     token_ids, logprobs = output.token_ids, output.logprobs
     # The token that ended it (EOS or a stop id) counts as output but is not part of the text.
     hide_last = output.finish_reason is FinishReason.STOP and not include_stop
@@ -301,5 +332,5 @@ def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bo
     return Delta(index, new, token_ids, logprobs, finish, output.num_cached, stop_reason, output.prompt_logprobs)
 
 
-def _unavailable(reason: str) -> ApiError:
-    return ApiError(503, reason, type="server_error", code="engine_unavailable", retry_after_s=_RECOVERY_RETRY_S)
+def _unavailable(reason: str, retry_after_s: float) -> ApiError:
+    return ApiError(503, reason, type="server_error", code="engine_unavailable", retry_after_s=retry_after_s)

@@ -59,9 +59,13 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.num_running = 0
         self.aborted: list[str] = []
+        self.aborts: list[str] = []  # ids that were named
 
     def health(self) -> str:
         return self.reason
+
+    def abort(self, request_id: str) -> None:
+        self.aborts.append(request_id)
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)

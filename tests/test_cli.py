@@ -27,6 +27,7 @@ from runtime.core.types import CallboardError
 from serve_app import cli
 from serve_app.http import build_http_app
 from serve_app.service import Service
+from serve_app.settings import HttpSettings
 
 ROOT = Path(__file__).parent.parent
 
@@ -57,7 +58,7 @@ def test_every_flag_reaches_its_field():
         "chunked_prefill": False, "prefix_cache": False, "policy": "sjf", "pipeline_depth": 1, "packed_weights": False,
         "cuda_graphs": False,
         "tensor_parallel_size": 2, "num_threads": 1, "channel": "rpc", "max_queued_requests": 7,
-        "step_timeout_s": 9.5,
+        "step_timeout_s": 9.5, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]
@@ -69,6 +70,24 @@ def test_every_flag_reaches_its_field():
     assert EngineConfig(**cli._engine_settings(cli._parser().parse_args(["serve"]))) == EngineConfig()
 
 
+def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
+    (tmp_path / "keys").write_text("# ours\nk2\n\n k3 \n")
+    values = {
+        "api_key": ("k0", "k1"), "api_key_file": str(tmp_path / "keys"), "cors_origin": ("https://a.example",),
+        "max_body_bytes": 1000, "max_header_bytes": 2000, "max_n": 3, "max_stop": 2, "max_prompts": 5,
+        "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0,
+    }  # fmt: skip
+    assert set(values) == {f.name for f in fields(HttpSettings)}, "a new field needs a value here"
+    argv = ["serve", "some/model"]
+    for name, value in values.items():
+        for v in value if isinstance(value, tuple) else (value,):
+            argv += ["--" + name.replace("_", "-"), str(v)]
+    settings = cli._http_settings(cli._parser().parse_args(argv))
+    assert settings == HttpSettings(**values)
+    assert settings.api_keys() == ("k0", "k1", "k2", "k3")
+    assert cli._http_settings(cli._parser().parse_args(["serve"])) == HttpSettings()
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -78,6 +97,7 @@ def test_every_flag_reaches_its_field():
         (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["serve", "--num-replicas", "0"], "at least 1"),
         (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; it must be at least 1"),
+        (["serve", "--max-body-bytes", "0"], "max_body_bytes is 0; it must be at least 1"),
         (["serve", "--bogus"], "--bogus"),
         (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
         (["generate"], "prompt"),
@@ -106,6 +126,7 @@ def test_port_in_use_is_told_before_anything_else():
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
+        (["serve", "--api-key-file", "/no/such/keys"], "'/no/such/keys' cannot be read"),
         (["serve", "/no/such/model", "--port", "{free}"], "no model at '/no/such/model'"),
         (["serve", "--host", "no.such.host.invalid", "--port", "{free}"], "'no.such.host.invalid' is no address"),
         (["serve", "--host", "192.0.2.1", "--port", "{free}"], "Cannot assign requested address"),
@@ -121,6 +142,15 @@ def test_runtime_errors_are_one_sentence(argv: list[str], says: str):
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_started(write_tiny_gguf):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    done = callboard("serve", str(write_tiny_gguf(tokenizer__ggml__pre="nope")), "--port", port, timeout=20)
+    assert done.returncode == 1
+    assert "splits text by the rules of 'nope'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 # ---- callboard chat --url -------------------------------------------------------------------------------------------
@@ -180,8 +210,10 @@ def test_app_arguments_are_engine_config_and_what_concerns_serve():
     from serve_app.app import AppArgs
 
     more = {"served_model_name", "num_replicas", "num_fronts"}
-    assert set(AppArgs.model_fields) == {f.name for f in fields(EngineConfig)} | more
+    assert set(AppArgs.model_fields) == {f.name for f in (*fields(EngineConfig), *fields(HttpSettings))} | more
     assert AppArgs().engine_config() == EngineConfig()
+    assert AppArgs().http_settings() == HttpSettings()
+    assert AppArgs.model_validate({"api_key": "a,b"}).http_settings().api_keys() == ("a", "b")
     # `serve run` passes every value as text.
     args = AppArgs.model_validate({"model": "m", "max_num_seqs": "8", "prefix_cache": "false", "kv_cache_memory": "2"})
     assert args.engine_config() == EngineConfig(model="m", max_num_seqs=8, prefix_cache=False, kv_cache_memory=2.0)

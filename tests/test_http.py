@@ -8,8 +8,8 @@ import pytest
 from fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 
 from serve_app.errors import ApiError
-from serve_app.http import MAX_BODY_BYTES
 from serve_app.requests import choice_seed
+from serve_app.settings import HttpSettings
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ async def test_body_size_cap(declared: bool):
         for _ in range(33):
             yield b" " * (1 << 20)
 
-    content = b" " * (MAX_BODY_BYTES + 1) if declared else chunks()
+    content = b" " * (HttpSettings().max_body_bytes + 1) if declared else chunks()
     async with client_of(FakeEngine()) as client:
         response = await client.post("/v1/completions", content=content)
     assert_error(response, 413, None, "33554432 bytes", "body_too_large")

@@ -361,7 +361,8 @@ async def test_a_stranger_does_not_get_in():
 async def test_a_group_spreads_and_skips_the_ill():
     engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
     group = LinkGroup([EngineLink(e.find) for e in engines])
-    await group.start()
+    await group.start()  # returns when there is one
+    await eventually(lambda: not any(link.health() for link in group._links))
     reading = asyncio.gather(*(read(group, request(i)) for i in range(10)))
     await eventually(lambda: all(e.loop.stats()["running"] == 5 for e in engines))
     for i, (tokens, reason, _) in enumerate(await reading):

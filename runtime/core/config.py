@@ -46,6 +46,8 @@ class EngineConfig:
     num_threads: int | None = _toggle(None, "CPU threads of a runner; default: the cores it may use")
     channel: Literal["socket", "rpc"] = _toggle("socket", "how plans reach the runners: sockets, or Ray calls")
     max_queued_requests: int = _toggle(1024, "requests waiting in one engine before new ones are told to come back")
+    max_queued_tokens: int = _toggle(4_000_000, "their tokens, before new ones are told to come back")
+    queue_timeout_s: float | None = _toggle(None, "longest wait in the queue before a request is given up")
     step_timeout_s: float = _toggle(60.0, "work queued and no step finished for this long means unhealthy")
 
     def __post_init__(self) -> None:
@@ -59,6 +61,9 @@ class EngineConfig:
             (self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2"),
             (self.pipeline_depth in (1, 2), "pipeline_depth", "1 or 2"),
             (self.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
+            (self.max_queued_requests >= 1, "max_queued_requests", "at least 1"),
+            (self.max_queued_tokens >= 1, "max_queued_tokens", "at least 1"),
+            (self.queue_timeout_s is None or self.queue_timeout_s > 0, "queue_timeout_s", "above 0 seconds"),
             (self.step_timeout_s > 0, "step_timeout_s", "above 0 seconds"),
             (
                 self.chunked_prefill or self.max_model_len is None or self._budget(1 << 62) >= self.max_model_len,

@@ -79,6 +79,7 @@ class Scheduler:
         self.prompt_tokens_cached = self.prompt_tokens_total = 0
         self._waiting: list[tuple[tuple[int, int, int], RequestState]] = []  # a heap; entries of ended requests stay
         self._num_waiting = 0
+        self.num_waiting_tokens = 0  # known tokens of the requests that hold no slot
         self._arrivals = 0
         self._step_id = 0
         self.output_share = 1.0  # running estimate of output length / max_tokens
@@ -146,6 +147,7 @@ class Scheduler:
     def _enqueue(self, state: RequestState) -> None:
         heappush(self._waiting, (state.key, state))
         self._num_waiting += 1
+        self.num_waiting_tokens += len(state.tokens)
 
     def _detach(self, state: RequestState) -> None:
         """What a preempted request keeps: its known tokens and their identities."""
@@ -172,8 +174,12 @@ class Scheduler:
         if state.slot >= 0:
             self._leave_slot(state)
         else:
-            self._num_waiting -= 1
+            self._leave_queue(state)
         state.epoch = -1  # its entry in the heap, if any, is dead
+
+    def _leave_queue(self, state: RequestState) -> None:
+        self._num_waiting -= 1
+        self.num_waiting_tokens -= len(state.tokens)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -272,7 +278,7 @@ class Scheduler:
         if needed > room:
             return None
         heappop(self._waiting)
-        self._num_waiting -= 1
+        self._leave_queue(state)
         self.pool.acquire(hits)
         state.blocks = hits
         state.num_computed = start

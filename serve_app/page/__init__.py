@@ -33,7 +33,7 @@ def _route(file: Traversable) -> Route:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=media_type)
 
-    return Route("/" if name == "index.html" else f"/page/{name}", answer)
+    return Route("/" if name == "index.html" else f"/page/{name}", answer, include_in_schema=False)
 
 
 ROUTES = [_route(file) for file in files(__name__).iterdir() if file.name.rpartition(".")[2] in _TYPES]

@@ -1,0 +1,102 @@
+"""What every HTTP request passes before its route: its id, the limit of its headers, its API key; and CORS."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.errors import ApiError, error_response
+from serve_app.page import ROUTES as PAGE_ROUTES
+from serve_app.settings import HttpSettings
+
+# Load balancers have no key, and the page must be there before its reader can enter one; it holds nothing secret.
+_OPEN_PATHS = frozenset({"/health", "/ready", *(route.path for route in PAGE_ROUTES)})
+_MAX_ID_CHARS = 128
+_UNFIT_FOR_AN_ID = re.compile(r"[^A-Za-z0-9._:-]")
+
+
+def clean_id(text: str) -> str:
+    """A client's own id for a request, fit for headers, logs and ids of answers."""
+    return _UNFIT_FOR_AN_ID.sub("_", text[:_MAX_ID_CHARS])
+
+
+class Gate:
+    """ASGI middleware. It leaves the request's id in the scope as "request_id"."""
+
+    def __init__(self, app: ASGIApp, settings: HttpSettings, *, echo_ids: bool) -> None:
+        """`echo_ids` is off under Serve, which itself adds X-Request-Id to every answer.
+
+        Raises CallboardError if the file of keys cannot be read."""
+        self._app = app
+        self._max_header_bytes = settings.max_header_bytes
+        self._digests = [_digest(key.encode()) for key in settings.api_keys()]
+        self._echo_ids = echo_ids
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        request_id = scope["request_id"] = clean_id(
+            headers.get(b"x-request-id", b"").decode("latin-1")
+        ) or secrets.token_hex(12)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        send_on = send_with_id if self._echo_ids else send
+        if error := self._refusal(scope, headers):
+            await error_response(error)(scope, receive, send_on)
+        else:
+            await self._app(scope, receive, send_on)
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > self._max_header_bytes:
+            return ApiError(
+                431,
+                f"The request's headers are over {self._max_header_bytes} bytes; send less.",
+                code="headers_too_large",
+            )
+        if not self._digests or scope["path"] in _OPEN_PATHS:
+            return None
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        presented = _digest(key.strip())
+        # Digests have one length, and all are compared: the time tells nothing of any key.
+        known = [hmac.compare_digest(presented, digest) for digest in self._digests]
+        if scheme.lower() == b"bearer" and any(known):
+            return None
+        what = "is not known here" if key else "is missing; send it as 'Authorization: Bearer KEY'"
+        return ApiError(401, f"The API key {what}.", code="invalid_api_key")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Cors(CORSMiddleware):
+    """Starlette's CORS, for requests with keys in their headers and with errors of OpenAI's shape."""
+
+    def __init__(self, app: ASGIApp, settings: HttpSettings) -> None:
+        super().__init__(
+            app,
+            allow_origins=settings.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response: Any = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        return error_response(ApiError(400, f"{bytes(response.body).decode()}.", code="cors_refused"))

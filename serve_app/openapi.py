@@ -1,0 +1,257 @@
+"""The OpenAPI 3.1 page: requests from the models that check them, answers and errors from the tables below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest
+from serve_app.settings import HttpSettings
+from serve_app.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+
+# ---- answers: what a client can rely on; each may hold more ---------------------------------------------------------
+
+
+class Aborted(BaseModel):
+    request_id: str
+    object: Literal["request.abort"]
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Tokenized(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class TokenizerInfo(BaseModel):
+    tokenizer_class: str
+    chat_template: str | None
+    model_max_length: int
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class Unhealthy(BaseModel):
+    status: Literal["unavailable"]
+    reason: str
+
+
+class Ready(BaseModel):
+    status: Literal["ready"]
+
+
+class NotReady(BaseModel):
+    status: Literal["loading", "unavailable"]
+    phase: str
+
+
+class Version(BaseModel):
+    version: str
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    error: ErrorObject
+
+
+class Document(BaseModel):
+    openapi: str
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+
+_ERRORS = {
+    400: "A field is at fault, or the body is no JSON object.",
+    401: "The API key is missing or not known.",
+    404: "There is no such model.",
+    405: "The route has other methods.",
+    413: "The body is too long.",
+    415: "The body is not declared to be JSON.",
+    429: "The engine's queue is full.",
+    431: "The headers are too long.",
+    499: "The request was aborted by its id.",
+    500: "The server failed.",
+    503: "The server is loading, draining or recovering.",
+    504: "A deadline of the server has passed.",
+}
+_ANY = (405, 431, 500)
+_BODY = (400, 413, 415)
+_GENERATION = (*_BODY, 404, 429, 499, 503, 504)
+_ANSWER_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    method: str
+    path: str
+    summary: str
+    answer: type[BaseModel]
+    requests: tuple[type[BaseModel], ...] = ()
+    errors: tuple[int, ...] = ()
+    streams: bool = False  # with "stream": true
+    unready: type[BaseModel] | None = None  # the 503 of a probe, which is no error
+    open: bool = False  # whether it needs no API key
+
+
+_OPERATIONS = (
+    _Operation(
+        "post", "/v1/completions", "Complete texts", Completion, (CompletionRequest,), _GENERATION, streams=True
+    ),
+    _Operation(
+        "post", "/v1/chat/completions", "Answer a chat", ChatCompletion, (ChatRequest,), _GENERATION, streams=True
+    ),
+    _Operation("get", "/v1/models", "The model that is served", ModelList, errors=(503,)),
+    _Operation("get", "/v1/models/{model}", "The model, by its name", ModelCard, errors=(404, 503)),
+    _Operation("post", "/v1/abort", "End a request", Aborted, (AbortRequest,), _BODY),
+    _Operation(
+        "post",
+        "/tokenize",
+        "The token ids of a text or of a chat's prompt",
+        Tokenized,
+        (TokenizeTextRequest, TokenizeChatRequest),
+        (*_BODY, 404, 503),
+    ),
+    _Operation("post", "/detokenize", "The text of token ids", Detokenized, (DetokenizeRequest,), (*_BODY, 404, 503)),
+    _Operation("get", "/tokenizer_info", "The tokenizer's settings", TokenizerInfo, errors=(503,)),
+    _Operation("get", "/health", "Whether requests can be served now", Health, unready=Unhealthy, open=True),
+    _Operation("get", "/ready", "Whether the start is complete", Ready, unready=NotReady, open=True),
+    _Operation("get", "/version", "The version of Callboard", Version),
+    _Operation("get", "/openapi.json", "This page", Document),
+)
+
+
+@cache
+def document(settings: HttpSettings) -> dict[str, Any]:
+    """The page for a server with these settings."""
+    has_keys = bool(settings.api_keys())
+    models = {m for op in _OPERATIONS for m in (op.answer, *op.requests, op.unready or op.answer)} | {Error}
+    in_order = sorted(models, key=lambda model: model.__name__)
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in in_order], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, dict[str, Any]] = {}
+    for op in _OPERATIONS:
+        paths.setdefault(op.path, {})[op.method] = _operation(op, has_keys)
+    page = {
+        "openapi": "3.1.0",
+        "info": {"title": "Callboard", "version": version("callboard")},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"]},
+    }
+    if has_keys:
+        page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return page
+
+
+def _operation(op: _Operation, has_keys: bool) -> dict[str, Any]:
+    needs_key = has_keys and not op.open
+    content = _json(op.answer)
+    if op.streams:
+        # What each event looks like, which is how tools read the schema of a stream.
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        content["text/event-stream"] = {"schema": event}
+    responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    if op.unready is not None:
+        responses["503"] = {"description": "Not now.", "content": _json(op.unready)}
+    for status in sorted({*_ANY, *op.errors, *((401,) if needs_key else ())}):
+        responses[str(status)] = {"description": _ERRORS[status], "content": _json(Error)}
+        if name := _ANSWER_HEADERS.get(status):
+            responses[str(status)]["headers"] = {name: {"schema": {"type": "string"}}}
+    described: dict[str, Any] = {
+        "summary": op.summary,
+        "operationId": op.path.strip("/").replace("/", "_").replace("{", "by_").replace("}", "").replace(".", "_"),
+        "responses": responses,
+        "security": [{"key": []}] if needs_key else [],
+    }
+    if "{model}" in op.path:
+        described["parameters"] = [
+            {
+                "name": "model",
+                "in": "path",
+                "required": True,
+                "description": "It may hold slashes.",
+                "schema": {"type": "string", "minLength": 1},
+            }
+        ]
+    if op.requests:
+        described["requestBody"] = {"required": True, "content": _json(*op.requests)}
+    return described
+
+
+def _json(*models: type[BaseModel]) -> dict[str, Any]:
+    refs = [{"$ref": f"#/components/schemas/{model.__name__}"} for model in models]
+    return {"application/json": {"schema": refs[0] if len(refs) == 1 else {"anyOf": refs}}}

@@ -1,0 +1,58 @@
+"""HttpSettings: what the front door allows and for how long it waits, frozen and checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.core.types import CallboardError
+
+
+def _setting(default: Any, text: str) -> Any:
+    """A field with the sentence that `--help` and the docs show for it."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """The front replicas' settings. The engine's own limits (its queue, its context) are in EngineConfig."""
+
+    api_key: tuple[str, ...] = _setting(
+        (), "a key that lets clients in, sent as a Bearer token; may be given several times"
+    )
+    api_key_file: str | None = _setting(None, "file with more of them, one a line, at this path on every node")
+    cors_origin: tuple[str, ...] = _setting(
+        (), "origin whose web pages may call this server, * for any; may be given several times"
+    )
+    max_body_bytes: int = _setting(32 << 20, "longest request body")
+    max_header_bytes: int = _setting(12 << 10, "longest request headers in all; HAProxy's own limit is 15 KiB")
+    max_n: int = _setting(128, "most choices (n) of one request")
+    max_stop: int = _setting(16, "most stop strings of one request")
+    max_prompts: int = _setting(1024, "most prompts of one request")
+    request_timeout_s: float | None = _setting(None, "longest time for a whole answer; default: any")
+    keep_alive_s: float = _setting(15.0, "a stream that waits for its first token sends a comment this often")
+    drain_timeout_s: float = _setting(30.0, "how long running requests may take to end when the server stops")
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_header_bytes", "max_n", "max_stop", "max_prompts"):
+            if getattr(self, name) < 1:
+                raise CallboardError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for name in ("request_timeout_s", "keep_alive_s"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise CallboardError(f"{name} is {getattr(self, name)}; it must be above 0 seconds.")
+        if self.drain_timeout_s < 0:
+            raise CallboardError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0 seconds.")
+
+    def api_keys(self) -> tuple[str, ...]:
+        """All keys, none if everybody may come in; raises CallboardError if the file cannot be read or has none."""
+        keys = [key.strip() for key in self.api_key]
+        if self.api_key_file is not None:
+            try:
+                lines = [line.strip() for line in Path(self.api_key_file).read_text("utf-8").splitlines()]
+            except (OSError, UnicodeDecodeError) as e:
+                raise CallboardError(f"api_key_file {self.api_key_file!r} cannot be read: {e}.") from e
+            keys += [line for line in lines if line and not line.startswith("#")]
+        if "" in keys or (self.api_key_file is not None and not keys):
+            raise CallboardError("An API key is empty; give each at least one character.")
+        return tuple(keys)

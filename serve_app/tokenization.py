@@ -1,0 +1,75 @@
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, in the shapes that vLLM gave them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from serve_app.errors import invalid
+from serve_app.requests import ChatRequest, _Model, _TokenId, parse, validated
+from serve_app.service import Service
+
+
+class TokenizeTextRequest(_Model):
+    """POST /tokenize of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(ChatRequest):
+    """POST /tokenize of a chat: what its prompt would be. The fields that say how to sample are ignored."""
+
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Model):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
+
+
+class _Kind(_Model):
+    """Only tells the two kinds of POST /tokenize apart."""
+
+    messages: Any = None
+
+
+def tokenize(service: Service, body: bytes) -> dict[str, Any]:
+    """The token ids of a text or of a chat's prompt; raises ApiError."""
+    request: TokenizeTextRequest | TokenizeChatRequest
+    if validated(_Kind, body).messages is None:
+        request = validated(TokenizeTextRequest, body)
+        service.check_model(request.model)
+        ids = service.tokenizer.encode(request.prompt, request.add_special_tokens)
+    else:
+        request = parse(TokenizeChatRequest, body)
+        service.check_model(request.model)
+        ids = service.chat_prompt(request)
+    names = [service.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": names}
+
+
+def detokenize(service: Service, body: bytes) -> dict[str, Any]:
+    """The text of token ids, special tokens included; raises ApiError."""
+    request = validated(DetokenizeRequest, body)
+    service.check_model(request.model)
+    size = service.tokenizer.vocab_size
+    if (largest := max(request.tokens, default=0)) >= size:
+        raise invalid("tokens", f"holds the token id {largest}, but the ids of this model end at {size - 1}")
+    return {"prompt": service.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """What a client needs to render chats by itself, named as in a tokenizer_config.json."""
+    tokenizer = service.tokenizer
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": tokenizer.chat_template,
+        "model_max_length": service.max_model_len,
+        **tokenizer.special_tokens,
+    }
