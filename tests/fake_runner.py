@@ -40,6 +40,42 @@ def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]
             return out, FinishReason.LENGTH
 
 
+class Oracle:
+    """A Drafter that knows the sequence, and is wrong in a share of its guesses."""
+
+    def __init__(self, share_right: float) -> None:
+        self.share_right, self.rng, self.num_right = share_right, np.random.default_rng(0), 0
+
+    def guess(self, state, most: int) -> list[int]:
+        known, guesses = 0, []
+        for token in state.tokens:
+            known = mix(known, token)
+        for _ in range(self.rng.integers(1, most + 1)):
+            right = self.rng.random() < self.share_right
+            guesses.append(sample(known) if right else int(self.rng.integers(VOCAB)))
+            known = mix(known, guesses[-1])
+        return guesses
+
+    def forget(self, state) -> None:
+        pass
+
+
+class Recorded:
+    """A Drafter that has the answers by request id, and is wrong in a share of its guesses."""
+
+    def __init__(self, answers: dict[str, list[int]], share_right: float, vocab_size: int) -> None:
+        self.answers, self.share_right, self.vocab_size = answers, share_right, vocab_size
+        self.rng = np.random.default_rng(1)
+
+    def guess(self, state, most: int) -> list[int]:
+        at = len(state.tokens) - state.prompt_len
+        right = self.answers[state.request.request_id][at : at + most]
+        return [t if self.rng.random() < self.share_right else int(self.rng.integers(self.vocab_size)) for t in right]
+
+    def forget(self, state) -> None:
+        pass
+
+
 class FakeRunner:
     """An Executor that computes in order when collected, through the wire codec."""
 
@@ -74,17 +110,23 @@ class FakeRunner:
         out = []
         assert plan.counts.sum() <= self.budget
         assert len(set(plan.slots.tolist())) == len(plan.slots)
-        for slot, start, count, samples in zip(
-            *(a.tolist() for a in (plan.slots, plan.starts, plan.counts, plan.samples)), strict=True
+        given, given_ids = plan.given.tolist() or [0] * len(plan.slots), iter(plan.given_ids.tolist())
+        assert len(plan.given_ids) == sum(given)
+        for slot, start, count, samples, guesses in zip(
+            *(a.tolist() for a in (plan.slots, plan.starts, plan.counts, plan.samples)), given, strict=True
         ):
             tokens, table = self.tokens[slot], self.tables[slot]
+            for position in range(start + count - guesses, start + count):
+                tokens[position] = next(given_ids)
+            sampled = {}
             for position in range(start, start + count):
                 before = position - 1
                 state = 0 if before < 0 else int(self.memory[table[before // self.size], before % self.size])
                 state = mix(state, tokens[position])
                 self.memory[table[position // self.size], position % self.size] = state
-            if samples:
-                tokens[start + count] = sample(state)
-                out.append(tokens[start + count])
+                if position >= start + count - samples:
+                    sampled[position + 1] = sample(state)
+            tokens |= sampled
+            out += sampled.values()
         self.rows[len(plan.slots)] += 1
         return decode_result(encode_result(StepResult(plan.step_id, np.array(out, np.int32))))

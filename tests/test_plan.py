@@ -45,6 +45,8 @@ def plans(draw):
         draw(st.lists(new_slots, max_size=3)),
         np.array(writes, np.int32).reshape(3, num_writes),
         *(draw(column) for _ in range(4)),
+        draw(column | st.just(np.zeros(0, np.int32))),
+        draw(arrays),
     )
 
 
@@ -92,7 +94,7 @@ def test_wrong_magic_is_refused():
     with pytest.raises(CallboardError, match="not a step result"):
         decode_result(frame)
     with pytest.raises(CallboardError, match="not a step plan"):
-        decode_plan(encode_result(StepResult(1, np.zeros(0, np.int32))) + b"\0" * 8)
+        decode_plan(encode_result(StepResult(1, np.zeros(0, np.int32))) + b"\0" * 16)
 
 
 def test_bad_params_name_the_field():

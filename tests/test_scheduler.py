@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fake_runner import EOS, VOCAB, FakeRunner, sequential
+from fake_runner import EOS, VOCAB, FakeRunner, Oracle, sequential
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +14,7 @@ from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
 from runtime.core.scheduler import Scheduler
+from runtime.core.speculation import Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
 
 
@@ -41,6 +42,8 @@ def make(**kw) -> tuple[EngineConfig, ModelInfo]:
     return config, ModelInfo("f", VOCAB, max_len, (EOS,), blocks, size, "none", "none")
 
 
+STEP_US = ((1, 1.0), (8, 1.2), (64, 4.0))  # a step's time by its tokens
+
 configs = st.builds(
     dict,
     block_size=st.sampled_from([1, 2, 4, 7]),
@@ -54,6 +57,8 @@ configs = st.builds(
     kv_layout=st.sampled_from(["paged", "paged", "contiguous"]),
     chunked_prefill=st.booleans(),
     prefix_cache=st.booleans(),
+    share_right=st.sampled_from([None, None, 0.0, 0.5, 0.9, 1.0]),
+    fixed=st.sampled_from([None, 1, 3, 7]),
 )
 prefixes = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 11, 11, 11, 11], [5] * 12]
 
@@ -86,15 +91,16 @@ events = st.lists(
 class Session:
     """Drives one engine through events and remembers what each request got."""
 
-    def __init__(self, **kw) -> None:
+    def __init__(self, share_right: float | None = None, fixed: int | None = None, **kw) -> None:
         self.config, self.info = make(**kw)
         self.runner = FakeRunner(self.config, self.info)
-        self.core = EngineCore(self.config, self.info, self.runner)
+        speculation = None if share_right is None else Speculation(Oracle(share_right), fixed, STEP_US, 0.2)
+        self.core = EngineCore(self.config, self.info, self.runner, speculation)
         self.added: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.aborted: set[str] = set()
-        self.steps = 0
+        self.steps = self.guessed = self.accepted = 0
 
     def add(self, prompt, params, priority=0, salt="") -> str | None:
         name = f"r{len(self.added)}"
@@ -120,6 +126,8 @@ class Session:
             self.outputs[name].append(token)
         for state, reason in output.finished:
             self.reasons[state.request.request_id] = reason
+            self.guessed += state.num_guessed
+            self.accepted += state.num_accepted
 
     def lose(self) -> None:
         self.runner = FakeRunner(self.config, self.info)
@@ -169,11 +177,15 @@ def test_any_history_gives_the_sequential_tokens():
         seen["steps"] += session.steps
         seen["preemptions"] += session.core.scheduler.num_preemptions
         seen["hits"] += session.core.scheduler.prompt_tokens_cached
+        seen["accepted"] += session.accepted
+        seen["rejected"] += session.guessed - session.accepted
 
     run()
     assert seen["steps"] >= 10_000, seen
     assert seen["preemptions"] > 10, seen
     assert seen["hits"] > 100, seen
+    assert seen["accepted"] > 1000, seen
+    assert seen["rejected"] > 1000, seen
 
 
 @pytest.mark.parametrize("depth", [1, 2])

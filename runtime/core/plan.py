@@ -3,7 +3,13 @@
 Order is the contract: a runner applies plans in the order of `step_id`, each as
 free slots -> open slots -> write block tables -> run rows -> sample; results come back in the same order. A plan may
 therefore reuse a slot or a block that an earlier plan still reads (C2), and a row may start at a token that the step
-before it samples: sampled tokens stay in the slot, the plan never carries them.
+before it samples: sampled tokens stay in the slot, and a plan only brings those that no step has sampled, guesses:
+
+    a row that verifies 3 guesses     position  p   p+1  p+2  p+3          count 4, given 3, samples 4
+                                      token     t   g1   g2   g3           t is in the slot, g1..g3 are `given_ids`
+                                      samples      s1   s2   s3   s4       s2 counts if g1 == s1, s3 if g2 == s2 too ...
+
+What is computed beyond the first wrong guess is overwritten by the rows that follow.
 
 The wire form is a header of int32 counts and then the arrays, back to back, little-endian, no pickle.
 """
@@ -48,12 +54,14 @@ class StepPlan:
     slots: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows]
     starts: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] position of the row's first token
     counts: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] tokens of the row
-    samples: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] 1: sample a token after the row's last one
+    samples: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] sample after so many of the row's last tokens
+    given: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] so many of the last are in given_ids; or []
+    given_ids: Int32s = field(default_factory=lambda: EMPTY)  # [sum of given] row after row
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What one plan's sampling rows produced, in the order of the rows."""
+    """What one plan's sampling rows produced, in the order of the rows and of the positions in them."""
 
     step_id: int
     token_ids: Int32s  # [num_sampled]; -1: the row's logits were not finite, the request alone fails (C9)
@@ -65,7 +73,15 @@ class StepResult:
     top_logprobs: Float32s = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [m, n]
 
 
-_PLAN = struct.Struct("<4sq4i")  # magic, step_id, num_freed, num_new, num_writes, num_rows
+def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32s]:
+    """The last sizes[i] tokens of each row i, one after another: row numbers and positions, each [sum of sizes]."""
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    begins = np.cumsum(sizes) - sizes
+    within = np.arange(len(rows)) - begins[rows]
+    return rows, ((plan.starts + plan.counts - sizes)[rows] + within).astype(np.int32)
+
+
+_PLAN = struct.Struct("<4sq6i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, len(given), given_ids
 _SLOT = struct.Struct("<3iqi3fi3f5i")
 _RESULT = struct.Struct("<4sq3i")
 
@@ -129,9 +145,10 @@ class _Reader:
 
 def encode_plan(plan: StepPlan) -> bytes:
     """The plan as one frame."""
-    head = _PLAN.pack(b"CBP1", plan.step_id, len(plan.freed), len(plan.new), plan.tables.shape[1], len(plan.slots))
-    parts = [head, plan.freed.tobytes(), plan.tables.tobytes()]
-    parts += [a.tobytes() for a in (plan.slots, plan.starts, plan.counts, plan.samples)]
+    given = len(plan.given), len(plan.given_ids)
+    sizes = (len(plan.freed), len(plan.new), plan.tables.shape[1], len(plan.slots), *given)
+    parts = [_PLAN.pack(b"CBP1", plan.step_id, *sizes), plan.freed.tobytes(), plan.tables.tobytes()]
+    parts += [a.tobytes() for a in (plan.slots, plan.starts, plan.counts, plan.samples, plan.given, plan.given_ids)]
     for new in plan.new:
         parts += _encode_slot(new)
     return b"".join(parts)
@@ -142,15 +159,16 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
 
     Raises CallboardError if the frame is not a plan or is cut off."""
     r = _Reader(data, "plan")
-    magic, step_id, num_freed, num_new, num_writes, num_rows = r.unpack(_PLAN)
+    magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_given_ids = r.unpack(_PLAN)
     if magic != b"CBP1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step plan.")
     freed = r.ints(num_freed)
     tables = r.ints(3 * num_writes).reshape(3, num_writes)
     slots, starts, counts, samples = (r.ints(num_rows) for _ in range(4))
+    given, given_ids = r.ints(num_given), r.ints(num_given_ids)
     new = [_decode_slot(r) for _ in range(num_new)]
     r.end()
-    return StepPlan(step_id, freed, new, tables, slots, starts, counts, samples)
+    return StepPlan(step_id, freed, new, tables, slots, starts, counts, samples, given, given_ids)
 
 
 def _decode_slot(r: _Reader) -> NewSlot:

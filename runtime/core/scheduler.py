@@ -29,6 +29,7 @@ from runtime.core.block_pool import BlockPool
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult
 from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
+from runtime.core.speculation import Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
 
 _NEVER = 1 << 62
@@ -39,8 +40,9 @@ class RequestState:
     """One live request: the scheduler's only mutable record of it."""
 
     __slots__ = (
-        "blocks", "epoch", "identities", "key", "limit", "next_full", "num_cached", "num_computed", "num_total",
-        "owner", "params", "prompt_len", "request", "slot", "stop_ids", "tokens",
+        "acceptance", "blocks", "epoch", "identities", "key", "limit", "next_full", "num_accepted", "num_cached",
+        "num_computed", "num_guessed", "num_total", "owner", "params", "prompt_len", "request", "slot", "stop_ids",
+        "tokens", "verifying",
     )  # fmt: skip
 
     def __init__(self, request: Request, limit: int, stop_ids: frozenset[int], key: tuple[int, int, int]) -> None:
@@ -57,14 +59,17 @@ class RequestState:
         self.blocks: list[int] = []
         self.identities: list[bytes] = []  # of the leading full blocks, as far as computed
         self.next_full = _NEVER  # num_computed that completes the next block to register
+        self.verifying = 0  # guesses in flight: no row is planned before it is known which of them were right
+        self.num_guessed = self.num_accepted = 0
+        self.acceptance = -1.0  # speculation's estimate; below 0: none yet
         self.owner: Any = None  # whoever submitted it; the scheduler only carries it
 
 
 class Scheduler:
     """Plans steps and commits their results. Not thread-safe: its caller is the step loop alone."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        self.config, self.info = config, info
+    def __init__(self, config: EngineConfig, info: ModelInfo, speculation: Speculation | None = None) -> None:
+        self.config, self.info, self.speculation = config, info, speculation
         self.block_size = info.block_size
         self.max_len = min(info.max_model_len, (info.num_kv_blocks - 1) * info.block_size)
         self.max_num_seqs = config.max_num_seqs or info.max_num_seqs
@@ -87,7 +92,7 @@ class Scheduler:
 
     def _forget_runners(self) -> None:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, list[tuple[RequestState, int]]]] = deque()
+        self._in_flight: deque[tuple[int, list[tuple[RequestState, int, int]]]] = deque()
         self._freed: list[int] = []
         self._writes: list[tuple[int, int, int]] = []  # slot, index in its table, block: not sent yet
 
@@ -155,6 +160,7 @@ class Scheduler:
         state.num_computed = 0
         state.num_total = len(state.tokens)
         state.next_full = _NEVER
+        state.verifying = 0
 
     def _leave_slot(self, state: RequestState) -> None:
         slot = state.slot
@@ -174,6 +180,8 @@ class Scheduler:
         else:
             self._num_waiting -= 1
         state.epoch = -1  # its entry in the heap, if any, is dead
+        if self.speculation is not None:
+            self.speculation.drafter.forget(state)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -184,20 +192,29 @@ class Scheduler:
         starts: list[int] = []
         counts: list[int] = []
         samples: list[int] = []
-        sampled: list[tuple[RequestState, int]] = []
+        sampled: list[tuple[RequestState, int, int]] = []  # with its epoch, and the guess it must equal to go on
+        given: list[int] = []
+        given_ids: list[int] = []
         new: list[NewSlot] = []
         budget = self.budget
+        if self.speculation is not None:
+            self.speculation.begin(len(self.running))
 
-        def give(state: RequestState, count: int) -> None:
+        def give(state: RequestState, count: int, guesses: list[int] | tuple[()] = ()) -> None:
             rows.append(state)
             slots.append(state.slot)
             starts.append(state.num_computed)
-            counts.append(count)
+            counts.append(count + len(guesses))
             state.num_computed += count
             if state.num_computed == state.num_total:
                 state.num_total += 1
-                samples.append(1)
-                sampled.append((state, state.epoch))
+                samples.append(1 + len(guesses))
+                if guesses:
+                    state.verifying = len(guesses)
+                    given.extend([0] * (len(rows) - 1 - len(given)) + [len(guesses)])
+                    given_ids.extend(guesses)
+                    sampled.extend((state, state.epoch, guess) for guess in guesses)
+                sampled.append((state, state.epoch, -1))
                 self._batch_closed = True
             else:
                 samples.append(0)
@@ -208,16 +225,22 @@ class Scheduler:
             if budget <= 0:
                 break
             count = state.num_total - state.num_computed
-            if state.num_total >= state.limit or state.slot < 0:
-                continue  # its last token is on the way, or it was preempted a moment ago
+            if state.num_total >= state.limit or state.slot < 0 or state.verifying:
+                continue  # its last token is on the way, or it was preempted a moment ago, or waits for its guesses
             if count > budget:
                 if not self.config.chunked_prefill:
                     continue
                 count = budget
+            speculation = self.speculation if count == 1 else None
+            if speculation is not None and state.num_total > len(state.tokens):  # guesses continue known tokens
+                if speculation.holds(state):
+                    continue
+                speculation = None
             if state.num_computed + count > len(state.blocks) * self.block_size and not self._grow(state, count, rows):
                 continue
-            give(state, count)
-            budget -= count
+            guesses = self._guesses(speculation, state, budget) if speculation is not None else ()
+            give(state, count, guesses)
+            budget -= count + len(guesses)
 
         if not self.running:
             self._batch_closed = False
@@ -246,8 +269,21 @@ class Scheduler:
             np.array(counts, np.int32),
             np.array(samples, np.int32),
         )
+        if given:
+            plan.given = np.array(given + [0] * (len(rows) - len(given)), np.int32)
+            plan.given_ids = np.array(given_ids, np.int32)
         self._freed, self._writes = [], []
         return plan
+
+    def _guesses(self, speculation: Speculation, state: RequestState, budget: int) -> list[int]:
+        """What may follow a request's known tokens, with blocks for it: no more than fits without taking others'."""
+        free = len(state.blocks) * self.block_size - state.num_total + self.pool.num_available * self.block_size
+        most = min(budget - 1, state.limit - state.num_total - 1, free)
+        guesses = speculation.guess(state, most) if most > 0 else []
+        if guesses:
+            state.num_guessed += len(guesses)
+            self._extend(state, state.num_total + len(guesses))
+        return guesses
 
     def _next_admitted(self, budget: int) -> RequestState | None:
         """The waiting request to admit now, taken off the queue, its cached blocks acquired; or None.
@@ -379,7 +415,7 @@ class Scheduler:
         finished: list[tuple[RequestState, FinishReason]] = []
         row_of: dict[int, int] = {}  # sampled row -> index in the output, kept only if some row has logprobs
         has_logprobs = len(result.logprob_rows) > 0
-        for row, ((state, epoch), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
+        for row, ((state, epoch, guess), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
             if token < 0:
@@ -392,6 +428,8 @@ class Scheduler:
             tokens.append(token)
             states.append(state)
             token_ids.append(token)
+            if state.verifying:
+                self._verified(state, token, guess)
             if token in state.stop_ids:
                 finished.append((state, FinishReason.STOP))
             elif len(tokens) >= state.limit:
@@ -404,6 +442,20 @@ class Scheduler:
             self.output_share += _ESTIMATE_WEIGHT * (share - self.output_share)
             self._end(state)
         return StepOutput(states, token_ids, finished, _logprobs(result, row_of))
+
+    def _verified(self, state: RequestState, token: int, guess: int) -> None:
+        """A row of guesses goes on for as long as they are right; what it computed up to there stays."""
+        assert self.speculation is not None
+        state.num_total = len(state.tokens)
+        state.num_computed = state.num_total - 1
+        if token == guess:
+            state.num_accepted += 1
+            self.speculation.learn(state, True)
+            return
+        state.verifying = 0
+        if guess >= 0:
+            state.epoch += 1  # what the row sampled further on is stale
+            self.speculation.learn(state, False)
 
 
 def _logprobs(result: StepResult, row_of: dict[int, int]) -> dict[int, TokenLogprobs]:

@@ -66,6 +66,8 @@ class HostSteps:
             self.slots.add(new)
             self.sampler.add(new)
         self.slots.write_tables(plan.tables)
+        if len(plan.given_ids):
+            self.slots.write_given(plan)
         if self.poisoned:
             self._clear_fresh_blocks(plan)
         step = build_input(plan, self.slots, self.attention_shape)
