@@ -93,9 +93,12 @@ class DeviceSteps:
             token_ids, logits, where = self._run(plan, sampling, slots, positions)
         logprobs = None
         if not self.sampler.is_plain(slots, positions):
-            if len(plan.given_ids):
+            guessed = len(plan.given_ids) > 0 and bool(self.sampler.penalised[slots].any())
+            if guessed:
                 self._stage(plan)  # again: penalties want the guesses, in whose places samples stand now
             logprobs = self.sampler.resample(logits, token_ids, slots, positions, *where, self.tokens, self.params)
+            if guessed:
+                self.tokens[where[0].long(), where[1].long()] = token_ids.clamp(min=0)
         return self._download(plan.step_id, token_ids, logprobs)
 
     # ---- to the device and back -----------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ class DeviceSteps:
         first = np.empty(size, np.int32)  # where each row's token at position 0 would be
         first[order] = ends - (starts + counts)
         sampled = first[sampling] + positions - 1
-        arrays = [rows, starts, firsts, firsts[num_short:] - num_short, sampled, slots, positions]
+        arrays = [rows, starts, firsts, firsts[num_short:] - firsts[num_short], sampled, slots, positions]
         parts = self._upload(arrays).split([len(a) for a in arrays])
         d_rows, d_starts, d_firsts, d_firsts_long, d_sampled, d_slots, d_positions = parts
         inputs = build_inputs(d_rows, d_starts, d_firsts, self.tokens, self.tables, self.block_size, num_tokens, most)
