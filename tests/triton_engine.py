@@ -98,5 +98,5 @@ def run(backend, graphs=False, answers=None, guesses=0, **config):
                 found = output.logprobs.get(i)
                 top = found and [(token_id, round(value, 3)) for token_id, value in found.top]
                 got.setdefault(state.request.request_id, []).append((token, found and found.rank, top))
-    assert all(r.count for r in replays) or guesses and any(r.count for r in replays), "a graph was never replayed"
+    assert all(r.count for r in replays) or (guesses and any(r.count for r in replays)), "a graph was never replayed"
     return got, core.scheduler.prompt_tokens_cached
