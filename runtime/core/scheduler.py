@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -27,9 +28,10 @@ import numpy as np
 
 from runtime.core.block_pool import BlockPool
 from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult
+from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult, num_scored
 from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
-from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
+from runtime.core.prompt_scores import ScoredRow, take_scores
+from runtime.core.types import CallboardError, FinishReason, PromptLogprobs, Request, StepOutput, TokenLogprobs
 
 _NEVER = 1 << 62
 _ESTIMATE_WEIGHT = 0.05  # of the newest finished request in the running estimate of output lengths
@@ -40,13 +42,13 @@ class RequestState:
 
     __slots__ = (
         "blocks", "epoch", "identities", "key", "limit", "next_full", "num_cached", "num_computed", "num_total",
-        "owner", "params", "prompt_len", "request", "slot", "stop_ids", "tokens",
+        "owner", "params", "prompt_len", "request", "scores", "slot", "stop_ids", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, limit: int, stop_ids: frozenset[int], key: tuple[int, int, int]) -> None:
         self.request, self.params, self.prompt_len = request, request.params, request.prompt_len
         self.tokens = array("i", request.token_ids)  # known ids
-        self.limit = limit  # most tokens, prompt included
+        self.limit = limit  # most tokens, prompt included, and one that is never sampled if max_tokens is 0
         self.stop_ids = stop_ids
         self.key = key  # (priority, job length or 0, arrival): the order of service
         self.epoch = 0
@@ -57,6 +59,8 @@ class RequestState:
         self.blocks: list[int] = []
         self.identities: list[bytes] = []  # of the leading full blocks, as far as computed
         self.next_full = _NEVER  # num_computed that completes the next block to register
+        # Prompt log-probabilities so far, a part a step; None: not asked for, or delivered.
+        self.scores: list[PromptLogprobs] | None = None if self.params.prompt_logprobs is None else []
         self.owner: Any = None  # whoever submitted it; the scheduler only carries it
 
 
@@ -87,7 +91,7 @@ class Scheduler:
 
     def _forget_runners(self) -> None:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, list[tuple[RequestState, int]]]] = deque()
+        self._in_flight: deque[tuple[int, list[tuple[RequestState, int]], list[ScoredRow]]] = deque()
         self._freed: list[int] = []
         self._writes: list[tuple[int, int, int]] = []  # slot, index in its table, block: not sent yet
 
@@ -110,11 +114,12 @@ class Scheduler:
             raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
         if not 1 <= request.prompt_len <= num_known:
             raise CallboardError("The prompt is empty; send at least one token.")
-        limit = min(request.prompt_len + params.max_tokens, self.max_len)
+        limit = min(request.prompt_len + params.max_tokens, self.max_len) + (params.max_tokens == 0)
         if num_known >= limit:
             raise CallboardError(
                 f"The prompt has {request.prompt_len} tokens, but this model's maximum context length is "
-                f"{self.max_len} tokens with at least one of output; shorten the prompt."
+                f"{self.max_len} tokens{' with at least one of output' if params.max_tokens else ''}; shorten the "
+                "prompt."
             )
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -155,6 +160,8 @@ class Scheduler:
         state.num_computed = 0
         state.num_total = len(state.tokens)
         state.next_full = _NEVER
+        if state.scores:
+            state.scores = []
 
     def _leave_slot(self, state: RequestState) -> None:
         slot = state.slot
@@ -185,6 +192,7 @@ class Scheduler:
         counts: list[int] = []
         samples: list[int] = []
         sampled: list[tuple[RequestState, int]] = []
+        scored: list[ScoredRow] = []
         new: list[NewSlot] = []
         budget = self.budget
 
@@ -194,11 +202,15 @@ class Scheduler:
             starts.append(state.num_computed)
             counts.append(count)
             state.num_computed += count
-            if state.num_computed == state.num_total:
+            is_last = state.num_computed == state.num_total
+            if state.scores is not None:
+                scored.append(ScoredRow(state, state.epoch, num_scored(starts[-1], count, state.prompt_len), is_last))
+            if is_last:
                 state.num_total += 1
+                self._batch_closed = True
+            if is_last and state.params.max_tokens:
                 samples.append(1)
                 sampled.append((state, state.epoch))
-                self._batch_closed = True
             else:
                 samples.append(0)
             if state.num_computed >= state.next_full:
@@ -235,7 +247,7 @@ class Scheduler:
         if not rows:
             return None
         self._step_id += 1
-        self._in_flight.append((self._step_id, sampled))
+        self._in_flight.append((self._step_id, sampled, scored))
         plan = StepPlan(
             self._step_id,
             np.array(self._freed, np.int32) if self._freed else EMPTY,
@@ -334,8 +346,9 @@ class Scheduler:
         return identities
 
     def _match(self, state: RequestState) -> list[int]:
-        """Cached blocks of the request's known prefix; never its last token, which must be computed to sample."""
-        if not self.config.prefix_cache:
+        """Cached blocks of the request's known prefix; never its last token, which must be computed to sample, and none
+        if log-probabilities of the prompt are wanted, which are not in the cache."""
+        if not self.config.prefix_cache or state.scores is not None:
             return []
         num_full = (len(state.tokens) - 1) // self.block_size
         return self.cache.match(self._identify(state, num_full)[:num_full])
@@ -368,7 +381,7 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> StepOutput:
         """Take in the tokens of the oldest step in flight; returns what each request gained and which ended."""
-        step_id, sampled = self._in_flight.popleft()
+        step_id, sampled, scored = self._in_flight.popleft()
         if step_id != result.step_id or len(sampled) != len(result.token_ids):
             raise CallboardError(
                 f"The runners answered step {result.step_id} with {len(result.token_ids)} tokens where step {step_id} "
@@ -377,8 +390,16 @@ class Scheduler:
         states: list[RequestState] = []
         token_ids: list[int] = []
         finished: list[tuple[RequestState, FinishReason]] = []
-        row_of: dict[int, int] = {}  # sampled row -> index in the output, kept only if some row has logprobs
-        has_logprobs = len(result.logprob_rows) > 0
+        logprobs: dict[int, TokenLogprobs] = {}
+        logprobs_at = {row: at for at, row in enumerate(result.logprob_rows.tolist())}
+        prompt_logprobs = take_scores(result, scored)
+        for state, scores in prompt_logprobs:
+            if state.params.max_tokens:
+                state.params = replace(state.params, prompt_logprobs=None)  # a preemption need not score it again
+            else:
+                finite = np.isfinite(np.frombuffer(scores.logprobs, np.float32)).all()
+                finished.append((state, FinishReason.LENGTH if finite else FinishReason.ERROR))
+                self._end(state)
         for row, ((state, epoch), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
@@ -386,8 +407,8 @@ class Scheduler:
                 finished.append((state, FinishReason.ERROR))
                 self._end(state)
                 continue
-            if has_logprobs:
-                row_of[row] = len(states)
+            if row in logprobs_at:
+                logprobs[len(states)] = result.sampled_logprobs(logprobs_at[row], state.params.logprobs or 0)
             tokens = state.tokens
             tokens.append(token)
             states.append(state)
@@ -403,14 +424,4 @@ class Scheduler:
             share = (len(tokens) - state.prompt_len) / state.params.max_tokens
             self.output_share += _ESTIMATE_WEIGHT * (share - self.output_share)
             self._end(state)
-        return StepOutput(states, token_ids, finished, _logprobs(result, row_of))
-
-
-def _logprobs(result: StepResult, row_of: dict[int, int]) -> dict[int, TokenLogprobs]:
-    """Log-probabilities by index in the step's output."""
-    found: dict[int, TokenLogprobs] = {}
-    for i, row in enumerate(result.logprob_rows.tolist()):
-        if (at := row_of.get(row)) is not None:
-            top = tuple(zip(result.top_ids[i].tolist(), result.top_logprobs[i].tolist(), strict=True))
-            found[at] = TokenLogprobs(int(result.token_ids[row]), float(result.logprobs[i]), int(result.ranks[i]), top)
-    return found
+        return StepOutput(states, token_ids, finished, logprobs, prompt_logprobs)

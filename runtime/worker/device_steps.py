@@ -28,6 +28,7 @@ from runtime.kernels.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.host_steps import make_result
+from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
 
 _LARGEST_GRAPH = 512  # rows
@@ -75,26 +76,31 @@ class DeviceSteps:
         """Forget all requests."""
         self.state.zero_()
         self.sampler = DeviceSampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, self.device)
+        self.scorer = PromptScorer(self.decoder, self.num_slots)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start the step; the answer waits for its result."""
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
+            self.scorer.remove(slot)
         self._stage(plan)
         sampling = np.flatnonzero(plan.samples)
         slots, positions = plan.slots[sampling], (plan.starts + plan.counts)[sampling]
         size = len(plan.slots)
         # A graph's attention reads what it may before the step's own keys are there; only a new request can share a
-        # prefix that this very step computes.
+        # prefix that this very step computes. A row of one token that samples scores no token of its prompt.
         decode_only = len(sampling) == size and int(plan.counts.sum()) == size and not plan.new
+        prompts = None
         if decode_only and self.graphs and size <= self.graphs[-1].size:
             token_ids, logits, where = self._replay(slots, plan.starts)
         else:
-            token_ids, logits, where = self._run(plan, sampling, slots, positions)
+            token_ids, logits, where, prompts = self._run(plan, sampling, slots, positions)
         logprobs = None
         if not self.sampler.is_plain(slots, positions):
             logprobs = self.sampler.resample(logits, token_ids, slots, positions, *where, self.tokens, self.params)
+        if prompts is not None:
+            logprobs = prompts if logprobs is None else logprobs.then(prompts)
         return self._download(plan.step_id, token_ids, logprobs)
 
     # ---- to the device and back -----------------------------------------------------------------------------------
@@ -130,6 +136,7 @@ class DeviceSteps:
             places += (row, row + self.params_at)
             lengths += (len(new.token_ids), NUM_PARAMS)
             values += (new.token_ids, self.sampler.add(new))
+            self.scorer.add(new)
         sizes = np.array(lengths, np.int32)
         n, sources = len(places), np.cumsum(sizes, dtype=np.int32) - sizes
         staged = self._upload([np.array(places, np.int32), sources, sizes, *values])
@@ -139,9 +146,9 @@ class DeviceSteps:
 
     def _run(
         self, plan: StepPlan, sampling: np.ndarray, slots: Int32s, positions: Int32s
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor], Logprobs | None]:
         """A step of any rows, those of one token first on the device. Token ids and logits of the sampling rows in the
-        plan's order, and where these rows' slots and positions are on the device."""
+        plan's order, and where these rows' slots and positions are on the device; log-probabilities of prompts."""
         order = np.argsort(plan.counts > 1, kind="stable")
         rows, starts, counts = plan.slots[order], plan.starts[order], plan.counts[order]
         ends = np.cumsum(counts, dtype=np.int32)
@@ -162,10 +169,14 @@ class DeviceSteps:
                     max_len=int((starts + counts)[part].max()),
                 ))  # fmt: skip
         hidden = self.decoder.forward(*inputs, attending, self.layer_caches)
+        scored, prompts = self.scorer.find(plan, last, self.stride), None
+        if scored.size:
+            at = self._upload([scored.reshape(-1)]).view(2, -1)
+            prompts = self.scorer.score(hidden, self.state.view(-1), at)
         if not len(sampling):
-            return d_last, hidden[:0], (d_slots, d_positions)
+            return d_last, hidden[:0], (d_slots, d_positions), prompts
         logits = self.decoder.logits(hidden.index_select(0, d_last))
-        return self._sample(logits, d_slots, d_positions), logits, (d_slots, d_positions)
+        return self._sample(logits, d_slots, d_positions), logits, (d_slots, d_positions), prompts
 
     def _sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.sampler.sample(logits, slots, positions, self.tokens, self.params)
