@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runtime.core.types import TokenLogprobs
+from runtime.core.types import Request, TokenLogprobs
+from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
+
+_TAIL = 8  # prompt tokens that tell how the output's text begins
 
 
 @dataclass(slots=True)
@@ -19,13 +24,16 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
     finish_reason: Literal["stop", "length"] | None = None
     num_cached: int = 0  # prompt tokens served from the prefix cache
+    stop_reason: str | int | None = None  # the stop string or the stop id that ended it
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens but the first, if asked for
 
     def add(self, new: Delta) -> None:
         self.text += new.text
         self.token_ids += new.token_ids
         self.logprobs += new.logprobs
-        self.finish_reason = new.finish_reason
+        self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
         self.num_cached = max(self.num_cached, new.num_cached)
+        self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
@@ -34,8 +42,32 @@ def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": min(num_cached, num_prompt)},  # n choices may each hit the cache
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }
+
+
+def text_stream(
+    tokenizer: Tokenizer, request: Request, stop: Sequence[str] = (), include_stop_str: bool = False
+) -> TextStream:
+    """The text of a request's output, as the continuation of its prompt."""
+    tail = request.token_ids[-_TAIL:]
+    return TextStream(tokenizer, stop, include_stop_str, request.params.skip_special_tokens, tail)
+
+
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer, num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each prompt token, the first excepted, its own and the `num_top` best entries."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        decoded = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": decoded}
+
+    def position(lp: TokenLogprobs) -> dict[str, Any]:
+        top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(lp.top[:num_top], start=1)}
+        return top | {str(lp.token_id): entry(lp.token_id, lp.logprob, lp.rank)}
+
+    return [None, *map(position, logprobs)]
 
 
 def chat_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -51,23 +83,50 @@ def chat_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[s
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
-    """The `logprobs` object of a completion choice whose first token here stands at character `offset` of the text."""
-    tokens = [_token_text(lp.token_id, tokenizer) for lp in logprobs]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [_finite(lp.logprob) for lp in logprobs],
-        "top_logprobs": [
-            # The sampled token is always among them, as with OpenAI's.
-            {_token_text(i, tokenizer): _finite(value) for i, value in (*lp.top, (lp.token_id, lp.logprob))}
-            for lp in logprobs
-        ],
-        "text_offset": offsets,
-    }
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt at the head of its completion."""
+
+    text: str
+    offsets: list[int]  # where the text of each of its tokens begins; empty unless log-probabilities are asked for
+
+
+class CompletionLogprobs:
+    """The `logprobs` objects of one completion choice: `render` its deltas in their order, or their sum."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, echo: Echo | None) -> None:
+        self._tokenizer, self._request, self._echo = tokenizer, request, echo
+        self._offset = 0 if echo is None else len(echo.text)
+        self._text = text_stream(tokenizer, request)
+
+    def render(self, delta: Delta) -> dict[str, Any] | None:
+        """None if there are no tokens. `text_offset` counts the whole characters before a token, whether or not they
+        are then cut off with a stop string."""
+        if self._echo is None and not delta.logprobs:
+            return None
+        logprobs, offsets = delta.logprobs, []
+        if self._echo is not None:
+            request, num_top = self._request, self._request.params.logprobs
+            scored = [lp._replace(top=lp.top[:num_top]) for lp in delta.prompt_logprobs]
+            logprobs = [TokenLogprobs(request.token_ids[0], math.nan, 0, ()), *scored, *logprobs]
+            offsets += self._echo.offsets
+            self._echo = None
+        for lp in delta.logprobs:
+            offsets.append(self._offset)
+            self._offset += len(self._text.push((lp.token_id,)))
+        return {
+            "tokens": [_token_text(lp.token_id, self._tokenizer) for lp in logprobs],
+            "token_logprobs": [_finite(lp.logprob) if lp.rank else None for lp in logprobs],  # 0: nothing predicts it
+            "top_logprobs": [self._top(lp) if lp.rank else None for lp in logprobs],
+            "text_offset": offsets,
+        }
+
+    def _top(self, lp: TokenLogprobs) -> dict[str, float]:
+        entries: dict[str, float] = {}
+        # The token itself is always among them, as with OpenAI's. Of ids with the same text the likeliest counts.
+        for token_id, value in (*lp.top, (lp.token_id, lp.logprob)):
+            entries.setdefault(_token_text(token_id, self._tokenizer), _finite(value))
+        return entries
 
 
 def _token_text(token_id: int, tokenizer: Tokenizer) -> str:

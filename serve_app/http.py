@@ -94,14 +94,15 @@ class _Generation:
             for delta in new:
                 choices[delta.index].add(delta)
         content = plain_answer(job, choices, self._service.model, self._service.tokenizer)
-        await Response(content, media_type="application/json")(scope, receive, send)
+        await Response(content, headers=job.headers(), media_type="application/json")(scope, receive, send)
 
     async def _stream(
         self, job: Job, deltas: AsyncGenerator[list[Delta], None], include_usage: bool, send: Send
     ) -> None:
         stream = EventStream(job, self._service.model, self._service.tokenizer, include_usage=include_usage)
         new = await anext(deltas)  # raises if the engine refuses: the status is still open
-        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        headers = [*_EVENT_STREAM, *((name.encode(), value.encode()) for name, value in job.headers().items())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": stream.first() + stream.events(new), "more_body": True})
         try:
             async for new in deltas:

@@ -1,7 +1,7 @@
 """OpenAI's request shapes, and their translation to the engine's own.
 
 What a field may hold is said once, here. A field that would change the answer but is not supported is refused; other
-unknown fields are ignored.
+unknown fields are ignored, and named in a header of the answer.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import quote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
@@ -17,7 +18,48 @@ from runtime.core.types import SamplingParams
 from serve_app.errors import ApiError, invalid
 
 MAX_CHOICES = 1024  # of one request: its prompts times n
+_MAX_IGNORED = 32  # names of unknown fields to report
 _SEED_MASK = (1 << 63) - 1
+
+
+# Fields of OpenAI, vLLM, SGLang and TGI that would change the answer, with the values that ask for nothing.
+_KNOWN_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "early_stopping": (None, False),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None, []),
+    "guided_grammar": (None,),
+    "structural_tag": (None,),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "grammar": (None,),
+    "stop_regex": (None, []),
+    "no_stop_trim": (None, False),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "logits_processors": (None, []),
+    "custom_logit_processor": (None,),
+    "logprob_token_ids": (None,),
+    "return_tokens_as_token_ids": (None, False),
+    "truncation_side": (None, "left"),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None, -1),
+    "watermarking": (None, False),
+    "watermark": (None, False),
+    "typical_p": (None, 1),
+    "top_n_tokens": (None, 0),
+    "max_new_tokens": (None,),
+    "prompt_embeds": (None,),
+    "input_embeds": (None,),
+    "lora_path": (None,),
+    "adapter_id": (None,),
+    "kv_transfer_params": (None,),
+    "vllm_xargs": (None, {}),
+}
 
 
 def _refused(*harmless: Any) -> AfterValidator:
@@ -58,6 +100,7 @@ _T = TypeVar("_T")
 
 class StreamOptions(_Model):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # the choice's usage so far in every chunk, if include_usage is set
 
 
 _Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -73,10 +116,13 @@ _Stop = Annotated[
     ),
 ]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
+_RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]  # it may come back in a header
 
 
 class _Sampling(_Model):
     """The fields that both endpoints share; those from `top_k` on are extensions."""
+
+    model_config = ConfigDict(extra="allow")  # kept to be named, see `ignored_fields`
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -100,18 +146,16 @@ class _Sampling(_Model):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
-    cache_salt: str = ""
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    request_id: _RequestId | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # of its end; -1: what fits
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
 
     tools: Annotated[Any, _refused(None, [])] = None
     functions: Annotated[Any, _refused(None, [])] = None
     response_format: Annotated[Any, _refused(None, {"type": "text"})] = None
     structured_outputs: Annotated[Any, _refused(None)] = None
-    guided_json: Annotated[Any, _refused(None)] = None
-    guided_regex: Annotated[Any, _refused(None)] = None
-    guided_choice: Annotated[Any, _refused(None)] = None
-    guided_grammar: Annotated[Any, _refused(None)] = None
-    prompt_logprobs: Annotated[Any, _refused(None)] = None
-    use_beam_search: Annotated[Any, _refused(None, False)] = None
 
     def max_output(self) -> int | None:
         """Tokens of output asked for; None if the request does not say."""
@@ -121,8 +165,25 @@ class _Sampling(_Model):
         """Alternatives to report at each position; None if no log-probabilities are asked for."""
         raise NotImplementedError
 
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to compute at each position of the prompt; None if the prompt need not be scored."""
+        return self.prompt_logprobs
+
+    def ignored_fields(self) -> list[str]:
+        """The first of the names that mean nothing here, fit for a header."""
+        return [quote(name, safe="")[:64] for name in list(self.model_extra or ())[:_MAX_IGNORED]]
+
     def check(self) -> None:
-        """Rules between fields; raises ApiError."""
+        """Rules between fields, and fields that are known elsewhere; raises ApiError."""
+        for name, value in (self.model_extra or {}).items():
+            if value not in _KNOWN_ELSEWHERE.get(name, (value,)):
+                raise invalid(
+                    name, f"is {_shown(value)}: it would change the answer but is not supported; leave it out"
+                )
+        if self.truncate_prompt_tokens == 0:
+            raise invalid("truncate_prompt_tokens", "is 0, which would leave no prompt; use -1 for all that fits")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
 
@@ -146,6 +207,7 @@ class _Sampling(_Model):
             ignore_eos=self.ignore_eos,
             seed=None if self.seed is None else self.seed & _SEED_MASK,
             logprobs=self.num_logprobs(),
+            prompt_logprobs=self.num_prompt_logprobs(),
             stop=stop,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
@@ -169,11 +231,11 @@ class CompletionRequest(_Sampling):
     """POST /v1/completions."""
 
     prompt: _Prompt
-    max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: Annotated[Any, _refused(None, "")] = None
+    add_special_tokens: bool = True
 
     def max_output(self) -> int | None:
         return self.max_tokens
@@ -181,12 +243,14 @@ class CompletionRequest(_Sampling):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None, None if self.max_tokens != 0 else 0]
+        return max((n for n in wanted if n is not None), default=None)
+
     def check(self) -> None:
         super().check()
         if self.best_of is not None and self.best_of != _or(self.n, 1):
             raise invalid("best_of", f"is {self.best_of}, but only the value of n is supported; leave it out")
-        if self.echo and self.logprobs is not None:
-            raise invalid("echo", "is not supported together with logprobs; leave one out")
 
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts as a list, each a text or token ids."""
@@ -234,6 +298,7 @@ class ChatRequest(_Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool = False  # the template has them
 
     audio: Annotated[Any, _refused(None)] = None
     modalities: Annotated[Any, _refused(None, ["text"])] = None

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from actors.link import EngineBusy, EngineClient
@@ -19,11 +20,10 @@ from runtime.core.types import CallboardError, FinishReason, Request, RequestOut
 from runtime.text.chat import ChatTemplate
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
-from serve_app.answers import Delta
+from serve_app.answers import Delta, Echo, text_stream, usage
 from serve_app.errors import ApiError, invalid
 from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
 
-_TAIL = 8  # prompt tokens that tell how the output's text begins
 _RECOVERY_RETRY_S = 1.0
 
 
@@ -35,8 +35,29 @@ class Job:
     chat: bool  # which endpoint's shape the answer has
     logprobs: bool
     requests: list[Request]
-    echoes: list[str]  # the text that each choice begins with; empty unless echo was asked for
-    num_prompt_tokens: int  # each prompt counted once, however many choices it has
+    num_choices: int  # of each prompt: request i is about prompt i // num_choices
+    fingerprint: str  # of the model, its dtype and its numerics
+    echoes: list[Echo]  # of each prompt; empty unless echo was asked for
+    prompt_logprobs: int | None  # alternatives to show at each position of a prompt
+    return_token_ids: bool
+    continuous_usage: bool  # in every chunk of a stream that shows its usage
+    ignored_fields: list[str]
+
+    def headers(self) -> dict[str, str]:
+        """What a client should know that the answer's shape has no place for."""
+        return {"x-callboard-ignored-fields": ", ".join(self.ignored_fields)} if self.ignored_fields else {}
+
+    def echo(self, index: int) -> Echo | None:
+        """What choice `index` begins with."""
+        return self.echoes[index // self.num_choices] if self.echoes else None
+
+    def usage(self, num_output: list[int], num_cached: list[int]) -> dict[str, Any]:
+        """OpenAI's usage object, from what each choice took. A prompt counts once, whatever its number of choices, and
+        what is cached of it is what the first of them found."""
+        n = self.num_choices
+        num_prompt = sum(request.prompt_len for request in self.requests[::n])
+        cached = sum(min(num_cached[at : at + n]) for at in range(0, len(num_cached), n))
+        return usage(num_prompt, sum(num_output), cached)
 
 
 class Service:
@@ -86,15 +107,17 @@ class Service:
         if request.model is not None:
             self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
+        num_choices, default = request.n or 1, None if chat else 16
         prompts, where = ([self._chat_prompt(request)], "messages") if chat else (self._prompts(request), "prompt")
-        num_choices = request.n or 1
-        if len(prompts) * num_choices > MAX_CHOICES:
-            raise invalid(where, f"has {len(prompts)} prompts for {num_choices} choices each, above {MAX_CHOICES}")
-        job_id = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
+        if (last := request.truncate_prompt_tokens) is not None:
+            asked = request.max_output()
+            room = max(1, self.max_model_len - (default or 1 if asked is None else asked))
+            prompts = [prompt[-(room if last == -1 else last) :] for prompt in prompts]
+        job_id = ("chatcmpl-" if chat else "cmpl-") + (request.request_id or secrets.token_hex(12))
         seed = secrets.randbits(63) if request.seed is None else None
         requests: list[Request] = []
         for prompt in prompts:
-            max_tokens = self._max_tokens(request.max_output(), None if chat else 16, len(prompt), where)
+            max_tokens = self._max_tokens(request.max_output(), default, len(prompt), where)
             params = request.sampling_params(max_tokens)
             self._check_token_ids("logit_bias", (i for i, _ in params.logit_bias))
             self._check_token_ids("stop_token_ids", params.stop_token_ids)
@@ -107,11 +130,23 @@ class Service:
                         params=params,
                         seed=choice_seed(params.seed if seed is None else seed, i),
                         priority=request.priority,
-                        cache_salt=request.cache_salt,
+                        cache_salt=request.cache_salt or "",
                     )
                 )
-        echoes = self._echoes(request, prompts, num_choices) if not chat and request.echo else []
-        return Job(job_id, chat, request.num_logprobs() is not None, requests, echoes, sum(map(len, prompts)))
+        options = request.stream_options
+        return Job(
+            id=job_id,
+            chat=chat,
+            logprobs=request.num_logprobs() is not None,
+            requests=requests,
+            num_choices=num_choices,
+            fingerprint="fp_" + self._client.info.fingerprint[:16],
+            echoes=[] if chat or not request.echo else self._echoes(request, prompts),
+            prompt_logprobs=request.prompt_logprobs,
+            return_token_ids=bool(request.return_token_ids),
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            ignored_fields=request.ignored_fields(),
+        )
 
     async def run(self, job: Job) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
@@ -119,15 +154,13 @@ class Service:
         Raises ApiError: 429 if the engine is full, 503 if it is away, 500 if it fails."""
         if reason := self._client.health():
             raise _unavailable(reason)
-        if job.echoes:
-            yield [Delta(i, text) for i, text in enumerate(job.echoes)]
         try:
             if len(job.requests) == 1:
-                async with aclosing(self._choice(0, job.requests[0])) as choice:
+                async with aclosing(self._choice(job, 0)) as choice:
                     async for delta in choice:
                         yield [delta]
             else:
-                async with aclosing(self._merged(job.requests)) as choices:
+                async with aclosing(self._merged(job)) as choices:
                     async for deltas in choices:
                         yield deltas
         except EngineBusy as e:
@@ -139,20 +172,20 @@ class Service:
         except CallboardError as e:
             raise ApiError(500, str(e), type="server_error", code="engine_error") from e
 
-    async def _merged(self, requests: list[Request]) -> AsyncGenerator[list[Delta], None]:
+    async def _merged(self, job: Job) -> AsyncGenerator[list[Delta], None]:
         """All choices side by side."""
-        ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=2 * len(requests))
+        num_open = len(job.requests)
+        ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=2 * num_open)
 
-        async def pump(index: int, request: Request) -> None:
+        async def pump(index: int) -> None:
             try:
-                async with aclosing(self._choice(index, request)) as choice:
+                async with aclosing(self._choice(job, index)) as choice:
                     async for delta in choice:
                         await ready.put(delta)
             except Exception as e:
                 await ready.put(e)
 
-        pumps = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
-        num_open = len(requests)
+        pumps = [asyncio.create_task(pump(i)) for i in range(num_open)]
         try:
             while num_open:
                 items = [await ready.get()]
@@ -169,16 +202,16 @@ class Service:
             for task in pumps:
                 task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
 
-    async def _choice(self, index: int, request: Request) -> AsyncGenerator[Delta, None]:
+    async def _choice(self, job: Job, index: int) -> AsyncGenerator[Delta, None]:
         """One choice. Closing it, or a stop string, closes the engine's generator, which aborts the request."""
+        request, echo = job.requests[index], job.echo(index)
         params = request.params
-        tail = request.token_ids[-_TAIL:]
-        text = TextStream(
-            self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, tail
-        )
+        text = text_stream(self.tokenizer, request, params.stop, params.include_stop_str_in_output)
         async with aclosing(self._client.generate(request)) as outputs:
             async for output in outputs:
                 delta = _delta(index, text, output, params.include_stop_str_in_output)
+                if echo is not None:
+                    delta.text, echo = echo.text + delta.text, None
                 yield delta
                 if delta.finish_reason is not None:
                     return
@@ -192,18 +225,22 @@ class Service:
             text = self._template.render([message.as_template_sees_it() for message in request.messages])
         except CallboardError as e:
             raise ApiError(400, str(e), param="messages") from e
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.encode(text, request.add_special_tokens)
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
+        given, n = request.prompts(), request.n or 1
+        if len(given) * n > MAX_CHOICES:
+            raise invalid("prompt", f"has {len(given)} prompts for {n} choices each; at most {MAX_CHOICES} are allowed")
         prompts = []
-        for at, prompt in enumerate(request.prompts()):
-            where = "prompt" if isinstance(request.prompt, str) else f"prompt.{at}"
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            if not ids:
+        for at, prompt in enumerate(given):
+            where = "prompt" if len(given) == 1 else f"prompt.{at}"
+            if isinstance(prompt, str):
+                prompts.append(self.tokenizer.encode(prompt, request.add_special_tokens))
+            else:
+                self._check_token_ids(where, prompt)
+                prompts.append(prompt)
+            if not prompts[-1]:
                 raise invalid(where, "is empty; send at least one token")
-            if ids is prompt:
-                self._check_token_ids("prompt", ids)
-            prompts.append(ids)
         return prompts
 
     def _check_token_ids(self, where: str, ids: Iterable[int]) -> None:
@@ -215,7 +252,7 @@ class Service:
         """Tokens of output, `default` (None: all that fit) if the request does not say; never beyond the context."""
         limit = self.max_model_len
         room = limit - prompt_len
-        if room < 1 or (asked or 1) > room:
+        if (1 if asked is None else asked) > room:
             wanted = f"{asked} tokens of output" if asked else "at least one token of output"
             raise ApiError(
                 400,
@@ -224,15 +261,20 @@ class Service:
                 param=where,
                 code="context_length_exceeded",
             )
-        return asked or min(default or room, room)
+        return min(room if default is None else default, room) if asked is None else asked
 
-    def _echoes(self, request: CompletionRequest, prompts: list[list[int]], num_choices: int) -> list[str]:
-        given = request.prompts()
-        texts = [
-            prompt if isinstance(prompt, str) else self.tokenizer.decode(ids, request.skip_special_tokens)
-            for prompt, ids in zip(given, prompts, strict=True)
-        ]
-        return [text for text in texts for _ in range(num_choices)]
+    def _echoes(self, request: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
+        wants_offsets = request.logprobs is not None
+        echoes = []
+        for given, ids in zip(request.prompts(), prompts, strict=True):
+            if isinstance(given, str) and request.truncate_prompt_tokens is None:
+                offsets = self.tokenizer.offsets(given, request.add_special_tokens) if wants_offsets else []
+                echoes.append(Echo(given, offsets))
+                continue
+            stream = TextStream(self.tokenizer, skip_special_tokens=request.skip_special_tokens)
+            pieces = [stream.push((i,)) for i in ids]  # a character that the prompt leaves unfinished is the output's
+            echoes.append(Echo("".join(pieces), list(accumulate(map(len, pieces[:-1]), initial=0))))
+        return echoes
 
 
 def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bool) -> Delta:
@@ -246,13 +288,17 @@ def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bo
     num_used_before = text.num_tokens_used
     new = text.push(token_ids[:-1] if hide_last else token_ids)
     finish: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
     if text.stopped is not None:
         num_used = text.num_tokens_used - num_used_before  # the tokens after them were never asked for
-        token_ids, logprobs, finish = token_ids[:num_used], logprobs[:num_used], "stop"
+        token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
     elif output.finish_reason:
         new += text.finish()
         finish = "stop" if output.finish_reason is FinishReason.STOP else "length"
-    return Delta(index, new, token_ids, logprobs, finish, output.num_cached)
+        stop_reason = output.stop_token_id
+    if text.stopped is not None:
+        finish, stop_reason = "stop", text.stopped
+    return Delta(index, new, token_ids, logprobs, finish, output.num_cached, stop_reason, output.prompt_logprobs)
 
 
 def _unavailable(reason: str) -> ApiError:

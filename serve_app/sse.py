@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from runtime.text.tokenizer import Tokenizer
-from serve_app.answers import Delta, chat_logprobs, completion_logprobs, usage
+from serve_app.answers import CompletionLogprobs, Delta, chat_logprobs, prompt_logprobs, usage
 from serve_app.errors import ApiError
 from serve_app.service import Job
 
@@ -27,29 +27,43 @@ def error_event(error: ApiError) -> bytes:
 
 def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenizer) -> bytes:
     """The whole response of a request that is not streamed; `choices` hold all of each choice's deltas."""
-    rendered = []
-    for choice in choices:
+    of_prompt, rendered = {}, []
+    for choice, request in zip(choices, job.requests, strict=True):
         if not job.logprobs:
             logprobs = None
         elif job.chat:
             logprobs = chat_logprobs(choice.logprobs, tokenizer)
         else:
-            logprobs = completion_logprobs(choice.logprobs, tokenizer, 0)
-        text = {"message": {"role": "assistant", "content": choice.text}} if job.chat else {"text": choice.text}
-        rendered.append({"index": choice.index, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason})
-    num_output = sum(len(choice.token_ids) for choice in choices)
-    num_cached = sum(choice.num_cached for choice in choices)
+            logprobs = CompletionLogprobs(tokenizer, request, job.echo(choice.index)).render(choice)
+        if job.prompt_logprobs is not None:
+            of_prompt["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, tokenizer, job.prompt_logprobs)
+        if job.return_token_ids:
+            of_prompt["prompt_token_ids"] = request.token_ids
+        rendered.append(
+            {
+                "index": choice.index,
+                **({"message": {"role": "assistant", "content": choice.text}} if job.chat else {"text": choice.text}),
+                "logprobs": logprobs,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                **({"token_ids": choice.token_ids} if job.return_token_ids else {}),
+                **({} if job.chat else of_prompt),
+            }
+        )
+    counts = job.usage([len(choice.token_ids) for choice in choices], [choice.num_cached for choice in choices])
     return encode_json(
         {
             **_header(job, model, "chat.completion" if job.chat else "text_completion"),
             "choices": rendered,
-            "usage": usage(job.num_prompt_tokens, num_output, num_cached),
+            "usage": counts,
+            **(of_prompt if job.chat else {}),  # a chat has one prompt
         }
     )
 
 
 def _header(job: Job, model: str, kind: str) -> dict[str, Any]:
-    return {"id": job.id, "object": kind, "created": int(time.time()), "model": model}
+    created = int(time.time())
+    return {"id": job.id, "object": kind, "created": created, "model": model, "system_fingerprint": job.fingerprint}
 
 
 class EventStream:
@@ -57,30 +71,45 @@ class EventStream:
 
     def __init__(self, job: Job, model: str, tokenizer: Tokenizer, *, include_usage: bool) -> None:
         self._job, self._tokenizer, self._include_usage = job, tokenizer, include_usage
-        self._num_output = self._num_cached = 0
-        self._offsets = [0] * len(job.requests)  # characters of each choice's tokens so far, for logprobs
+        num_choices = len(job.requests)
+        self._num_output, self._num_cached = [0] * num_choices, [0] * num_choices
+        self._completion_logprobs = (
+            [CompletionLogprobs(tokenizer, request, job.echo(i)) for i, request in enumerate(job.requests)]
+            if job.logprobs and not job.chat
+            else []
+        )
+        self._continuous_usage = include_usage and job.continuous_usage
+        self._all_rare = job.return_token_ids or self._continuous_usage
+        self._prompts = (  # still to be shown
+            {i: request.token_ids for i, request in enumerate(job.requests)} if job.return_token_ids else {}
+        )
         chunk = _header(job, model, "chat.completion.chunk" if job.chat else "text_completion")
         opening = b',"delta":{"content":' if job.chat else b',"text":'
         self._head = b"data: " + encode_json(chunk)[:-1] + b',"choices":['
-        self._prefixes = [self._head + b'{"index":%d' % i + opening for i in range(len(job.requests))]
+        self._prefixes = [self._head + b'{"index":%d' % i + opening for i in range(num_choices)]
         self._close_text = b"}" if job.chat else b""
-        self._close = (b'}],"usage":null}' if include_usage else b"}]}") + b"\n\n"
-        self._suffix = self._close_text + b',"logprobs":null,"finish_reason":null' + self._close
+        self._close = (b',"usage":null}' if include_usage else b"}") + b"\n\n"
+        self._unfinished = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
+        self._suffix = self._close_text + self._unfinished + self._close
 
     def first(self) -> bytes:
         """What comes before any text: the roles of a chat's choices."""
         if not self._job.chat:
             return b""
-        role = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null' + self._close
-        return b"".join(self._head + b'{"index":%d' % i + role for i in range(len(self._prefixes)))
+        role = b',"delta":{"role":"assistant","content":""}' + self._unfinished
+        if self._prompts:
+            role += b',"prompt_token_ids":' + encode_json(self._prompts[0])
+            self._prompts.clear()
+        return b"".join(self._head + b'{"index":%d' % i + role + self._end(i) for i in range(len(self._prefixes)))
 
     def events(self, deltas: list[Delta]) -> bytes:
         """The events of one write; empty if there is no text to show yet."""
         parts = []
         for delta in deltas:
-            self._num_output += len(delta.token_ids)
-            self._num_cached += delta.num_cached
-            if delta.finish_reason is not None or delta.logprobs:
+            self._num_output[delta.index] += len(delta.token_ids)
+            if delta.num_cached:
+                self._num_cached[delta.index] = delta.num_cached
+            if delta.finish_reason is not None or delta.logprobs or self._all_rare:
                 parts.append(self._rare(delta))
             elif delta.text:
                 parts.append(self._prefixes[delta.index] + encode_json(delta.text) + self._suffix)
@@ -90,29 +119,33 @@ class EventStream:
         """What comes after all text: the usage, if it was asked for, and the end mark."""
         if not self._include_usage:
             return DONE
-        counts = usage(self._job.num_prompt_tokens, self._num_output, self._num_cached)
+        counts = self._job.usage(self._num_output, self._num_cached)
         return self._head + b'],"usage":' + encode_json(counts) + b"}\n\n" + DONE
 
     def _rare(self, delta: Delta) -> bytes:
-        """An event with a finish reason or log-probabilities."""
-        return b"".join(
-            (
-                self._prefixes[delta.index],
-                encode_json(delta.text),
-                self._close_text,
-                b',"logprobs":',
-                encode_json(self._logprobs(delta)),
-                b',"finish_reason":',
-                encode_json(delta.finish_reason),
-                self._close,
-            )
-        )
+        """An event with more than text."""
+        index = delta.index
+        rest = {
+            "logprobs": self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._job.return_token_ids:
+            rest["token_ids"] = delta.token_ids
+            if (prompt := self._prompts.pop(index, None)) is not None:
+                rest["prompt_token_ids"] = prompt
+        text = encode_json(delta.text) + self._close_text
+        return self._prefixes[index] + text + b"," + encode_json(rest)[1:] + b"]" + self._end(index)
+
+    def _end(self, index: int) -> bytes:
+        """The end of an event, with the usage of this choice so far if that was asked for."""
+        if not self._continuous_usage:
+            return self._close
+        num_prompt, num_output = self._job.requests[index].prompt_len, self._num_output[index]
+        counts = usage(num_prompt, num_output, self._num_cached[index])
+        return b',"usage":' + encode_json(counts) + b"}\n\n"
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if not delta.logprobs:
-            return None
-        if self._job.chat:
-            return chat_logprobs(delta.logprobs, self._tokenizer)
-        rendered = completion_logprobs(delta.logprobs, self._tokenizer, self._offsets[delta.index])
-        self._offsets[delta.index] += sum(map(len, rendered["tokens"]))
-        return rendered
+        if self._completion_logprobs:
+            return self._completion_logprobs[delta.index].render(delta)
+        return chat_logprobs(delta.logprobs, self._tokenizer) if delta.logprobs else None

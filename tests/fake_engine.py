@@ -39,7 +39,8 @@ def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
 class FakeEngine:
     """Answers every request with the bytes of `text`, `group` tokens an output, `delay_s` apart, and then EOS.
 
-    The token at each position has logprob -0.5, and `params.logprobs` alternatives of -1.5, -2.5 ..."""
+    The token at each position has logprob -0.5, and `params.logprobs` alternatives of -1.5, -2.5 ...; a token t of the
+    prompt has -t / 100, and so many alternatives as `params.prompt_logprobs` asks for."""
 
     def __init__(
         self,
@@ -82,6 +83,14 @@ class FakeEngine:
     def _outputs(self, request: Request):
         params = request.params
         ids = [i for i in self.script if not (params.ignore_eos and i == EOS)][: params.max_tokens]
+        ends = [at for at, i in enumerate(ids, start=1) if i in params.stop_token_ids]
+        ids = ids[: min(ends, default=len(ids))]
+        scores = []
+        if params.prompt_logprobs is not None:
+            top = tuple((65 + k, -1.5 - k) for k in range(params.prompt_logprobs))
+            scores = [TokenLogprobs(i, -i / 100, 3, top) for i in request.token_ids[1 : request.prompt_len]]
+        if not ids:
+            yield RequestOutput(request.request_id, [], FinishReason.LENGTH, prompt_logprobs=scores)
         for at in range(0, len(ids), self.group):
             if self.fails_after is not None and at >= self.fails_after:
                 yield RequestOutput(
@@ -89,14 +98,16 @@ class FakeEngine:
                 )
                 return
             output = RequestOutput(request.request_id, ids[at : at + self.group], num_cached=3 if at == 0 else 0)
+            if at == 0:
+                output.prompt_logprobs = scores
             if params.logprobs is not None:
                 output.logprobs = [
                     TokenLogprobs(i, -0.5, 1, tuple((65 + k, -1.5 - k) for k in range(params.logprobs)))
                     for i in output.token_ids
                 ]
             if at + self.group >= len(ids):
-                reason = FinishReason.STOP if ids[-1] == EOS else FinishReason.LENGTH
-                output = replace(output, finish_reason=reason)
+                reason = FinishReason.STOP if ids[-1] == EOS or ends else FinishReason.LENGTH
+                output = replace(output, finish_reason=reason, stop_token_id=ids[-1] if ends else None)
             yield output
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fake_runner import EOS, VOCAB, FakeRunner, Oracle, sequential
+from fake_runner import EOS, VOCAB, FakeRunner, Oracle, sequential, sequential_scores
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation import Speculation
-from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
 
 
 def check(core: EngineCore) -> None:
@@ -67,8 +67,10 @@ prefixes = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 11, 11, 11, 11], [5] *
 def requests(draw):
     shared = draw(st.sampled_from(prefixes))[: draw(st.integers(0, 12))]
     prompt = shared + draw(st.lists(st.integers(1, VOCAB - 1), min_size=0 if shared else 1, max_size=12))
+    prompt_logprobs = draw(st.sampled_from([None, None, None, 0, 2]))
     params = SamplingParams(
-        max_tokens=draw(st.integers(1, 30)),
+        max_tokens=draw(st.integers(1 if prompt_logprobs is None else 0, 30)),
+        prompt_logprobs=prompt_logprobs,
         ignore_eos=draw(st.sampled_from([True, False, False])),
         stop_token_ids=tuple(draw(st.sampled_from([[], [], [], [3]]))),
     )
@@ -99,13 +101,14 @@ class Session:
         self.added: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = {}
         self.aborted: set[str] = set()
         self.steps = self.guessed = self.accepted = 0
 
     def add(self, prompt, params, priority=0, salt="") -> str | None:
         name = f"r{len(self.added)}"
         request = Request(name, list(prompt), len(prompt), params, 0, priority, salt)
-        if len(prompt) >= self.core.scheduler.max_len:
+        if len(prompt) >= self.core.scheduler.max_len + (params.max_tokens == 0):
             with pytest.raises(CallboardError, match="maximum context length"):
                 self.core.add(request)
             return None
@@ -124,6 +127,12 @@ class Session:
             assert name not in self.aborted
             assert name not in self.reasons
             self.outputs[name].append(token)
+        for state, scores in output.prompt_logprobs:
+            name = state.request.request_id
+            assert name not in self.aborted
+            assert name not in self.scores
+            assert len(self.outputs[name]) == output.states.count(state), "they come with the first tokens"
+            self.scores[name] = scores.of(state.request.token_ids[1:])
         for state, reason in output.finished:
             self.reasons[state.request.request_id] = reason
             self.guessed += state.num_guessed
@@ -144,6 +153,8 @@ class Session:
         for name, request in self.added.items():
             if name not in self.aborted:
                 assert (self.outputs[name], self.reasons[name]) == sequential(request, self.core.scheduler.max_len)
+                assert self.scores.get(name, []) == sequential_scores(request)
+                assert (name in self.scores) == (request.params.prompt_logprobs is not None)
 
 
 def test_any_history_gives_the_sequential_tokens():
@@ -179,6 +190,7 @@ def test_any_history_gives_the_sequential_tokens():
         seen["hits"] += session.core.scheduler.prompt_tokens_cached
         seen["accepted"] += session.accepted
         seen["rejected"] += session.guessed - session.accepted
+        seen["scores"] += sum(map(len, session.scores.values()))
 
     run()
     assert seen["steps"] >= 10_000, seen
@@ -186,6 +198,7 @@ def test_any_history_gives_the_sequential_tokens():
     assert seen["hits"] > 100, seen
     assert seen["accepted"] > 1000, seen
     assert seen["rejected"] > 1000, seen
+    assert seen["scores"] > 1000, seen
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -88,7 +88,7 @@ def run(backend, graphs=False, answers=None, guesses=0, **config):
     core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 131, 20).tolist()
-    got = {}
+    got, scores = {}, {}
     for i, params in enumerate(PARAMS):
         prompt = shared * (i % 2) + rng.integers(0, 131, 3 + 7 * i).tolist()
         core.add(Request(str(i), prompt, len(prompt), params, seed=i))
@@ -98,5 +98,10 @@ def run(backend, graphs=False, answers=None, guesses=0, **config):
                 found = output.logprobs.get(i)
                 top = found and [(token_id, round(value, 3)) for token_id, value in found.top]
                 got.setdefault(state.request.request_id, []).append((token, found and found.rank, top))
+            for state, found in output.prompt_logprobs:
+                scores[state.request.request_id] = [
+                    (token, round(value, 3), rank, [i for i, _ in top])
+                    for token, value, rank, top in found.of(state.request.token_ids[1:])
+                ]
     assert all(r.count for r in replays) or (guesses and any(r.count for r in replays)), "a graph was never replayed"
-    return got, core.scheduler.prompt_tokens_cached
+    return got, core.scheduler.prompt_tokens_cached, scores

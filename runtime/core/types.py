@@ -5,6 +5,7 @@ Everything here is plain data: no torch, no I/O, no clock. All ids, lengths and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ class FinishReason(IntEnum):
 class SamplingParams:
     """How one request samples. Defaults are OpenAI's; `temperature=0` is greedy."""
 
-    max_tokens: int = 16
+    max_tokens: int = 16  # 0 with prompt_logprobs alone: the request scores its prompt and ends
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0
@@ -42,6 +43,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None  # None: the replica draws one (C4: every request has a seed)
     logprobs: int | None = None  # None: off; n: the sampled token's and the n best ones'
+    prompt_logprobs: int | None = None  # None: off; n: at each prompt position, its own token's and the n best ones'
     # Text level: matched by the detokenizer's owner, never seen by the engine or the runners.
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
@@ -49,7 +51,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = (
-            (self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1"),
+            (self.max_tokens >= (self.prompt_logprobs is None), "max_tokens", self.max_tokens, "at least 1"),
             (0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "between 0 and 100"),
             (self.top_k >= 0, "top_k", self.top_k, "at least 0 (0 is off)"),
             (0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1"),
@@ -58,7 +60,8 @@ class SamplingParams:
             (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "between -2 and 2"),
             (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "between -2 and 2"),
             (0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens"),
-            (self.logprobs is None or 0 <= self.logprobs <= 20, "logprobs", self.logprobs, "between 0 and 20"),
+            (0 <= (self.logprobs or 0) <= 20, "logprobs", self.logprobs, "between 0 and 20"),
+            (0 <= (self.prompt_logprobs or 0) <= 20, "prompt_logprobs", self.prompt_logprobs, "between 0 and 20"),
         )
         for ok, name, value, want in checks:
             if not ok:
@@ -83,12 +86,28 @@ class Request:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one output position, in nats, of the model's raw distribution (before temperature)."""
+    """Log-probabilities at one position, in nats, of the model's raw distribution (before temperature)."""
 
     token_id: int
     logprob: float
     rank: int  # 1 is the most likely token
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of m prompt tokens in columns: the form in which they travel, little-endian and in C order."""
+
+    ranks: bytes  # int32 [m]
+    logprobs: bytes  # float32 [m]
+    top_ids: bytes  # int32 [m, n]
+    top_logprobs: bytes  # float32 [m, n]
+
+    def of(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+        """One entry for each of these m tokens."""
+        n = len(self.top_ids) // max(len(self.ranks), 1)
+        own = zip(token_ids, memoryview(self.logprobs).cast("f"), memoryview(self.ranks).cast("i"), strict=True)
+        top = list(zip(memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f"), strict=True))
+        return [TokenLogprobs(*token, tuple(top[i * n : (i + 1) * n])) for i, token in enumerate(own)]
 
 
 @dataclass(slots=True)
@@ -102,6 +121,8 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, if asked for
     num_cached: int = 0  # prompt tokens served from the prefix cache
     error: str = ""  # one sentence, with FinishReason.ERROR
+    # All of them with the first output, if asked for; entry i is about prompt token i + 1.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -115,3 +136,4 @@ class StepOutput:
     token_ids: list[int]
     finished: list[tuple[Any, FinishReason]]
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
+    prompt_logprobs: list[tuple[Any, PromptLogprobs]]  # (state, those of prompt tokens 1, 2, ...), once a request

@@ -62,6 +62,15 @@ class Tokenizer:
         backend = self._backend if parse_special else self._plain_backend
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The index of the character of `text` at which each token of `encode(text)` begins. Tokens that share a
+        character begin at it; a token that stands for no text begins where the one before it ends."""
+        starts, end = [], 0
+        for start, stop in self._backend.encode(text, add_special_tokens=add_special_tokens).offsets:
+            starts.append(min(start, end) if stop > start else end)  # some leave a space out, which is the token's too
+            end = max(stop, end)
+        return starts
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token become nothing."""
         skipped = self.special_ids if skip_special_tokens else frozenset()

@@ -30,6 +30,7 @@ from runtime.kernels.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.host_steps import make_result
+from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
 
 _LARGEST_GRAPH = 512  # rows
@@ -78,19 +79,22 @@ class DeviceSteps:
         """Forget all requests."""
         self.state.zero_()
         self.sampler = DeviceSampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, self.device)
+        self.scorer = PromptScorer(self.decoder, self.num_slots)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start the step; the answer waits for its result."""
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
+            self.scorer.remove(slot)
         self._stage(plan)
         sampling, sampled_after = last_tokens(plan, plan.samples)
         slots, positions = plan.slots[sampling], sampled_after + 1
+        prompts = None
         if graph := self._graph_for(plan):
             token_ids, logits, where = self._replay(graph, plan)
         else:
-            token_ids, logits, where = self._run(plan, sampling, slots, positions)
+            token_ids, logits, where, prompts = self._run(plan, sampling, slots, positions)
         logprobs = None
         if not self.sampler.is_plain(slots, positions):
             guessed = len(plan.given_ids) > 0 and bool(self.sampler.penalised[slots].any())
@@ -99,6 +103,8 @@ class DeviceSteps:
             logprobs = self.sampler.resample(logits, token_ids, slots, positions, *where, self.tokens, self.params)
             if guessed:
                 self.tokens[where[0].long(), where[1].long()] = token_ids.clamp(min=0)
+        if prompts is not None:
+            logprobs = prompts if logprobs is None else logprobs.then(prompts)
         return self._download(plan.step_id, token_ids, logprobs)
 
     # ---- to the device and back -----------------------------------------------------------------------------------
@@ -134,6 +140,7 @@ class DeviceSteps:
             places += (row, row + self.params_at)
             lengths += (len(new.token_ids), NUM_PARAMS)
             values += (new.token_ids, self.sampler.add(new))
+            self.scorer.add(new)
         given = np.flatnonzero(plan.given)
         if len(given):
             places += ((plan.slots * self.stride + plan.starts + plan.counts)[given] - plan.given[given]).tolist()
@@ -148,9 +155,10 @@ class DeviceSteps:
 
     def _run(
         self, plan: StepPlan, sampling: np.ndarray, slots: Int32s, positions: Int32s
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor], Logprobs | None]:
         """A step of any rows, those of one token (or of guesses) first on the device. Token ids and logits of the
-        samples in the plan's order, and where their slots and positions are on the device."""
+        samples in the plan's order, and where their slots and positions are on the device; log-probabilities of
+        prompts."""
         few = MOST_GUESSES + 1 if len(plan.given_ids) else 1
         order = np.argsort(plan.counts > few, kind="stable")
         rows, starts, counts = plan.slots[order], plan.starts[order], plan.counts[order]
@@ -173,10 +181,14 @@ class DeviceSteps:
                     max_len=int((starts + counts)[part].max()),
                 ))  # fmt: skip
         hidden = self.decoder.forward(*inputs, attending, self.layer_caches)
+        scored, prompts = self.scorer.find(plan, first + plan.starts + plan.counts - 1, self.stride), None
+        if scored.size:
+            at = self._upload([scored.reshape(-1)]).view(2, -1)
+            prompts = self.scorer.score(hidden, self.state.view(-1), at)
         if not len(sampling):
-            return d_sampled, hidden[:0], (d_slots, d_positions)
+            return d_sampled, hidden[:0], (d_slots, d_positions), prompts
         logits = self.decoder.logits(hidden.index_select(0, d_sampled))
-        return self._sample(logits, d_slots, d_positions), logits, (d_slots, d_positions)
+        return self._sample(logits, d_slots, d_positions), logits, (d_slots, d_positions), prompts
 
     def _sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.sampler.sample(logits, slots, positions, self.tokens, self.params)
@@ -221,7 +233,7 @@ class DeviceSteps:
         """The graph of a step whose rows are alike and all of whose tokens are sampled after.
 
         A graph's attention reads what it may before the step's own keys are there, and only a new request can share a
-        prefix that this very step computes."""
+        prefix that this very step computes. Such rows score no token of a prompt."""
         count = int(plan.counts[0])
         graphs = self.graphs.get(count)
         if not graphs or plan.new or len(plan.slots) > graphs[-1].size:

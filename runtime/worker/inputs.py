@@ -22,6 +22,7 @@ class StepInput:
     positions: torch.Tensor  # [num_tokens] int64
     kv_index: torch.Tensor  # [num_tokens] int64, block * block_size + offset
     attention: AttentionPlan
+    last: NDArray[np.int64]  # [num_rows] index of each row's last token, in the plan's order
     sampled: NDArray[np.int64]  # [num_sampled] index of each token that a sample follows, in the plan's order
     sampled_slots: Int32s  # [num_sampled]
     sampled_positions: Int32s  # [num_sampled] position of the token to be sampled
@@ -47,6 +48,7 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
         positions=torch.from_numpy(positions).to(shape.device),
         kv_index=torch.from_numpy(kv_index).to(shape.device),
         attention=plan_attention(slots.tables[rows], starts, counts, shape),
+        last=first + plan.starts + plan.counts - 1,
         sampled=first[sampling] + sampled_after,
         sampled_slots=plan.slots[sampling],
         sampled_positions=sampled_after + 1,
