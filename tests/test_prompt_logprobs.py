@@ -3,10 +3,6 @@ delivered whole and once."""
 
 import asyncio
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +19,6 @@ from runtime.core.types import FinishReason, Request, SamplingParams
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 
-TESTS = Path(__file__).parent
 PROMPTS = [np.random.default_rng(i).integers(2, 262, n).tolist() for i, n in enumerate((50, 1, 2, 17, 33, 100))]
 PROMPTS.append([*PROMPTS[0][:40], *PROMPTS[3]])  # a prefix that the first one leaves in the cache
 PARAMS = [
@@ -158,23 +153,6 @@ def test_the_output_head_never_sees_a_whole_prompt():
     driver.open(0, list(range(131)) + list(range(50)), SamplingParams(max_tokens=0, prompt_logprobs=1))
     result = driver.step((0, 0, 181, 0))
     assert (most, len(result.token_ids), result.top_ids.shape) == (70, 0, (180, 1))
-
-
-@pytest.mark.slow
-def test_the_triton_path_gives_those_of_the_torch_path():
-    code = """if True:
-        from dataclasses import replace
-        import triton_engine as t
-        for i, n in ((0, 3), (1, 1), (2, 0), (3, 2)):
-            t.PARAMS[i] = replace(t.PARAMS[i], prompt_logprobs=n, max_tokens=(5, 0, 4, 6)[i])
-        want, got = (t.run(b, graphs=True, max_num_seqs=4, max_num_batched_tokens=9) for b in ("torch", "triton"))
-        assert got == want, (want, got)
-        assert [len(got[2][str(i)]) for i in range(4)] == [2, 29, 16, 43], got[2]
-    """
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))}
-    command, env = [sys.executable, "-c", code], os.environ | paths | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
 
 
 # ---- the scheduler ---------------------------------------------------------------------------------------------------

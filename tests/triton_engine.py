@@ -1,4 +1,4 @@
-"""Four small requests of every kind of sampling through the engine core, on a backend of choice."""
+"""Small requests of every kind of sampling through the engine core, on a backend of choice."""
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ SPEC = DecoderSpec(
     qk_norm=True,
 )
 PARAMS = [
-    SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=3),
     SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True),
     SamplingParams(max_tokens=5, temperature=1.2, top_k=9, top_p=0.9, min_p=0.02, ignore_eos=True),
     SamplingParams(
@@ -38,6 +38,7 @@ PARAMS = [
         stop_token_ids=(5, 6, 7),
         logit_bias=((3, 2.5),),
     ),
+    SamplingParams(max_tokens=0, prompt_logprobs=1),
 ]
 
 
@@ -88,7 +89,7 @@ def run(backend, graphs=False, answers=None, guesses=0, **config):
     core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 131, 20).tolist()
-    got, scores = {}, {}
+    got, scores, values = {}, {}, []
     for i, params in enumerate(PARAMS):
         prompt = shared * (i % 2) + rng.integers(0, 131, 3 + 7 * i).tolist()
         core.add(Request(str(i), prompt, len(prompt), params, seed=i))
@@ -99,9 +100,8 @@ def run(backend, graphs=False, answers=None, guesses=0, **config):
                 top = found and [(token_id, round(value, 3)) for token_id, value in found.top]
                 got.setdefault(state.request.request_id, []).append((token, found and found.rank, top))
             for state, found in output.prompt_logprobs:
-                scores[state.request.request_id] = [
-                    (token, round(value, 3), rank, [i for i, _ in top])
-                    for token, value, rank, top in found.of(state.request.token_ids[1:])
-                ]
+                entries = found.of(state.request.token_ids[1:])
+                scores[state.request.request_id] = [(e.token_id, e.rank, [i for i, _ in e.top]) for e in entries]
+                values += [value for e in entries for value in (e.logprob, *dict(e.top).values())]
     assert all(r.count for r in replays) or (guesses and any(r.count for r in replays)), "a graph was never replayed"
-    return got, core.scheduler.prompt_tokens_cached, scores
+    return got, core.scheduler.prompt_tokens_cached, scores, values

@@ -5,7 +5,10 @@ A prompt may take several steps, and a preemption starts it again; what came bef
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from runtime.core.plan import StepResult
 from runtime.core.types import PromptLogprobs
@@ -33,5 +36,12 @@ def take_scores(result: StepResult, rows: list[ScoredRow]) -> list[tuple[Request
             if is_last:
                 complete.append((state, PromptLogprobs(*map(b"".join, zip(*state.scores, strict=True)))))
                 state.scores = None
+                if state.params.max_tokens:
+                    state.params = replace(state.params, prompt_logprobs=None)  # a preemption need not score it again
         at += num
     return complete
+
+
+def are_finite(scores: PromptLogprobs) -> bool:
+    """False after a fault in the model, which a request without output shows nowhere else."""
+    return bool(np.isfinite(np.frombuffer(scores.logprobs, np.float32)).all())

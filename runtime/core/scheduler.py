@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -30,7 +29,7 @@ from runtime.core.block_pool import BlockPool
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult, num_scored
 from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
-from runtime.core.prompt_scores import ScoredRow, take_scores
+from runtime.core.prompt_scores import ScoredRow, are_finite, take_scores
 from runtime.core.speculation import Speculation
 from runtime.core.types import CallboardError, FinishReason, PromptLogprobs, Request, StepOutput, TokenLogprobs
 
@@ -123,8 +122,7 @@ class Scheduler:
         if num_known >= limit:
             raise CallboardError(
                 f"The prompt has {request.prompt_len} tokens, but this model's maximum context length is "
-                f"{self.max_len} tokens{' with at least one of output' if params.max_tokens else ''}; shorten the "
-                "prompt."
+                f"{self.max_len} tokens, output included; shorten the prompt."
             )
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -430,11 +428,8 @@ class Scheduler:
         logprobs_at = {row: at for at, row in enumerate(result.logprob_rows.tolist())}
         prompt_logprobs = take_scores(result, scored)
         for state, scores in prompt_logprobs:
-            if state.params.max_tokens:
-                state.params = replace(state.params, prompt_logprobs=None)  # a preemption need not score it again
-            else:
-                finite = np.isfinite(np.frombuffer(scores.logprobs, np.float32)).all()
-                finished.append((state, FinishReason.LENGTH if finite else FinishReason.ERROR))
+            if not state.params.max_tokens:
+                finished.append((state, FinishReason.LENGTH if are_finite(scores) else FinishReason.ERROR))
                 self._end(state)
         for row, ((state, epoch, guess), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:

@@ -124,12 +124,19 @@ class ModelRunner:
         self.memory = resize_kv(self.memory, config, self.decoder.spec, numerics, room)
 
     def _run_rows(self, counts: list[int]) -> None:
-        """A step of new requests on the null block, sampled in every way there is."""
+        """A step of new requests on the null block, scored, and sampled in every way there is."""
         slots, zeros = np.arange(len(counts), dtype=np.int32), np.zeros(len(counts), np.int32)
         params = SamplingParams(
-            temperature=1.0, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=1, logit_bias=((0, 1.0),)
+            temperature=1.0,
+            top_k=2,
+            top_p=0.9,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            logprobs=1,
+            logit_bias=((0, 1.0),),
+            prompt_logprobs=1,
         )
-        new = [NewSlot(0, np.zeros(1, np.int32), 1, 0, params)]
+        new = [NewSlot(0, np.zeros(1, np.int32), counts[0], 0, params)]
         counts_array = np.array(counts, np.int32)
         self.execute(StepPlan(0, new=new, slots=slots, starts=zeros, counts=counts_array, samples=zeros + 1))
 
