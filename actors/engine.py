@@ -294,6 +294,9 @@ class EngineLoop:
             connection.stream_column.append(stream.number)
             connection.token_column.append(token)
             touched.add(connection)
+        for state, scores in output.prompt_logprobs:
+            state.owner.connection.prompt_logprobs.append((state.owner.number, scores))
+            touched.add(state.owner.connection)
         now = time.monotonic()
         for state, reason in output.finished:
             self._finish_times.append(now)

@@ -17,7 +17,7 @@ from enum import IntEnum
 
 import msgspec
 
-from runtime.core.types import CallboardError, Request, TokenLogprobs
+from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
 MAX_FRAME = 64 << 20  # bytes; checked before anything is allocated
 HEARTBEAT_S = 2.0  # a replica with live streams says at least this often that it is there
@@ -68,6 +68,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
     ended: list[Ended]
     started: list[tuple[int, int]]  # (stream, prompt tokens from the prefix cache), once a stream
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
+    prompt_logprobs: list[tuple[int, PromptLogprobs]]  # (stream, all of its prompt), once a stream
 
 
 class Refusal(IntEnum):

@@ -83,11 +83,12 @@ class EngineClient(Protocol):
 class _Stream:
     """One live request: what it has received in all, and what its reader has not taken yet."""
 
-    __slots__ = ("_waiter", "error", "pending", "received", "request")
+    __slots__ = ("_waiter", "error", "pending", "received", "request", "scored")
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.received = array("i")
+        self.scored = False  # it has its prompt's log-probabilities
         self.pending: RequestOutput | None = None
         self.error: CallboardError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -114,7 +115,8 @@ class _Stream:
 
     def resubmission(self) -> Request:
         """The request as a new engine must see it."""
-        return replace(self.request, token_ids=[*self.request.token_ids, *self.received])
+        params = replace(self.request.params, prompt_logprobs=None) if self.scored else self.request.params
+        return replace(self.request, token_ids=[*self.request.token_ids, *self.received], params=params)
 
 
 class _Connection(asyncio.Protocol):
@@ -186,8 +188,6 @@ class EngineLink:
         try:
             while True:
                 output = await stream.take()
-                if output.finish_reason:
-                    self._streams.pop(number, None)
                 yield output
                 if output.finish_reason:
                     return
@@ -282,8 +282,14 @@ class EngineLink:
             if i in frame.logprobs:
                 output.logprobs.append(frame.logprobs[i])
             stream.wake()
+        for number, scores in frame.prompt_logprobs:
+            if (stream := streams.get(number)) is not None:
+                stream.scored = True
+                request = stream.request
+                stream.output().prompt_logprobs = scores.of(request.token_ids[1 : request.prompt_len])
+                stream.wake()
         for ended in frame.ended:
-            if (stream := streams.get(ended.stream)) is not None:
+            if (stream := streams.pop(ended.stream, None)) is not None:
                 output = stream.output()
                 output.finish_reason = FinishReason(ended.reason)
                 output.stop_token_id, output.error = ended.stop_token_id, ended.error

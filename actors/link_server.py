@@ -34,7 +34,7 @@ from actors.frames import (
     receive,
     tune_tcp,
 )
-from runtime.core.types import CallboardError, TokenLogprobs
+from runtime.core.types import CallboardError, PromptLogprobs, TokenLogprobs
 
 _SECRET_LEN = 32
 _HANDSHAKE_S = 10.0
@@ -69,6 +69,7 @@ class Connection:
         self.ended: list[Ended] = []
         self.started: list[tuple[int, int]] = []
         self.logprobs: dict[int, TokenLogprobs] = {}
+        self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
 
     def flush(self) -> None:
         """Send what the step gathered, as one numbered frame."""
@@ -81,6 +82,7 @@ class Connection:
                 self.ended,
                 self.started,
                 self.logprobs,
+                self.prompt_logprobs,
             )
         )
         self._clear()

@@ -39,6 +39,7 @@ class Completion:
     finish_reason: FinishReason = FinishReason.NONE
     stop: str | int | None = None  # the stop string or stop token id that ended it
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # entry i is about prompt token i + 1
     num_cached: int = 0  # prompt tokens served from the prefix cache
 
 
@@ -168,6 +169,9 @@ class LLM:
                 done.finish_reason, done.stop = FinishReason.STOP, job.text.stopped
                 self.engine.abort(state.request.request_id)
                 num_finished += 1
+        for state, scores in output.prompt_logprobs:
+            done = state.owner.completion
+            done.prompt_logprobs = scores.of(done.prompt_token_ids[1:])
         for state, reason in output.finished:
             job = state.owner
             if job.completion.finish_reason:

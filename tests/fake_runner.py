@@ -1,16 +1,18 @@
 """A runner that checks every block it reads, and the sequence that it must produce.
 
 It keeps paged memory: at each position it stores a hash of what it *reads* one position earlier and the token there,
-and samples from the last hash. A wrong block, a stale table, a lost or repeated token changes every later token.
+and samples from the last hash. A wrong block, a stale table, a lost or repeated token changes every later token, and
+the log-probabilities of every later token of a prompt.
 """
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import StepResult, decode_plan, decode_result, encode_plan, encode_result
-from runtime.core.types import FinishReason, Request
+from runtime.core.types import FinishReason, Request, TokenLogprobs
 
 EOS = 0
 VOCAB = 29
@@ -30,6 +32,8 @@ def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]
     for token in request.token_ids:
         state = mix(state, token)
     limit = min(request.prompt_len + params.max_tokens, max_len)
+    if not params.max_tokens:
+        return [], FinishReason.LENGTH
     while True:
         token = sample(state)
         out.append(token)
@@ -40,6 +44,56 @@ def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]
             return out, FinishReason.LENGTH
 
 
+class Oracle:
+    """A Drafter that knows the sequence, and is wrong in a share of its guesses."""
+
+    def __init__(self, share_right: float) -> None:
+        self.share_right, self.rng, self.num_right = share_right, np.random.default_rng(0), 0
+
+    def guess(self, state, most: int) -> list[int]:
+        known, guesses = 0, []
+        for token in state.tokens:
+            known = mix(known, token)
+        for _ in range(self.rng.integers(1, most + 1)):
+            right = self.rng.random() < self.share_right
+            guesses.append(sample(known) if right else int(self.rng.integers(VOCAB)))
+            known = mix(known, guesses[-1])
+        return guesses
+
+    def forget(self, state) -> None:
+        pass
+
+
+class Recorded:
+    """A Drafter that has the answers by request id, and is wrong in a share of its guesses."""
+
+    def __init__(self, answers: dict[str, list[int]], share_right: float, vocab_size: int) -> None:
+        self.answers, self.share_right, self.vocab_size = answers, share_right, vocab_size
+        self.rng = np.random.default_rng(1)
+
+    def guess(self, state, most: int) -> list[int]:
+        at = len(state.tokens) - state.prompt_len
+        right = self.answers[state.request.request_id][at : at + most]
+        return [t if self.rng.random() < self.share_right else int(self.rng.integers(self.vocab_size)) for t in right]
+
+    def forget(self, state) -> None:
+        pass
+
+
+def sequential_scores(request: Request) -> list[TokenLogprobs]:
+    """The prompt log-probabilities that the request must get."""
+    state, scores, num_top = 0, [], request.params.prompt_logprobs
+    for token, following in pairwise(request.token_ids[: request.prompt_len] if num_top is not None else ()):
+        state = mix(state, token)
+        scores.append(TokenLogprobs(following, *score(state, num_top)))
+    return scores
+
+
+def score(state: int, num_top: int) -> tuple[float, int, tuple[tuple[int, float], ...]]:
+    """The hash as log-probability, rank and alternatives of the token that follows."""
+    return -float(state % 8191), state % 127, tuple((state % 8191 + k, -float(k)) for k in range(num_top))
+
+
 class FakeRunner:
     """An Executor that computes in order when collected, through the wire codec."""
 
@@ -48,6 +102,7 @@ class FakeRunner:
         self.memory = np.zeros((info.num_kv_blocks, self.size), np.int64)
         self.tokens: dict[int, dict[int, int]] = {}
         self.tables: dict[int, dict[int, int]] = {}
+        self.prompts: dict[int, tuple[int, int]] = {}  # slot -> prompt length, alternatives
         self.budget = (
             (config.max_num_batched_tokens or info.max_num_batched_tokens) if config.chunked_prefill else 1 << 30
         )
@@ -64,27 +119,47 @@ class FakeRunner:
         plan = decode_plan(self.queue.pop(0))
         for slot in plan.freed.tolist():
             del self.tokens[slot], self.tables[slot]
+            self.prompts.pop(slot, None)
         for new in plan.new:
             assert new.slot not in self.tokens, "a slot is in at most one live request"
             self.tokens[new.slot] = dict(enumerate(new.token_ids.tolist()))
             self.tables[new.slot] = {}
+            if new.params.prompt_logprobs is not None:
+                self.prompts[new.slot] = new.prompt_len, new.params.prompt_logprobs
         for slot, index, block in plan.tables.T.tolist():
             assert block != 0
             self.tables[slot][index] = block
-        out = []
+        out, scores, num_top = [], [], max((n for _, n in self.prompts.values()), default=0)
         assert plan.counts.sum() <= self.budget
         assert len(set(plan.slots.tolist())) == len(plan.slots)
-        for slot, start, count, samples in zip(
-            *(a.tolist() for a in (plan.slots, plan.starts, plan.counts, plan.samples)), strict=True
+        given, given_ids = plan.given.tolist() or [0] * len(plan.slots), iter(plan.given_ids.tolist())
+        assert len(plan.given_ids) == sum(given)
+        for slot, start, count, samples, guesses in zip(
+            *(a.tolist() for a in (plan.slots, plan.starts, plan.counts, plan.samples)), given, strict=True
         ):
             tokens, table = self.tokens[slot], self.tables[slot]
+            for position in range(start + count - guesses, start + count):
+                tokens[position] = next(given_ids)
+            sampled = {}
             for position in range(start, start + count):
                 before = position - 1
                 state = 0 if before < 0 else int(self.memory[table[before // self.size], before % self.size])
                 state = mix(state, tokens[position])
                 self.memory[table[position // self.size], position % self.size] = state
-            if samples:
-                tokens[start + count] = sample(state)
-                out.append(tokens[start + count])
+                if slot in self.prompts and position + 1 < self.prompts[slot][0]:
+                    scores.append(score(state, num_top))
+                if position >= start + count - samples:
+                    sampled[position + 1] = sample(state)
+            tokens |= sampled
+            out += sampled.values()
         self.rows[len(plan.slots)] += 1
-        return decode_result(encode_result(StepResult(plan.step_id, np.array(out, np.int32))))
+        top = np.array([top for _, _, top in scores]).reshape(len(scores), num_top, 2)
+        result = StepResult(
+            plan.step_id,
+            np.array(out, np.int32),
+            ranks=np.array([rank for _, rank, _ in scores], np.int32),
+            logprobs=np.array([logprob for logprob, _, _ in scores], np.float32),
+            top_ids=top[:, :, 0].astype(np.int32),
+            top_logprobs=top[:, :, 1].astype(np.float32),
+        )
+        return decode_result(encode_result(result))

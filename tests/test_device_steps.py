@@ -15,11 +15,15 @@ TESTS = Path(__file__).parent
     "config",
     ["deterministic=True", "graphs=True, max_num_seqs=4", "pipeline_depth=1, block_size=8, num_kv_blocks=40"],
 )
-def test_tokens_are_those_of_the_torch_path(config):
+@pytest.mark.parametrize("guesses", [0, 2])
+def test_tokens_are_those_of_the_torch_path(config, guesses):
     code = f"""if True:
         from triton_engine import run
-        want, got = run("torch", {config}), run("triton", {config})
+        *want, want_values = run("torch", {config})
+        *got, values = run("triton", {config}, answers=want[0], guesses={guesses})
         assert got == want, (want, got)
+        assert [len(scores) for scores in got[2].values()] == [2, 30]
+        assert max(abs(a - b) for a, b in zip(values, want_values, strict=True)) < 1e-4
         print("prompt tokens from the cache:", got[1])
     """
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))}

@@ -28,7 +28,8 @@ params = st.builds(
     stop_token_ids=st.lists(int32, max_size=5).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
-)
+    prompt_logprobs=st.none() | st.integers(0, 20),
+) | st.builds(SamplingParams, max_tokens=st.just(0), prompt_logprobs=st.integers(0, 20))
 new_slots = st.builds(
     NewSlot, slot=int32, token_ids=arrays, prompt_len=int32, seed=st.integers(-(2**63), 2**63 - 1), params=params
 )
@@ -45,6 +46,8 @@ def plans(draw):
         draw(st.lists(new_slots, max_size=3)),
         np.array(writes, np.int32).reshape(3, num_writes),
         *(draw(column) for _ in range(4)),
+        draw(column | st.just(np.zeros(0, np.int32))),
+        draw(arrays),
     )
 
 
@@ -72,19 +75,25 @@ def test_cut_plan_is_refused(plan, cut):
         decode_plan(frame + b"x" * cut)
 
 
-@given(st.integers(0, 2**62), arrays, st.integers(0, 4), st.integers(0, 5), st.randoms())
-def test_result_survives_the_wire(step_id, token_ids, m, n, random):
+@given(st.integers(0, 2**62), arrays, st.integers(0, 4), st.integers(0, 9), st.integers(0, 5), st.randoms())
+def test_result_survives_the_wire(step_id, token_ids, num_rows, num_scored, n, random):
+    m = num_rows + num_scored
     ints = lambda *shape: np.array([random.randrange(2**31) for _ in range(int(np.prod(shape)))], np.int32)  # noqa: E731
     result = StepResult(
         step_id,
         token_ids,
-        ints(m),
+        ints(num_rows),
         ints(m),
         ints(m).astype(np.float32),
         ints(m, n).reshape(m, n),
         ints(m, n).astype(np.float32).reshape(m, n),
     )
     assert same(result, decode_result(encode_result(result)))
+    scores = result.prompt_logprobs(1, num_scored - 1, n).of(range(num_scored - 1)) if num_scored else []
+    for i, (token_id, logprob, rank, top) in enumerate(scores):
+        at = num_rows + 1 + i
+        assert (token_id, logprob, rank) == (i, result.logprobs[at], result.ranks[at])
+        assert top == tuple(zip(result.top_ids[at].tolist(), result.top_logprobs[at].tolist(), strict=True))
 
 
 def test_wrong_magic_is_refused():
@@ -92,7 +101,7 @@ def test_wrong_magic_is_refused():
     with pytest.raises(CallboardError, match="not a step result"):
         decode_result(frame)
     with pytest.raises(CallboardError, match="not a step plan"):
-        decode_plan(encode_result(StepResult(1, np.zeros(0, np.int32))) + b"\0" * 8)
+        decode_plan(encode_result(StepResult(1, np.zeros(0, np.int32))) + b"\0" * 16)
 
 
 def test_bad_params_name_the_field():
@@ -100,3 +109,7 @@ def test_bad_params_name_the_field():
         SamplingParams(top_p=0.0)
     with pytest.raises(CallboardError, match="min_tokens"):
         replace(SamplingParams(max_tokens=3), min_tokens=4)
+    with pytest.raises(CallboardError, match="max_tokens is 0"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(CallboardError, match="prompt_logprobs is 21"):
+        SamplingParams(max_tokens=0, prompt_logprobs=21)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fake_runner import EOS, VOCAB, FakeRunner, sequential
+from fake_runner import EOS, VOCAB, FakeRunner, Oracle, sequential, sequential_scores
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,8 @@ from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
 from runtime.core.scheduler import Scheduler
-from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+from runtime.core.speculation import Speculation
+from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
 
 
 def check(core: EngineCore) -> None:
@@ -42,6 +43,8 @@ def make(**kw) -> tuple[EngineConfig, ModelInfo]:
     return config, ModelInfo("f", VOCAB, max_len, (EOS,), blocks, size, "none", "none")
 
 
+STEP_US = ((1, 1.0), (8, 1.2), (64, 4.0))  # a step's time by its tokens
+
 configs = st.builds(
     dict,
     block_size=st.sampled_from([1, 2, 4, 7]),
@@ -55,6 +58,8 @@ configs = st.builds(
     kv_layout=st.sampled_from(["paged", "paged", "contiguous"]),
     chunked_prefill=st.booleans(),
     prefix_cache=st.booleans(),
+    share_right=st.sampled_from([None, None, 0.0, 0.5, 0.9, 1.0]),
+    fixed=st.sampled_from([None, 1, 3, 7]),
 )
 prefixes = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 11, 11, 11, 11], [5] * 12]
 
@@ -63,8 +68,10 @@ prefixes = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 11, 11, 11, 11], [5] *
 def requests(draw):
     shared = draw(st.sampled_from(prefixes))[: draw(st.integers(0, 12))]
     prompt = shared + draw(st.lists(st.integers(1, VOCAB - 1), min_size=0 if shared else 1, max_size=12))
+    prompt_logprobs = draw(st.sampled_from([None, None, None, 0, 2]))
     params = SamplingParams(
-        max_tokens=draw(st.integers(1, 30)),
+        max_tokens=draw(st.integers(1 if prompt_logprobs is None else 0, 30)),
+        prompt_logprobs=prompt_logprobs,
         ignore_eos=draw(st.sampled_from([True, False, False])),
         stop_token_ids=tuple(draw(st.sampled_from([[], [], [], [3]]))),
     )
@@ -87,20 +94,22 @@ events = st.lists(
 class Session:
     """Drives one engine through events and remembers what each request got."""
 
-    def __init__(self, **kw) -> None:
+    def __init__(self, share_right: float | None = None, fixed: int | None = None, **kw) -> None:
         self.config, self.info = make(**kw)
         self.runner = FakeRunner(self.config, self.info)
-        self.core = EngineCore(self.config, self.info, self.runner)
+        speculation = None if share_right is None else Speculation(Oracle(share_right), fixed, STEP_US, 0.2)
+        self.core = EngineCore(self.config, self.info, self.runner, speculation)
         self.added: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = {}
         self.aborted: set[str] = set()
-        self.steps = 0
+        self.steps = self.guessed = self.accepted = 0
 
     def add(self, prompt, params, priority=0, salt="") -> str | None:
         name = f"r{len(self.added)}"
         request = Request(name, list(prompt), len(prompt), params, 0, priority, salt)
-        if len(prompt) >= self.core.scheduler.max_len:
+        if len(prompt) >= self.core.scheduler.max_len + (params.max_tokens == 0):
             with pytest.raises(CallboardError, match="maximum context length"):
                 self.core.add(request)
             return None
@@ -119,8 +128,16 @@ class Session:
             assert name not in self.aborted
             assert name not in self.reasons
             self.outputs[name].append(token)
+        for state, scores in output.prompt_logprobs:
+            name = state.request.request_id
+            assert name not in self.aborted
+            assert name not in self.scores
+            assert len(self.outputs[name]) == output.states.count(state), "they come with the first tokens"
+            self.scores[name] = scores.of(state.request.token_ids[1:])
         for state, reason in output.finished:
             self.reasons[state.request.request_id] = reason
+            self.guessed += state.num_guessed
+            self.accepted += state.num_accepted
 
     def lose(self) -> None:
         self.runner = FakeRunner(self.config, self.info)
@@ -137,6 +154,8 @@ class Session:
         for name, request in self.added.items():
             if name not in self.aborted:
                 assert (self.outputs[name], self.reasons[name]) == sequential(request, self.core.scheduler.max_len)
+                assert self.scores.get(name, []) == sequential_scores(request)
+                assert (name in self.scores) == (request.params.prompt_logprobs is not None)
 
 
 def test_any_history_gives_the_sequential_tokens():
@@ -170,11 +189,17 @@ def test_any_history_gives_the_sequential_tokens():
         seen["steps"] += session.steps
         seen["preemptions"] += session.core.scheduler.num_preemptions
         seen["hits"] += session.core.scheduler.prompt_tokens_cached
+        seen["accepted"] += session.accepted
+        seen["rejected"] += session.guessed - session.accepted
+        seen["scores"] += sum(map(len, session.scores.values()))
 
     run()
     assert seen["steps"] >= 10_000, seen
     assert seen["preemptions"] > 10, seen
     assert seen["hits"] > 100, seen
+    assert seen["accepted"] > 1000, seen
+    assert seen["rejected"] > 1000, seen
+    assert seen["scores"] > 1000, seen
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -1,11 +1,13 @@
-"""Four small requests of every kind of sampling through the engine core, on a backend of choice."""
+"""Small requests of every kind of sampling through the engine core, on a backend of choice."""
 
 import numpy as np
 import torch
+from fake_runner import Recorded
 
 from runtime.core.config import EngineConfig
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
+from runtime.core.speculation import Speculation
 from runtime.core.types import Request, SamplingParams
 from runtime.models.spec import DecoderSpec
 from runtime.worker.device_steps import DecodeGraph
@@ -24,7 +26,7 @@ SPEC = DecoderSpec(
     qk_norm=True,
 )
 PARAMS = [
-    SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=3),
     SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True),
     SamplingParams(max_tokens=5, temperature=1.2, top_k=9, top_p=0.9, min_p=0.02, ignore_eos=True),
     SamplingParams(
@@ -36,22 +38,26 @@ PARAMS = [
         stop_token_ids=(5, 6, 7),
         logit_bias=((3, 2.5),),
     ),
+    SamplingParams(max_tokens=0, prompt_logprobs=1),
 ]
 
 
 class Replay:
     """In a CUDA graph's place: computes what it would have captured, on what is in the buffers now."""
 
-    def __init__(self, steps, size):
-        self.steps, self.size, self.token_ids = steps, size, torch.zeros(size, dtype=torch.int32)
+    def __init__(self, steps, size, count=1):
+        self.steps, self.size, self.tokens = steps, size, count
+        self.token_ids = torch.zeros(size * count, dtype=torch.int32)
         self.count = 0
 
     def replay(self):
-        self.token_ids.copy_(self.steps._decode(self.size))
+        self.token_ids.copy_(self.steps._decode(self.size, self.tokens))
         self.count += 1
 
 
-def run(backend, graphs=False, **config):
+def run(backend, graphs=False, answers=None, guesses=0, **config):
+    """Tokens, ranks and rounded alternatives by request, and the prompt tokens that came from the cache. Rows verify up
+    to `guesses` tokens of `answers`, of which a fifth is wrong."""
     settings = {
         "device": "cpu",
         "kernel_backend": backend,
@@ -68,11 +74,22 @@ def run(backend, graphs=False, **config):
         steps = runner.steps
         steps.graph_logits = torch.full((4, SPEC.vocab_size), torch.nan)
         replays = [Replay(steps, size) for size in (1, 4)]  # of 4: a batch of 2 or 3 is padded
-        steps.graphs = [DecodeGraph(r.size, r, r.token_ids) for r in replays]
-    core = EngineCore(runner.config, runner.info, InProcess(runner))
+        steps.graphs = {1: [DecodeGraph(r.size, r, r.token_ids) for r in replays]}
+        if guesses:
+            steps.graph_logits = torch.full((4 * (guesses + 1), SPEC.vocab_size), torch.nan)
+            verifying = [Replay(steps, size, guesses + 1) for size in (1, 4)]
+            steps.graphs[guesses + 1] = [DecodeGraph(r.size, r, r.token_ids) for r in verifying]
+            replays = verifying
+    speculation = None
+    if guesses:
+        drafter = Recorded(
+            {name: [token for token, *_ in rows] for name, rows in answers.items()}, 0.8, SPEC.vocab_size
+        )
+        speculation = Speculation(drafter, guesses, (), 0.0)
+    core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 131, 20).tolist()
-    got = {}
+    got, scores, values = {}, {}, []
     for i, params in enumerate(PARAMS):
         prompt = shared * (i % 2) + rng.integers(0, 131, 3 + 7 * i).tolist()
         core.add(Request(str(i), prompt, len(prompt), params, seed=i))
@@ -82,5 +99,9 @@ def run(backend, graphs=False, **config):
                 found = output.logprobs.get(i)
                 top = found and [(token_id, round(value, 3)) for token_id, value in found.top]
                 got.setdefault(state.request.request_id, []).append((token, found and found.rank, top))
-    assert all(r.count for r in replays), "a graph was never replayed"
-    return got, core.scheduler.prompt_tokens_cached
+            for state, found in output.prompt_logprobs:
+                entries = found.of(state.request.token_ids[1:])
+                scores[state.request.request_id] = [(e.token_id, e.rank, [i for i, _ in e.top]) for e in entries]
+                values += [value for e in entries for value in (e.logprob, *dict(e.top).values())]
+    assert all(r.count for r in replays) or (guesses and any(r.count for r in replays)), "a graph was never replayed"
+    return got, core.scheduler.prompt_tokens_cached, scores, values

@@ -42,6 +42,10 @@ class EngineConfig:
     pipeline_depth: Literal[1, 2] = _toggle(2, "steps in flight; 2 plans a step before the last one's tokens are known")
     cuda_graphs: bool = _toggle(True, "replay decode steps as one CUDA graph each (kernel_backend triton)")
     packed_weights: bool = _toggle(True, "pre-pack the linear layers for oneDNN on a CPU")
+    draft: str | None = _toggle(
+        None, "who guesses tokens for the model to verify, several a step: ngram looks them up in the request itself"
+    )
+    num_draft_tokens: int | None = _toggle(None, "guesses a row; default: what pays, by acceptance and step time")
     tensor_parallel_size: int = _toggle(1, "GPUs that share one model replica")
     num_threads: int | None = _toggle(None, "CPU threads of a runner; default: the cores it may use")
     channel: Literal["socket", "rpc"] = _toggle("socket", "how plans reach the runners: sockets, or Ray calls")
@@ -60,6 +64,8 @@ class EngineConfig:
             (0.1 <= self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "between 0.1 and 1"),
             (self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2"),
             (self.pipeline_depth in (1, 2), "pipeline_depth", "1 or 2"),
+            (self.draft in (None, "ngram"), "draft", "ngram"),
+            (self.num_draft_tokens is None or 0 <= self.num_draft_tokens <= 7, "num_draft_tokens", "between 0 and 7"),
             (self.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
             (self.max_queued_requests >= 1, "max_queued_requests", "at least 1"),
             (self.max_queued_tokens >= 1, "max_queued_tokens", "at least 1"),
@@ -117,3 +123,5 @@ class ModelInfo:
     device: str
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    step_us: tuple[tuple[int, float], ...] = ()  # (tokens, time of a decode step of so many), measured at the start
+    latency_us: float = 0.0  # what a step takes beyond that if the next one is not planned before it ends

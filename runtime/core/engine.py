@@ -12,15 +12,18 @@ from typing import Any
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
 from runtime.core.scheduler import RequestState, Scheduler
+from runtime.core.speculation import Ngram, Speculation
 from runtime.core.types import Request, StepOutput
 
 
 class EngineCore:
     """One model replica's engine. Not thread-safe: one thread calls everything."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, executor: Executor) -> None:
+    def __init__(
+        self, config: EngineConfig, info: ModelInfo, executor: Executor, speculation: Speculation | None = None
+    ) -> None:
         self.depth = config.pipeline_depth
-        self.scheduler = Scheduler(config, info)
+        self.scheduler = Scheduler(config, info, speculation or speculation_of(config, info))
         self.executor = executor
         self.steps_done = 0
 
@@ -63,3 +66,10 @@ class EngineCore:
         """Go on with fresh runners behind `executor`: every live request is recomputed (C8)."""
         self.executor = executor
         self.scheduler.requeue_all()
+
+
+def speculation_of(config: EngineConfig, info: ModelInfo) -> Speculation | None:
+    """What the settings ask for; None: no guesses, and no cost."""
+    if config.draft is None:
+        return None
+    return Speculation(Ngram(), config.num_draft_tokens, info.step_us, info.latency_us)

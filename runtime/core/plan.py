@@ -3,7 +3,13 @@
 Order is the contract: a runner applies plans in the order of `step_id`, each as
 free slots -> open slots -> write block tables -> run rows -> sample; results come back in the same order. A plan may
 therefore reuse a slot or a block that an earlier plan still reads (C2), and a row may start at a token that the step
-before it samples: sampled tokens stay in the slot, the plan never carries them.
+before it samples: sampled tokens stay in the slot, and a plan only brings those that no step has sampled, guesses:
+
+    a row that verifies 3 guesses     position  p   p+1  p+2  p+3          count 4, given 3, samples 4
+                                      token     t   g1   g2   g3           t is in the slot, g1..g3 are `given_ids`
+                                      samples      s1   s2   s3   s4       s2 counts if g1 == s1, s3 if g2 == s2 too ...
+
+What is computed beyond the first wrong guess is overwritten by the rows that follow.
 
 The wire form is a header of int32 counts and then the arrays, back to back, little-endian, no pickle.
 """
@@ -17,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.types import CallboardError, SamplingParams
+from runtime.core.types import CallboardError, PromptLogprobs, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -48,26 +54,56 @@ class StepPlan:
     slots: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows]
     starts: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] position of the row's first token
     counts: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] tokens of the row
-    samples: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] 1: sample a token after the row's last one
+    samples: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] sample after so many of the row's last tokens
+    given: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] so many of the last are in given_ids; or []
+    given_ids: Int32s = field(default_factory=lambda: EMPTY)  # [sum of given] row after row
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What one plan's sampling rows produced, in the order of the rows."""
+    """What one plan's sampling rows produced, in the order of the rows and of the positions in them; and the
+    log-probabilities of prompt tokens."""
 
     step_id: int
     token_ids: Int32s  # [num_sampled]; -1: the row's logits were not finite, the request alone fails (C9)
-    # Rows that asked for logprobs: row index into token_ids, rank of the sampled token, and best-first alternatives.
-    logprob_rows: Int32s = field(default_factory=lambda: EMPTY)  # [m]
-    ranks: Int32s = field(default_factory=lambda: EMPTY)  # [m]
-    logprobs: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # [m] of the sampled token
+    # Of m tokens: those of the sampling rows that asked for it, which `logprob_rows` finds in token_ids; then, for each
+    # row of a slot with prompt_logprobs, the prompt's own token after each of the row's tokens (num_scored).
+    logprob_rows: Int32s = field(default_factory=lambda: EMPTY)
+    ranks: Int32s = field(default_factory=lambda: EMPTY)  # [m] of the token, from 1
+    logprobs: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # [m] of the token
+    # Best first, as many as the most demanding row asked for.
     top_ids: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # [m, n]
     top_logprobs: Float32s = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [m, n]
 
+    def sampled_logprobs(self, at: int, num_top: int) -> TokenLogprobs:
+        """Of the token that `logprob_rows[at]` sampled."""
+        top = zip(self.top_ids[at, :num_top].tolist(), self.top_logprobs[at, :num_top].tolist(), strict=True)
+        token_id = int(self.token_ids[self.logprob_rows[at]])
+        return TokenLogprobs(token_id, float(self.logprobs[at]), int(self.ranks[at]), tuple(top))
 
-_PLAN = struct.Struct("<4sq4i")  # magic, step_id, num_freed, num_new, num_writes, num_rows
-_SLOT = struct.Struct("<3iqi3fi3f5i")
-_RESULT = struct.Struct("<4sq3i")
+    def prompt_logprobs(self, at: int, count: int, num_top: int) -> PromptLogprobs:
+        """Of `count` prompt tokens from the `at`-th on."""
+        rows = slice(len(self.logprob_rows) + at, len(self.logprob_rows) + at + count)
+        own, top = (self.ranks, self.logprobs), (self.top_ids[:, :num_top], self.top_logprobs[:, :num_top])
+        return PromptLogprobs(*(a[rows].tobytes() for a in (*own, *top)))
+
+
+def num_scored(start: int, count: int, prompt_len: int) -> int:
+    """Prompt tokens whose log-probabilities a row gives: those that follow its own, up to the prompt's last."""
+    return max(0, min(start + count, prompt_len - 1) - start)
+
+
+def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32s]:
+    """The last sizes[i] tokens of each row i, one after another: row numbers and positions, each [sum of sizes]."""
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    begins = np.cumsum(sizes) - sizes
+    within = np.arange(len(rows)) - begins[rows]
+    return rows, ((plan.starts + plan.counts - sizes)[rows] + within).astype(np.int32)
+
+
+_PLAN = struct.Struct("<4sq6i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, len(given), given_ids
+_SLOT = struct.Struct("<3iqi3fi3f6i")
+_RESULT = struct.Struct("<4sq4i")
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> bytes:
@@ -92,6 +128,7 @@ def _encode_slot(new: NewSlot) -> list[bytes]:
         p.min_tokens,
         int(p.ignore_eos),
         -1 if p.logprobs is None else p.logprobs,
+        -1 if p.prompt_logprobs is None else p.prompt_logprobs,
         len(p.stop_token_ids),
         len(p.logit_bias),
     )
@@ -129,9 +166,10 @@ class _Reader:
 
 def encode_plan(plan: StepPlan) -> bytes:
     """The plan as one frame."""
-    head = _PLAN.pack(b"CBP1", plan.step_id, len(plan.freed), len(plan.new), plan.tables.shape[1], len(plan.slots))
-    parts = [head, plan.freed.tobytes(), plan.tables.tobytes()]
-    parts += [a.tobytes() for a in (plan.slots, plan.starts, plan.counts, plan.samples)]
+    given = len(plan.given), len(plan.given_ids)
+    sizes = (len(plan.freed), len(plan.new), plan.tables.shape[1], len(plan.slots), *given)
+    parts = [_PLAN.pack(b"CBP1", plan.step_id, *sizes), plan.freed.tobytes(), plan.tables.tobytes()]
+    parts += [a.tobytes() for a in (plan.slots, plan.starts, plan.counts, plan.samples, plan.given, plan.given_ids)]
     for new in plan.new:
         parts += _encode_slot(new)
     return b"".join(parts)
@@ -142,20 +180,21 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
 
     Raises CallboardError if the frame is not a plan or is cut off."""
     r = _Reader(data, "plan")
-    magic, step_id, num_freed, num_new, num_writes, num_rows = r.unpack(_PLAN)
+    magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_given_ids = r.unpack(_PLAN)
     if magic != b"CBP1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step plan.")
     freed = r.ints(num_freed)
     tables = r.ints(3 * num_writes).reshape(3, num_writes)
     slots, starts, counts, samples = (r.ints(num_rows) for _ in range(4))
+    given, given_ids = r.ints(num_given), r.ints(num_given_ids)
     new = [_decode_slot(r) for _ in range(num_new)]
     r.end()
-    return StepPlan(step_id, freed, new, tables, slots, starts, counts, samples)
+    return StepPlan(step_id, freed, new, tables, slots, starts, counts, samples, given, given_ids)
 
 
 def _decode_slot(r: _Reader) -> NewSlot:
     (slot, prompt_len, num_known, seed, max_tokens, temperature, top_p, min_p, top_k, repetition, frequency, presence,
-     min_tokens, ignore_eos, logprobs, num_stop, num_bias) = r.unpack(_SLOT)  # fmt: skip
+     min_tokens, ignore_eos, logprobs, prompt_logprobs, num_stop, num_bias) = r.unpack(_SLOT)  # fmt: skip
     token_ids = r.ints(num_known)
     stop = tuple(r.ints(num_stop).tolist())
     bias = tuple(zip(r.ints(num_bias).tolist(), r.floats(num_bias).tolist(), strict=True))
@@ -173,6 +212,7 @@ def _decode_slot(r: _Reader) -> NewSlot:
         stop_token_ids=stop,
         ignore_eos=bool(ignore_eos),
         logprobs=None if logprobs < 0 else logprobs,
+        prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
     )
     return NewSlot(slot, token_ids, prompt_len, seed, params)
 
@@ -180,7 +220,7 @@ def _decode_slot(r: _Reader) -> NewSlot:
 def encode_result(result: StepResult) -> bytes:
     """The result as one frame."""
     m, n = result.top_ids.shape
-    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), m, n)
+    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), len(result.logprob_rows), m, n)
     arrays = (result.token_ids, result.logprob_rows, result.ranks, result.logprobs, result.top_ids, result.top_logprobs)
     return b"".join([head, *(a.tobytes() for a in arrays)])
 
@@ -188,10 +228,10 @@ def encode_result(result: StepResult) -> bytes:
 def decode_result(data: bytes | memoryview) -> StepResult:
     """The result of a frame; raises CallboardError if the frame is not a result or is cut off."""
     r = _Reader(data, "result")
-    magic, step_id, num_sampled, m, n = r.unpack(_RESULT)
+    magic, step_id, num_sampled, num_rows, m, n = r.unpack(_RESULT)
     if magic != b"CBR1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step result.")
-    token_ids, rows, ranks, logprobs = r.ints(num_sampled), r.ints(m), r.ints(m), r.floats(m)
+    token_ids, rows, ranks, logprobs = r.ints(num_sampled), r.ints(num_rows), r.ints(m), r.floats(m)
     result = StepResult(
         step_id, token_ids, rows, ranks, logprobs, r.ints(m * n).reshape(m, n), r.floats(m * n).reshape(m, n)
     )

@@ -27,9 +27,11 @@ import numpy as np
 
 from runtime.core.block_pool import BlockPool
 from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult
+from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult, num_scored
 from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
-from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
+from runtime.core.prompt_scores import ScoredRow, are_finite, take_scores
+from runtime.core.speculation import Speculation
+from runtime.core.types import CallboardError, FinishReason, PromptLogprobs, Request, StepOutput, TokenLogprobs
 
 _NEVER = 1 << 62
 _ESTIMATE_WEIGHT = 0.05  # of the newest finished request in the running estimate of output lengths
@@ -39,14 +41,15 @@ class RequestState:
     """One live request: the scheduler's only mutable record of it."""
 
     __slots__ = (
-        "blocks", "epoch", "identities", "key", "limit", "next_full", "num_cached", "num_computed", "num_total",
-        "owner", "params", "prompt_len", "request", "slot", "stop_ids", "tokens",
+        "acceptance", "blocks", "epoch", "identities", "key", "limit", "next_full", "num_accepted", "num_cached",
+        "num_computed", "num_guessed", "num_total", "owner", "params", "prompt_len", "request", "scores", "slot",
+        "stop_ids", "tokens", "verifying",
     )  # fmt: skip
 
     def __init__(self, request: Request, limit: int, stop_ids: frozenset[int], key: tuple[int, int, int]) -> None:
         self.request, self.params, self.prompt_len = request, request.params, request.prompt_len
         self.tokens = array("i", request.token_ids)  # known ids
-        self.limit = limit  # most tokens, prompt included
+        self.limit = limit  # most tokens, prompt included, and one that is never sampled if max_tokens is 0
         self.stop_ids = stop_ids
         self.key = key  # (priority, job length or 0, arrival): the order of service
         self.epoch = 0
@@ -57,14 +60,19 @@ class RequestState:
         self.blocks: list[int] = []
         self.identities: list[bytes] = []  # of the leading full blocks, as far as computed
         self.next_full = _NEVER  # num_computed that completes the next block to register
+        self.verifying = 0  # guesses in flight: no row is planned before it is known which of them were right
+        self.num_guessed = self.num_accepted = 0
+        self.acceptance = -1.0  # speculation's estimate; below 0: none yet
+        # Prompt log-probabilities so far, a part a step; None: not asked for, or delivered.
+        self.scores: list[PromptLogprobs] | None = None if self.params.prompt_logprobs is None else []
         self.owner: Any = None  # whoever submitted it; the scheduler only carries it
 
 
 class Scheduler:
     """Plans steps and commits their results. Not thread-safe: its caller is the step loop alone."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        self.config, self.info = config, info
+    def __init__(self, config: EngineConfig, info: ModelInfo, speculation: Speculation | None = None) -> None:
+        self.config, self.info, self.speculation = config, info, speculation
         self.block_size = info.block_size
         self.max_len = min(info.max_model_len, (info.num_kv_blocks - 1) * info.block_size)
         self.max_num_seqs = config.max_num_seqs or info.max_num_seqs
@@ -88,7 +96,7 @@ class Scheduler:
 
     def _forget_runners(self) -> None:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, list[tuple[RequestState, int]]]] = deque()
+        self._in_flight: deque[tuple[int, list[tuple[RequestState, int, int]], list[ScoredRow]]] = deque()
         self._freed: list[int] = []
         self._writes: list[tuple[int, int, int]] = []  # slot, index in its table, block: not sent yet
 
@@ -111,11 +119,11 @@ class Scheduler:
             raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
         if not 1 <= request.prompt_len <= num_known:
             raise CallboardError("The prompt is empty; send at least one token.")
-        limit = min(request.prompt_len + params.max_tokens, self.max_len)
+        limit = min(request.prompt_len + params.max_tokens, self.max_len) + (params.max_tokens == 0)
         if num_known >= limit:
             raise CallboardError(
                 f"The prompt has {request.prompt_len} tokens, but this model's maximum context length is "
-                f"{self.max_len} tokens with at least one of output; shorten the prompt."
+                f"{self.max_len} tokens, output included; shorten the prompt."
             )
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -157,6 +165,9 @@ class Scheduler:
         state.num_computed = 0
         state.num_total = len(state.tokens)
         state.next_full = _NEVER
+        state.verifying = 0
+        if state.scores:
+            state.scores = []
 
     def _leave_slot(self, state: RequestState) -> None:
         slot = state.slot
@@ -176,6 +187,8 @@ class Scheduler:
         else:
             self._leave_queue(state)
         state.epoch = -1  # its entry in the heap, if any, is dead
+        if self.speculation is not None:
+            self.speculation.drafter.forget(state)
 
     def _leave_queue(self, state: RequestState) -> None:
         self._num_waiting -= 1
@@ -190,21 +203,35 @@ class Scheduler:
         starts: list[int] = []
         counts: list[int] = []
         samples: list[int] = []
-        sampled: list[tuple[RequestState, int]] = []
+        sampled: list[tuple[RequestState, int, int]] = []  # with its epoch, and the guess it must equal to go on
+        given: list[int] = []
+        given_ids: list[int] = []
+        scored: list[ScoredRow] = []
         new: list[NewSlot] = []
         budget = self.budget
+        if self.speculation is not None:
+            self.speculation.begin(len(self.running))
 
-        def give(state: RequestState, count: int) -> None:
+        def give(state: RequestState, count: int, guesses: list[int] | tuple[()] = ()) -> None:
             rows.append(state)
             slots.append(state.slot)
             starts.append(state.num_computed)
-            counts.append(count)
+            counts.append(count + len(guesses))
             state.num_computed += count
-            if state.num_computed == state.num_total:
+            is_last = state.num_computed == state.num_total
+            if state.scores is not None:
+                scored.append(ScoredRow(state, state.epoch, num_scored(starts[-1], count, state.prompt_len), is_last))
+            if is_last:
                 state.num_total += 1
-                samples.append(1)
-                sampled.append((state, state.epoch))
                 self._batch_closed = True
+            if is_last and state.params.max_tokens:
+                samples.append(1 + len(guesses))
+                if guesses:
+                    state.verifying = len(guesses)
+                    given.extend([0] * (len(rows) - 1 - len(given)) + [len(guesses)])
+                    given_ids.extend(guesses)
+                    sampled.extend((state, state.epoch, guess) for guess in guesses)
+                sampled.append((state, state.epoch, -1))
             else:
                 samples.append(0)
             if state.num_computed >= state.next_full:
@@ -214,16 +241,22 @@ class Scheduler:
             if budget <= 0:
                 break
             count = state.num_total - state.num_computed
-            if state.num_total >= state.limit or state.slot < 0:
-                continue  # its last token is on the way, or it was preempted a moment ago
+            if state.num_total >= state.limit or state.slot < 0 or state.verifying:
+                continue  # its last token is on the way, or it was preempted a moment ago, or waits for its guesses
             if count > budget:
                 if not self.config.chunked_prefill:
                     continue
                 count = budget
+            speculation = self.speculation if count == 1 else None
+            if speculation is not None and state.num_total > len(state.tokens):  # guesses continue known tokens
+                if speculation.holds(state):
+                    continue
+                speculation = None
             if state.num_computed + count > len(state.blocks) * self.block_size and not self._grow(state, count, rows):
                 continue
-            give(state, count)
-            budget -= count
+            guesses = self._guesses(speculation, state, budget) if speculation is not None else ()
+            give(state, count, guesses)
+            budget -= count + len(guesses)
 
         if not self.running:
             self._batch_closed = False
@@ -241,7 +274,7 @@ class Scheduler:
         if not rows:
             return None
         self._step_id += 1
-        self._in_flight.append((self._step_id, sampled))
+        self._in_flight.append((self._step_id, sampled, scored))
         plan = StepPlan(
             self._step_id,
             np.array(self._freed, np.int32) if self._freed else EMPTY,
@@ -252,8 +285,21 @@ class Scheduler:
             np.array(counts, np.int32),
             np.array(samples, np.int32),
         )
+        if given:
+            plan.given = np.array(given + [0] * (len(rows) - len(given)), np.int32)
+            plan.given_ids = np.array(given_ids, np.int32)
         self._freed, self._writes = [], []
         return plan
+
+    def _guesses(self, speculation: Speculation, state: RequestState, budget: int) -> list[int]:
+        """What may follow a request's known tokens, with blocks for it: no more than fits without taking others'."""
+        free = len(state.blocks) * self.block_size - state.num_total + self.pool.num_available * self.block_size
+        most = min(budget - 1, state.limit - state.num_total - 1, free)
+        guesses = speculation.guess(state, most) if most > 0 else []
+        if guesses:
+            state.num_guessed += len(guesses)
+            self._extend(state, state.num_total + len(guesses))
+        return guesses
 
     def _next_admitted(self, budget: int) -> RequestState | None:
         """The waiting request to admit now, taken off the queue, its cached blocks acquired; or None.
@@ -340,8 +386,9 @@ class Scheduler:
         return identities
 
     def _match(self, state: RequestState) -> list[int]:
-        """Cached blocks of the request's known prefix; never its last token, which must be computed to sample."""
-        if not self.config.prefix_cache:
+        """Cached blocks of the request's known prefix; never its last token, which must be computed to sample, and none
+        if log-probabilities of the prompt are wanted, which are not in the cache."""
+        if not self.config.prefix_cache or state.scores is not None:
             return []
         num_full = (len(state.tokens) - 1) // self.block_size
         return self.cache.match(self._identify(state, num_full)[:num_full])
@@ -374,7 +421,7 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> StepOutput:
         """Take in the tokens of the oldest step in flight; returns what each request gained and which ended."""
-        step_id, sampled = self._in_flight.popleft()
+        step_id, sampled, scored = self._in_flight.popleft()
         if step_id != result.step_id or len(sampled) != len(result.token_ids):
             raise CallboardError(
                 f"The runners answered step {result.step_id} with {len(result.token_ids)} tokens where step {step_id} "
@@ -383,21 +430,28 @@ class Scheduler:
         states: list[RequestState] = []
         token_ids: list[int] = []
         finished: list[tuple[RequestState, FinishReason]] = []
-        row_of: dict[int, int] = {}  # sampled row -> index in the output, kept only if some row has logprobs
-        has_logprobs = len(result.logprob_rows) > 0
-        for row, ((state, epoch), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
+        logprobs: dict[int, TokenLogprobs] = {}
+        logprobs_at = {row: at for at, row in enumerate(result.logprob_rows.tolist())}
+        prompt_logprobs = take_scores(result, scored)
+        for state, scores in prompt_logprobs:
+            if not state.params.max_tokens:
+                finished.append((state, FinishReason.LENGTH if are_finite(scores) else FinishReason.ERROR))
+                self._end(state)
+        for row, ((state, epoch, guess), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
             if token < 0:
                 finished.append((state, FinishReason.ERROR))
                 self._end(state)
                 continue
-            if has_logprobs:
-                row_of[row] = len(states)
+            if row in logprobs_at:
+                logprobs[len(states)] = result.sampled_logprobs(logprobs_at[row], state.params.logprobs or 0)
             tokens = state.tokens
             tokens.append(token)
             states.append(state)
             token_ids.append(token)
+            if state.verifying:
+                self._verified(state, token, guess)
             if token in state.stop_ids:
                 finished.append((state, FinishReason.STOP))
             elif len(tokens) >= state.limit:
@@ -409,14 +463,18 @@ class Scheduler:
             share = (len(tokens) - state.prompt_len) / state.params.max_tokens
             self.output_share += _ESTIMATE_WEIGHT * (share - self.output_share)
             self._end(state)
-        return StepOutput(states, token_ids, finished, _logprobs(result, row_of))
+        return StepOutput(states, token_ids, finished, logprobs, prompt_logprobs)
 
-
-def _logprobs(result: StepResult, row_of: dict[int, int]) -> dict[int, TokenLogprobs]:
-    """Log-probabilities by index in the step's output."""
-    found: dict[int, TokenLogprobs] = {}
-    for i, row in enumerate(result.logprob_rows.tolist()):
-        if (at := row_of.get(row)) is not None:
-            top = tuple(zip(result.top_ids[i].tolist(), result.top_logprobs[i].tolist(), strict=True))
-            found[at] = TokenLogprobs(int(result.token_ids[row]), float(result.logprobs[i]), int(result.ranks[i]), top)
-    return found
+    def _verified(self, state: RequestState, token: int, guess: int) -> None:
+        """A row of guesses goes on for as long as they are right; what it computed up to there stays."""
+        assert self.speculation is not None
+        state.num_total = len(state.tokens)
+        state.num_computed = state.num_total - 1
+        if token == guess:
+            state.num_accepted += 1
+            self.speculation.learn(state, True)
+            return
+        state.verifying = 0
+        if guess >= 0:
+            state.epoch += 1  # what the row sampled further on is stale
+            self.speculation.learn(state, False)

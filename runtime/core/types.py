@@ -5,6 +5,7 @@ Everything here is plain data: no torch, no I/O, no clock. All ids, lengths and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -85,12 +86,28 @@ class Request:
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one output position, in nats, of the model's raw distribution (before temperature)."""
+    """Log-probabilities at one position, in nats, of the model's raw distribution (before temperature)."""
 
     token_id: int
     logprob: float
     rank: int  # 1 is the most likely token
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of m prompt tokens in columns: the form in which they travel, little-endian and in C order."""
+
+    ranks: bytes  # int32 [m]
+    logprobs: bytes  # float32 [m]
+    top_ids: bytes  # int32 [m, n]
+    top_logprobs: bytes  # float32 [m, n]
+
+    def of(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+        """One entry for each of these m tokens."""
+        n = len(self.top_ids) // max(len(self.ranks), 1)
+        own = zip(token_ids, memoryview(self.logprobs).cast("f"), memoryview(self.ranks).cast("i"), strict=True)
+        top = list(zip(memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f"), strict=True))
+        return [TokenLogprobs(*token, tuple(top[i * n : (i + 1) * n])) for i, token in enumerate(own)]
 
 
 @dataclass(slots=True)
@@ -119,3 +136,4 @@ class StepOutput:
     token_ids: list[int]
     finished: list[tuple[Any, FinishReason]]
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
+    prompt_logprobs: list[tuple[Any, PromptLogprobs]]  # (state, those of prompt tokens 1, 2, ...), once a request

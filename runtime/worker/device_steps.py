@@ -1,11 +1,12 @@
 """Steps of the Triton kernels: all state of the requests is on the device, and the host waits for nothing.
 
 A step is one upload of the plan's rows (and of what the plan changes, applied first), the forward pass, sampling, and
-one download of the tokens, all on one stream, so that plan order is stream order (C2). A step of decode rows alone is
-one CUDA graph from the rows to the tokens; others launch the same functions one by one.
+one download of the tokens, all on one stream, so that plan order is stream order (C2). A step of decode rows alone, or
+of rows with equally many guesses, is one CUDA graph from the rows to the tokens; others launch the same functions one
+by one.
 
-The state of a slot is one row of int32, and the last row belongs to the padding of a graph's batch: it stays zero but
-for its position 1, so that padded rows compute token 0 at position 0 into the null block.
+The state of a slot is one row of int32, and the last row belongs to the padding of a graph's batch: its table and its
+parameters stay zero, so that padded rows compute into the null block.
 
     state[slot] = [ token ids: max_model_len | block table: max_blocks | sampling parameters: NUM_PARAMS ]
 """
@@ -20,7 +21,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from runtime.core.plan import Int32s, StepPlan, StepResult
+from runtime.core.plan import EMPTY, Int32s, StepPlan, StepResult, last_tokens
+from runtime.core.speculation import MOST_GUESSES
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.staging import apply_runs
@@ -28,18 +30,20 @@ from runtime.kernels.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.host_steps import make_result
+from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
 
 _LARGEST_GRAPH = 512  # rows
+_LARGEST_VERIFIED = 128  # tokens of a step of guesses that has a graph; larger batches do not gain by guesses
 
 
 @dataclass(slots=True)
 class DecodeGraph:
-    """A captured decode step of `size` rows."""
+    """A captured step of `size` rows of equally many tokens, each of which is followed by a sample."""
 
     size: int
     graph: torch.cuda.CUDAGraph
-    token_ids: torch.Tensor  # [size] int32, what the replay writes
+    token_ids: torch.Tensor  # [size * count] int32, what the replay writes
 
 
 class DeviceSteps:
@@ -65,36 +69,42 @@ class DeviceSteps:
         self.tokens = self.state[:, :max_model_len]
         self.tables = self.state[:, self.table_at : self.params_at]
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
-        self.graph_rows = torch.zeros(3 * num_slots, dtype=torch.int32, device=self.device)
+        self.graph_rows = torch.zeros(4 * max(num_slots, _LARGEST_VERIFIED), dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(0, device=self.device)
-        self.row_numbers = torch.arange(num_slots + 1, dtype=torch.int32, device=self.device)
-        self.graphs: list[DecodeGraph] = []  # by rising size
+        self.row_numbers = torch.arange(max(num_slots, _LARGEST_VERIFIED) + 1, dtype=torch.int32, device=self.device)
+        self.graphs: dict[int, list[DecodeGraph]] = {}  # tokens of a row -> by rising size
         self.reset()
 
     def reset(self) -> None:
         """Forget all requests."""
         self.state.zero_()
         self.sampler = DeviceSampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, self.device)
+        self.scorer = PromptScorer(self.decoder, self.num_slots)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start the step; the answer waits for its result."""
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
+            self.scorer.remove(slot)
         self._stage(plan)
-        sampling = np.flatnonzero(plan.samples)
-        slots, positions = plan.slots[sampling], (plan.starts + plan.counts)[sampling]
-        size = len(plan.slots)
-        # A graph's attention reads what it may before the step's own keys are there; only a new request can share a
-        # prefix that this very step computes.
-        decode_only = len(sampling) == size and int(plan.counts.sum()) == size and not plan.new
-        if decode_only and self.graphs and size <= self.graphs[-1].size:
-            token_ids, logits, where = self._replay(slots, plan.starts)
+        sampling, sampled_after = last_tokens(plan, plan.samples)
+        slots, positions = plan.slots[sampling], sampled_after + 1
+        prompts = None
+        if graph := self._graph_for(plan):
+            token_ids, logits, where = self._replay(graph, plan)
         else:
-            token_ids, logits, where = self._run(plan, sampling, slots, positions)
+            token_ids, logits, where, prompts = self._run(plan, sampling, slots, positions)
         logprobs = None
         if not self.sampler.is_plain(slots, positions):
+            guessed = len(plan.given_ids) > 0 and bool(self.sampler.penalised[slots].any())
+            if guessed:
+                self._stage(plan)  # again: penalties want the guesses, in whose places samples stand now
             logprobs = self.sampler.resample(logits, token_ids, slots, positions, *where, self.tokens, self.params)
+            if guessed:
+                self.tokens[where[0].long(), where[1].long()] = token_ids.clamp(min=0)
+        if prompts is not None:
+            logprobs = prompts if logprobs is None else logprobs.then(prompts)
         return self._download(plan.step_id, token_ids, logprobs)
 
     # ---- to the device and back -----------------------------------------------------------------------------------
@@ -117,8 +127,8 @@ class DeviceSteps:
         return partial(_finish, step_id, host, host_logprobs, done)
 
     def _stage(self, plan: StepPlan) -> None:
-        """Write what the plan changes into the state: block tables, and the tokens and parameters of new requests."""
-        if not (plan.new or plan.tables.shape[1]):
+        """Write what the plan brings into the state: block tables, tokens and parameters of new requests, guesses."""
+        if not (plan.new or plan.tables.shape[1] or len(plan.given_ids)):
             return
         slots, index, blocks = plan.tables
         # A block may be replaced in the plan that wrote it: the last one counts, and kernels know no order.
@@ -130,6 +140,12 @@ class DeviceSteps:
             places += (row, row + self.params_at)
             lengths += (len(new.token_ids), NUM_PARAMS)
             values += (new.token_ids, self.sampler.add(new))
+            self.scorer.add(new)
+        given = np.flatnonzero(plan.given)
+        if len(given):
+            places += ((plan.slots * self.stride + plan.starts + plan.counts)[given] - plan.given[given]).tolist()
+            lengths += plan.given[given].tolist()
+        values.append(plan.given_ids)
         sizes = np.array(lengths, np.int32)
         n, sources = len(places), np.cumsum(sizes, dtype=np.int32) - sizes
         staged = self._upload([np.array(places, np.int32), sources, sizes, *values])
@@ -139,19 +155,22 @@ class DeviceSteps:
 
     def _run(
         self, plan: StepPlan, sampling: np.ndarray, slots: Int32s, positions: Int32s
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """A step of any rows, those of one token first on the device. Token ids and logits of the sampling rows in the
-        plan's order, and where these rows' slots and positions are on the device."""
-        order = np.argsort(plan.counts > 1, kind="stable")
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor], Logprobs | None]:
+        """A step of any rows, those of one token (or of guesses) first on the device. Token ids and logits of the
+        samples in the plan's order, and where their slots and positions are on the device; log-probabilities of
+        prompts."""
+        few = MOST_GUESSES + 1 if len(plan.given_ids) else 1
+        order = np.argsort(plan.counts > few, kind="stable")
         rows, starts, counts = plan.slots[order], plan.starts[order], plan.counts[order]
         ends = np.cumsum(counts, dtype=np.int32)
-        size, num_short, num_tokens, most = len(rows), int((counts == 1).sum()), int(ends[-1]), int(counts.max())
+        size, num_short, num_tokens, most = len(rows), int((counts <= few).sum()), int(ends[-1]), int(counts.max())
         firsts = np.concatenate((np.zeros(1, np.int32), ends))
-        last = np.empty(size, np.int32)
-        last[order] = ends - 1
-        arrays = [rows, starts, firsts, firsts[num_short:] - num_short, last[sampling], slots, positions]
+        first = np.empty(size, np.int32)  # where each row's token at position 0 would be
+        first[order] = ends - (starts + counts)
+        sampled = first[sampling] + positions - 1
+        arrays = [rows, starts, firsts, firsts[num_short:] - firsts[num_short], sampled, slots, positions]
         parts = self._upload(arrays).split([len(a) for a in arrays])
-        d_rows, d_starts, d_firsts, d_firsts_long, d_last, d_slots, d_positions = parts
+        d_rows, d_starts, d_firsts, d_firsts_long, d_sampled, d_slots, d_positions = parts
         inputs = build_inputs(d_rows, d_starts, d_firsts, self.tokens, self.tables, self.block_size, num_tokens, most)
         attending = []
         for part, q_starts in ((slice(num_short), d_firsts), (slice(num_short, size), d_firsts_long)):
@@ -162,10 +181,14 @@ class DeviceSteps:
                     max_len=int((starts + counts)[part].max()),
                 ))  # fmt: skip
         hidden = self.decoder.forward(*inputs, attending, self.layer_caches)
+        scored, prompts = self.scorer.find(plan, first + plan.starts + plan.counts - 1, self.stride), None
+        if scored.size:
+            at = self._upload([scored.reshape(-1)]).view(2, -1)
+            prompts = self.scorer.score(hidden, self.state.view(-1), at)
         if not len(sampling):
-            return d_last, hidden[:0], (d_slots, d_positions)
-        logits = self.decoder.logits(hidden.index_select(0, d_last))
-        return self._sample(logits, d_slots, d_positions), logits, (d_slots, d_positions)
+            return d_sampled, hidden[:0], (d_slots, d_positions), prompts
+        logits = self.decoder.logits(hidden.index_select(0, d_sampled))
+        return self._sample(logits, d_slots, d_positions), logits, (d_slots, d_positions), prompts
 
     def _sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.sampler.sample(logits, slots, positions, self.tokens, self.params)
@@ -173,45 +196,70 @@ class DeviceSteps:
     # ---- as graphs ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture_graphs(self) -> None:
-        """One graph a batch size, largest first, so that the smaller ones find their memory in the pool."""
-        sizes = graph_sizes(min(self.num_slots, _LARGEST_GRAPH))
-        vocab = self.decoder.spec.vocab_size
-        self.graph_logits = torch.empty((sizes[-1], vocab), dtype=torch.float32, device=self.device)
-        padding = np.repeat(np.array([self.num_slots, 0, 1], np.int32), self.num_slots)
-        self.graph_rows.copy_(torch.from_numpy(padding))
-        pool, graphs = torch.cuda.graph_pool_handle(), []
-        for size in reversed(sizes):
-            self._decode(size)  # kernels are compiled and workspaces made outside of a capture
+    def capture_graphs(self, most_guesses: int) -> None:
+        """One graph a batch size, largest first, so that the smaller ones find their memory in the pool; and as many
+        for each number of guesses, of batches for which they may pay."""
+        largest = min(self.num_slots, _LARGEST_GRAPH)
+        shapes = [(1, size) for size in graph_sizes(largest)]
+        for count in range(2, most_guesses + 2):
+            shapes += [(count, size) for size in graph_sizes(min(largest, _LARGEST_VERIFIED // count))]
+        shapes.sort(key=lambda shape: -shape[0] * shape[1])
+        most, vocab = shapes[0][0] * shapes[0][1], self.decoder.spec.vocab_size
+        self.graph_logits = torch.empty((most, vocab), dtype=torch.float32, device=self.device)
+        pool = torch.cuda.graph_pool_handle()
+        for count, size in shapes:
+            self.graph_rows.copy_(torch.from_numpy(self._rows_of_graph(count, size)))
+            self._decode(size, count)  # kernels are compiled and workspaces made outside of a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                token_ids = self._decode(size)
-            graphs.append(DecodeGraph(size, graph, token_ids))
-        self.graphs = graphs[::-1]
+                token_ids = self._decode(size, count)
+            self.graphs.setdefault(count, []).insert(0, DecodeGraph(size, graph, token_ids))
 
-    def _decode(self, size: int) -> torch.Tensor:
-        """What a graph captures: a token for each of the first `size` rows of `graph_rows`."""
-        slots, starts, positions = self.graph_rows[: 3 * size].view(3, size).unbind(0)
+    def _decode(self, size: int, count: int = 1) -> torch.Tensor:
+        """What a graph captures: a token after each of the `count` tokens of the first `size` rows of `graph_rows`."""
+        num_tokens = size * count
+        slots, starts = self.graph_rows[: 2 * size].view(2, size).unbind(0)
+        sample_slots, positions = self.graph_rows[2 * size :][: 2 * num_tokens].view(2, num_tokens).unbind(0)
         firsts = self.row_numbers[: size + 1]
-        inputs = build_inputs(slots, starts, firsts, self.tokens, self.tables, self.block_size, size, 1)
-        rows = PagedRows(slots, starts, firsts, self.tables, size, size, 1, self.max_model_len, settled=True)
+        firsts = firsts if count == 1 else firsts * count
+        inputs = build_inputs(slots, starts, firsts, self.tokens, self.tables, self.block_size, num_tokens, count)
+        rows = PagedRows(slots, starts, firsts, self.tables, size, num_tokens, count, self.max_model_len, settled=True)
         hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
-        logits = self.decoder.logits(hidden, out=self.graph_logits[:size])
-        return self._sample(logits, slots, positions)
+        logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
+        return self._sample(logits, sample_slots, positions)
+
+    def _graph_for(self, plan: StepPlan) -> DecodeGraph | None:
+        """The graph of a step whose rows are alike and all of whose tokens are sampled after.
+
+        A graph's attention reads what it may before the step's own keys are there, and only a new request can share a
+        prefix that this very step computes. Such rows score no token of a prompt."""
+        count = int(plan.counts[0])
+        graphs = self.graphs.get(count)
+        if not graphs or plan.new or len(plan.slots) > graphs[-1].size:
+            return None
+        if (plan.counts != count).any() or (plan.samples != count).any():
+            return None
+        return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.size)]
+
+    def _rows_of_graph(self, count: int, size: int, slots: Int32s = EMPTY, starts: Int32s = EMPTY) -> Int32s:
+        """`graph_rows` of these rows, padded to `size`: slots and starts, then of each sample its slot and position."""
+        rows = np.empty((2, size), np.int32)
+        rows[:, : len(slots)] = slots, starts
+        rows[:, len(slots) :] = [[self.num_slots], [0]]
+        samples = np.repeat(rows, count, 1)
+        samples[1] += np.tile(np.arange(1, count + 1, dtype=np.int32), size)
+        return np.concatenate((rows, samples), axis=None)
 
     def _replay(
-        self, slots: Int32s, starts: Int32s
+        self, graph: DecodeGraph, plan: StepPlan
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        n = len(slots)
-        graph = self.graphs[bisect_left(self.graphs, n, key=lambda g: g.size)]
-        rows = np.empty((3, graph.size), np.int32)
-        rows[:, :n] = slots, starts, starts + 1
-        rows[:, n:] = [[self.num_slots], [0], [1]]
-        where = self.graph_rows[: 3 * graph.size].view(3, graph.size)
-        where.copy_(self._pinned(rows), non_blocking=True)
+        n, count = int(plan.counts.sum()), int(plan.counts[0])
+        rows = self._rows_of_graph(count, graph.size, plan.slots, plan.starts)
+        self.graph_rows[: len(rows)].copy_(self._pinned(rows), non_blocking=True)
         graph.graph.replay()
-        return graph.token_ids[:n], self.graph_logits[:n], (where[0, :n], where[2, :n])
+        where = self.graph_rows[2 * graph.size : len(rows)].view(2, graph.size * count)
+        return graph.token_ids[:n], self.graph_logits[:n], (where[0, :n], where[1, :n])
 
 
 def graph_sizes(largest: int) -> list[int]:

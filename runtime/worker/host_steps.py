@@ -15,6 +15,7 @@ from runtime.core.plan import StepPlan, StepResult
 from runtime.kernels.attention import AttentionShape
 from runtime.models.decoder import Decoder
 from runtime.worker.inputs import StepInput, build_input
+from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs, Sampler
 from runtime.worker.slots import Slots
 
@@ -52,6 +53,7 @@ class HostSteps:
         max_blocks = -(-self.max_model_len // self.block_size)
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, device)
         self.sampler = Sampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, device)
+        self.scorer = PromptScorer(self.decoder, self.num_slots)
         self.poisoned = False  # some step had a non-finite value, so that free blocks may hold one
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -62,27 +64,37 @@ class HostSteps:
     def _execute(self, plan: StepPlan) -> StepResult:
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
+            self.scorer.remove(slot)
         for new in plan.new:
             self.slots.add(new)
             self.sampler.add(new)
+            self.scorer.add(new)
         self.slots.write_tables(plan.tables)
+        if len(plan.given_ids):
+            self.slots.write_given(plan)
         if self.poisoned:
             self._clear_fresh_blocks(plan)
         step = build_input(plan, self.slots, self.attention_shape)
         hidden = self.decoder.forward(step.token_ids, step.positions, step.kv_index, step.attention, self.layer_caches)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
-        return self._sample(plan.step_id, hidden, step)
+        where = self.scorer.find(plan, step.last, self.max_model_len)
+        token_ids, logprobs = self._sample(hidden, step)
+        if where.size:
+            at = torch.from_numpy(where).to(hidden.device)
+            prompts = self.scorer.score(hidden, self.slots.flat_tokens, at)
+            logprobs = prompts if logprobs is None else logprobs.then(prompts)
+        return make_result(plan.step_id, token_ids.cpu(), logprobs and logprobs.map(torch.Tensor.cpu))
 
-    def _sample(self, step_id: int, hidden: torch.Tensor, step: StepInput) -> StepResult:
-        if not len(step.sampled):
-            return StepResult(step_id, np.zeros(0, np.int32))
+    def _sample(self, hidden: torch.Tensor, step: StepInput) -> tuple[torch.Tensor, Logprobs | None]:
         device = self.cache.device
+        if not len(step.sampled):
+            return torch.zeros(0, device=device), None
         logits = self.decoder.logits(hidden.index_select(0, torch.from_numpy(step.sampled).to(device)))
         token_ids, logprobs = self.sampler.sample(logits, step.sampled_slots, step.sampled_positions, self.slots)
         at = step.sampled_slots.astype(np.int64) * self.slots.max_model_len + step.sampled_positions
         self.slots.write_sampled(torch.from_numpy(at).to(device), token_ids)
-        return make_result(step_id, token_ids.cpu(), logprobs and logprobs.map(torch.Tensor.cpu))
+        return token_ids, logprobs
 
     def _clear_fresh_blocks(self, plan: StepPlan) -> None:
         """Zero the blocks that rows of this step begin to fill: masked positions must be finite, and their last owner

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.core.plan import Int32s, StepPlan
+from runtime.core.plan import Int32s, StepPlan, last_tokens
 from runtime.kernels.attention import AttentionPlan, AttentionShape, decode_bucket, plan_attention
 from runtime.worker.slots import Slots
 
@@ -22,7 +22,8 @@ class StepInput:
     positions: torch.Tensor  # [num_tokens] int64
     kv_index: torch.Tensor  # [num_tokens] int64, block * block_size + offset
     attention: AttentionPlan
-    sampled: NDArray[np.int64]  # [num_sampled] index of the last token of each sampling row, in the plan's order
+    last: NDArray[np.int64]  # [num_rows] index of each row's last token, in the plan's order
+    sampled: NDArray[np.int64]  # [num_sampled] index of each token that a sample follows, in the plan's order
     sampled_slots: Int32s  # [num_sampled]
     sampled_positions: Int32s  # [num_sampled] position of the token to be sampled
 
@@ -39,17 +40,18 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
     kv_index = slots.tables[slot_of, positions // size].astype(np.int64) * size + positions % size
     token_index = torch.from_numpy(slot_of * slots.max_model_len + positions).to(shape.device)
 
-    last = np.empty(len(rows), np.int64)
-    last[order] = ends - 1
-    sampling = np.flatnonzero(plan.samples)
+    first = np.empty(len(rows), np.int64)  # index of each row's token at position 0, were it there
+    first[order] = ends - (starts + counts)
+    sampling, sampled_after = last_tokens(plan, plan.samples)
     return StepInput(
         token_ids=slots.flat_tokens.index_select(0, token_index).long(),
         positions=torch.from_numpy(positions).to(shape.device),
         kv_index=torch.from_numpy(kv_index).to(shape.device),
         attention=plan_attention(slots.tables[rows], starts, counts, shape),
-        sampled=last[sampling],
+        last=first + plan.starts + plan.counts - 1,
+        sampled=first[sampling] + sampled_after,
         sampled_slots=plan.slots[sampling],
-        sampled_positions=(plan.starts + plan.counts)[sampling],
+        sampled_positions=sampled_after + 1,
     )
 
 

@@ -15,6 +15,7 @@ from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
 from runtime.models.decoder import Numerics
 from runtime.models.spec import DecoderSpec
+from runtime.worker.prompt_scorer import MIN_SLICE
 
 _GIB = 1 << 30
 _DEFAULT_CPU_KV = 1.0  # GiB
@@ -139,7 +140,7 @@ def _working_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, 
         tokens = max(tokens, max_model_len)
     size = numerics.dtype.itemsize
     activations = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.ffn_size) * size
-    logits = min(config.max_num_seqs, tokens) * spec.vocab_size * 4 * 4
+    logits = min(max(config.max_num_seqs, MIN_SLICE), tokens) * spec.vocab_size * 4 * 4
     if numerics.backend == "triton":
         return activations + logits + _GRAPH_BYTES
     mask = min(tokens, max_model_len) * max_model_len * size

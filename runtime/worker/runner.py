@@ -12,7 +12,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import NewSlot, StepPlan, StepResult
+from runtime.core.speculation import MOST_GUESSES
 from runtime.core.types import CallboardError, SamplingParams
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear import can_pack
@@ -121,12 +124,19 @@ class ModelRunner:
         self.memory = resize_kv(self.memory, config, self.decoder.spec, numerics, room)
 
     def _run_rows(self, counts: list[int]) -> None:
-        """A step of new requests on the null block, sampled in every way there is."""
+        """A step of new requests on the null block, scored, and sampled in every way there is."""
         slots, zeros = np.arange(len(counts), dtype=np.int32), np.zeros(len(counts), np.int32)
         params = SamplingParams(
-            temperature=1.0, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=1.1, logprobs=1, logit_bias=((0, 1.0),)
+            temperature=1.0,
+            top_k=2,
+            top_p=0.9,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            logprobs=1,
+            logit_bias=((0, 1.0),),
+            prompt_logprobs=1,
         )
-        new = [NewSlot(0, np.zeros(1, np.int32), 1, 0, params)]
+        new = [NewSlot(0, np.zeros(1, np.int32), counts[0], 0, params)]
         counts_array = np.array(counts, np.int32)
         self.execute(StepPlan(0, new=new, slots=slots, starts=zeros, counts=counts_array, samples=zeros + 1))
 
@@ -138,10 +148,33 @@ class ModelRunner:
             self._run_rows([min(count, longest)])
         logger.info("kernels: built and run once")
         if isinstance(self.steps, DeviceSteps) and self.config.cuda_graphs and self.numerics.device.type == "cuda":
-            self.steps.capture_graphs()
-            logger.info("CUDA graphs: %d", len(self.steps.graphs))
+            most_guesses = 0 if self.config.draft is None else self.config.num_draft_tokens or MOST_GUESSES
+            self.steps.capture_graphs(most_guesses)
+            logger.info("CUDA graphs: %d", sum(map(len, self.steps.graphs.values())))
+        if self.config.draft is not None:
+            step_us, latency_us = self._time_steps()
+            self.info = replace(self.info, step_us=step_us, latency_us=latency_us)
         self.steps.cache[:, :, :, 0] = 0
         self.reset()
+
+    def _time_steps(self) -> tuple[tuple[tuple[int, float], ...], float]:
+        """What speculation weighs (ModelInfo.step_us, latency_us): decode steps of rising size, on the null block."""
+
+        def seconds(num_rows: int, num_steps: int) -> float:
+            starts, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
+            plan = StepPlan(0, slots=np.arange(num_rows, dtype=np.int32), starts=starts, counts=ones, samples=ones)
+            start = time.perf_counter()
+            for wait in [self.steps.launch(plan) for _ in range(num_steps)]:
+                wait()
+            return (time.perf_counter() - start) / num_steps
+
+        most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        sizes = [1 << i for i in range(8) if 1 << i <= most]
+        best = {size: min(seconds(size, 4) for _ in range(4)) * 1e6 for size in sizes}
+        latency_us = min(seconds(1, 1) for _ in range(4)) * 1e6 - best[1]
+        rising = np.maximum.accumulate(list(best.values())).tolist()
+        logger.info("decode steps: %s us", ", ".join(f"{n} rows {us:.0f}" for n, us in zip(sizes, rising, strict=True)))
+        return tuple(zip(sizes, rising, strict=True)), max(0.0, latency_us) if self.asynchronous else 0.0
 
     def reset(self) -> None:
         """Forget all requests, as after an engine's restart; the cache's contents are nobody's."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from runtime.core.plan import Int32s, NewSlot
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
@@ -20,7 +21,7 @@ _INTS = ("top_k", "min_tokens")
 
 @dataclass(slots=True)
 class Logprobs:
-    """Of the rows that asked for them; see StepResult."""
+    """Of the rows that asked for them, and of prompt tokens; see StepResult."""
 
     rows: Int32s
     ranks: torch.Tensor
@@ -31,6 +32,16 @@ class Logprobs:
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Logprobs:
         """With `move` applied to each tensor."""
         return Logprobs(self.rows, *(move(x) for x in (self.ranks, self.logprobs, self.top_ids, self.top_logprobs)))
+
+    def then(self, prompts: Logprobs) -> Logprobs:
+        """With those of prompt tokens after these. Nobody reads what fills up the side with fewer alternatives."""
+        missing = prompts.top_ids.shape[1] - self.top_ids.shape[1]
+        filled = [
+            (F.pad(a, (0, max(0, missing))), F.pad(b, (0, max(0, -missing))))
+            for a, b in ((self.top_ids, prompts.top_ids), (self.top_logprobs, prompts.top_logprobs))
+        ]
+        pairs = ((self.ranks, prompts.ranks), (self.logprobs, prompts.logprobs), *filled)
+        return Logprobs(self.rows, *(torch.cat(pair) for pair in pairs))
 
 
 class Sampler:

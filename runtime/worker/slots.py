@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from runtime.core.plan import Int32s, NewSlot
+from runtime.core.plan import Int32s, NewSlot, StepPlan, last_tokens
 
 
 class Slots:
@@ -26,6 +26,12 @@ class Slots:
     def write_tables(self, writes: Int32s) -> None:
         """writes: [3, n] slot, index in its table, block id."""
         self.tables[writes[0], writes[1]] = writes[2]
+
+    def write_given(self, plan: StepPlan) -> None:
+        """The ids that a plan brings, at their positions."""
+        rows, positions = last_tokens(plan, plan.given)
+        at = plan.slots[rows].astype(np.int64) * self.max_model_len + positions
+        self.flat_tokens[torch.from_numpy(at)] = torch.from_numpy(plan.given_ids.copy()).to(self.flat_tokens.device)
 
     def write_sampled(self, flat_positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Keep sampled tokens [n] at `slot * max_model_len + position` [n]; -1, a failed row, becomes 0."""

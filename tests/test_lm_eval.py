@@ -1,0 +1,110 @@
+"""lm-eval scores a model over HTTP as it does in transformers: the same GGUF file behind both, the same local tasks."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+MODEL = "smollm2"
+CHOICES = [
+    ("The capital of France is", ["Paris", "Berlin", "a kind of cheese", "Rome"], 0),
+    ("Two plus two equals", ["five", "four", "22"], 1),
+    ("Water freezes at a temperature of", ["100 degrees Celsius", "0 degrees Celsius"], 1),
+    ("The opposite of hot is", ["cold", "warm", "spicy"], 0),
+]
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. Wörld peace, naïve café: 漢字 and 🙂 too.",
+    "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",
+    "In the beginning there was nothing, which exploded. " * 12,
+]
+TASKS = {
+    "choices": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+""",
+    "endings": """
+output_type: loglikelihood
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+metric_list: [{metric: perplexity}, {metric: acc}]
+""",
+    "texts": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def url(ray_session):
+    from ray import serve
+
+    from serve_app.app import AppArgs, build_app
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
+    args = AppArgs(served_model_name=MODEL, dtype="float32", max_num_seqs=8, kv_cache_memory=0.2, max_model_len=1024)
+    serve.run(build_app(args), name="callboard")
+    yield f"http://127.0.0.1:{port}"
+    serve.delete("callboard")
+
+
+@pytest.fixture
+def evaluate(tmp_path, monkeypatch):
+    """Scores of a model of lm-eval: for each doc of a task (log-likelihood, is greedy) pairs, or one rolling score."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    from lm_eval.tasks import TaskManager
+
+    rows = {"choices": [{"question": q, "choices": c, "answer": a} for q, c, a in CHOICES]}
+    rows |= {"endings": rows["choices"], "texts": [{"text": text} for text in TEXTS]}
+    for name, task in TASKS.items():
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+        source = {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path)}
+        head = {"task": name, "dataset_path": "json", "dataset_kwargs": source, "test_split": "test"}
+        lines = [f"{key}: {json.dumps(value)}\n" for key, value in head.items()]
+        (tmp_path / f"{name}.yaml").write_text("".join(lines) + task)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+
+    def run(model):
+        samples = lm_eval.simple_evaluate(model, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0)["samples"]
+        docs = {task: sorted(samples[task], key=lambda doc: doc["doc_id"]) for task in TASKS}
+        return {task: [doc["filtered_resps"] for doc in docs[task]] for task in TASKS}
+
+    return run
+
+
+def test_loglikelihoods_are_those_of_transformers(url, evaluate, smollm2_path: Path, tmp_path: Path):
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder, file = smollm2_path.parent, smollm2_path.name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    want = evaluate(HFLM(pretrained=theirs, tokenizer=tokenizer, batch_size=1, max_length=256))
+    ours = LocalCompletionsAPI(
+        base_url=f"{url}/v1/completions", model=MODEL, tokenizer=str(tmp_path / "tokenizer"),
+        tokenizer_backend="huggingface", num_concurrent=4, max_length=256 + 1,
+    )  # fmt: skip
+    for _ in range(2):  # the second time every prompt is in the prefix cache
+        got = evaluate(ours)
+        for task in ("choices", "endings"):
+            for mine, wanted in zip(got[task], want[task], strict=True):
+                assert [greedy for _, greedy in mine] == [greedy for _, greedy in wanted]
+                assert [score for score, _ in mine] == pytest.approx([score for score, _ in wanted], abs=1e-3)
+        for mine, wanted in zip(got["texts"], want["texts"], strict=True):
+            assert mine == pytest.approx(wanted, abs=1e-3)

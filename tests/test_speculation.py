@@ -1,0 +1,172 @@
+"""Speculation never changes a token: the same requests with guesses of every quality and without, on a real model."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from fake_runner import Recorded
+from runner_driver import TINY, tiny_runner
+
+from runtime.core.engine import EngineCore
+from runtime.core.executor import InProcess
+from runtime.core.speculation import MOST_GUESSES, Ngram, Speculation
+from runtime.core.types import Request, SamplingParams
+
+SAMPLING = {
+    "greedy": SamplingParams(max_tokens=64, temperature=0.0),
+    "0.3": SamplingParams(max_tokens=64, temperature=0.3),
+    "0.7, top-k": SamplingParams(max_tokens=64, temperature=0.7, top_k=20),
+    "1.0, top-p": SamplingParams(max_tokens=64, temperature=1.0, top_p=0.9),
+    "1.5, all": SamplingParams(
+        max_tokens=64, temperature=1.5, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
+        frequency_penalty=0.3, presence_penalty=-0.2, logit_bias=((3, 2.0), (9, -5.0)), min_tokens=20,
+        stop_token_ids=(5, 6, 7, 8), logprobs=3,
+    ),
+}  # fmt: skip
+
+
+@cache
+def runner(**config):
+    return tiny_runner(max_num_batched_tokens=64, num_kv_blocks=400, **config)
+
+
+def answers(params, count, speculation=None, seed=0, **config):
+    """Tokens and log-probabilities of `count` requests with repetitive prompts; and how many guesses were right."""
+    model = runner(**config)
+    model.reset()
+    core = EngineCore(model.config, model.info, InProcess(model), speculation)
+    rng, got, logprobs, accepted = np.random.default_rng(seed), {}, {}, 0
+    for i in range(count):
+        phrase = rng.integers(2, TINY.vocab_size, rng.integers(2, 9)).tolist()
+        prompt = (phrase * 9)[: int(rng.integers(1, 40))]
+        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
+        got[str(i)] = []
+    while core.has_work:
+        if (output := core.step()) is None:
+            continue
+        for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
+            got[state.request.request_id].append(token)
+            if i in output.logprobs:
+                found = output.logprobs[i]
+                name, at = state.request.request_id, len(got[state.request.request_id])
+                values = [found.logprob, *(value for _, value in found.top)]
+                logprobs |= {(name, at, j): value for j, value in enumerate(values)}
+        accepted += sum(state.num_accepted for state, _ in output.finished)
+    return got, logprobs, accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize(("batch", "count"), [(1, 16), (32, 64)])
+def test_tokens_are_those_without_guesses(name, batch, count):
+    """With the nine drafters more than 200 prompts of each way of sampling; alone, and 32 at a time."""
+    params, config = SAMPLING[name], {"max_num_seqs": batch}
+    want, logprobs, _ = answers(params, count, **config)
+    for most, share_right in ((1, 0.5), (2, 0.9), (3, 0.0), (4, 0.7), (5, 1.0), (6, 0.8), (7, 0.6), (None, 0.8)):
+        drafter = Recorded(want, share_right, TINY.vocab_size)
+        got, close, accepted = answers(params, count, Speculation(drafter, most, ((1, 1.0), (64, 2.0)), 0.0), **config)
+        assert got == want, (most, share_right)
+        assert close == pytest.approx(logprobs, abs=1e-4)
+        assert accepted > 0 or share_right == 0.0
+    got, _, accepted = answers(params, count, Speculation(Ngram(), 4, (), 0.0), **config)
+    assert got == want
+    assert accepted > 0 or params.temperature
+
+
+@pytest.mark.slow
+def test_tight_memory_and_small_steps():
+    """Guesses beside preemptions and chunks: never at the cost of others' blocks."""
+    config = {"num_kv_blocks": 50, "max_num_batched_tokens": 11, "max_num_seqs": 6, "block_size": 4}
+    params = SamplingParams(max_tokens=64, temperature=0.9, stop_token_ids=(130,))
+    want, _, _ = answers(params, 24, deterministic=True)
+    drafter = Recorded(want, 0.8, TINY.vocab_size)
+    model = tiny_runner(deterministic=True, **config)
+    core = EngineCore(model.config, model.info, InProcess(model), Speculation(drafter, 5, (), 0.0))
+    core.scheduler.output_share = 0.1
+    assert core.depth == 2
+    rng, got = np.random.default_rng(0), {}
+    for i in range(24):
+        phrase = rng.integers(2, TINY.vocab_size, rng.integers(2, 9)).tolist()
+        prompt = (phrase * 9)[: int(rng.integers(1, 40))]
+        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
+    while core.has_work:
+        if (output := core.step()) is not None:
+            for state, token in zip(output.states, output.token_ids, strict=True):
+                got.setdefault(state.request.request_id, []).append(token)
+    assert got == want
+    assert core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.slow
+def test_the_distribution_is_the_targets():
+    """First two tokens of 3,000 requests that differ in their seeds alone, against the model's own probabilities."""
+    params = SamplingParams(max_tokens=3, temperature=1.0, top_k=5, ignore_eos=True)
+    prompt, model = [7, 11, 7, 11, 7], runner(max_num_seqs=32)
+
+    def draw(speculation, first):
+        model.reset()
+        core, counts = EngineCore(model.config, model.info, InProcess(model), speculation), {}
+        for i in range(3000):
+            core.add(Request(str(i), prompt, len(prompt), params, seed=first + i))
+        while core.has_work:
+            if (output := core.step()) is not None:
+                for state, _ in output.finished:
+                    pair = tuple(state.tokens[len(prompt) : len(prompt) + 2])
+                    counts[pair] = counts.get(pair, 0) + 1
+        return counts
+
+    plain, guessed = draw(None, 0), draw(Speculation(Constant(), 3, (), 0.0), 1 << 40)
+    pairs = [pair for pair, count in plain.items() if count >= 40]
+    observed = np.array([guessed.get(pair, 0) for pair in pairs], float)
+    expected = np.array([plain[pair] for pair in pairs], float)
+    # Both are samples: the variance of a difference is the sum of the two.
+    statistic = ((observed - expected) ** 2 / (observed + expected)).sum()
+    assert statistic < len(pairs) + 4 * (2 * len(pairs)) ** 0.5, (statistic, len(pairs))
+
+
+class Constant:
+    """A Drafter that always guesses the same, as if a draft had a favourite."""
+
+    def guess(self, state, most):
+        return [11, 7, 11][:most]
+
+    def forget(self, state):
+        pass
+
+
+def test_the_count_follows_acceptance_and_cost():
+    cheap = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0), (64, 300.0), (512, 2000.0)), 10.0)
+    state = type("State", (), {"acceptance": -1.0})()
+    counts = []
+    for acceptance in (0.0, 0.2, 0.5, 0.8, 0.99):
+        state.acceptance = acceptance
+        cheap.begin(1)
+        counts.append(cheap._count(state))
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == MOST_GUESSES
+    cheap.begin(256)
+    state.acceptance = 0.8
+    assert cheap._count(state) == 0, "a large batch does not gain"
+    slow = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0)), 1000.0)
+    slow.begin(1)
+    assert slow._count(state) == 0, "nor does one whose steps would no longer overlap"
+
+
+def test_ngram_looks_up_what_followed():
+    from runtime.core.scheduler import RequestState
+
+    def state(tokens):
+        return RequestState(Request("r", tokens, len(tokens), SAMPLING["greedy"]), 99, frozenset(), (0, 0, 0))
+
+    ngram = Ngram()
+    assert ngram.guess(state([1, 2, 3, 4, 5, 6, 2, 3]), 3) == [4, 5, 6]
+    ngram.forget(state([0]))
+    assert ngram.guess(state([9, 1, 2, 1, 2]), 5) == [1, 2, 1, 2, 1], "a repetition runs on into its own guesses"
+    ngram.forget(state([0]))
+    assert ngram.guess(state([1, 2, 3]), 4) == []
+    known = state([5, 6, 7, 8, 1, 1])
+    ngram.forget(known)
+    assert ngram.guess(known, 2) == []
+    known.tokens.extend([5, 6])
+    assert ngram.guess(known, 2) == [7, 8], "tokens that came later are found too"
