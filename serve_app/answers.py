@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.core.types import TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import CallDelta
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a chat choice says beside its content."""
+
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add(self, new: Reply) -> None:
+        self.reasoning += new.reasoning
+        for call in new.calls:
+            if call.name:
+                self.calls.append(replace(call))
+            else:
+                self.calls[-1].arguments += call.arguments
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of an OpenAI message; `reasoning_content` is vLLM's."""
+        calls = [{"id": c.id, "type": "function", "function": _function(c)} for c in self.calls]
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return reasoning | ({"tool_calls": calls} if calls else {})
+
+    def delta_fields(self) -> dict[str, Any]:
+        """The fields of an OpenAI delta; there may be several pieces of one call."""
+        pieces = [
+            {"index": c.index, "id": c.id, "type": "function", "function": _function(c)}
+            if c.name
+            else {"index": c.index, "function": {"arguments": c.arguments}}
+            for c in self.calls
+        ]
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return reasoning | ({"tool_calls": pieces} if pieces else {})
+
+
+def _function(call: CallDelta) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
 
 
 @dataclass(slots=True)
@@ -17,8 +55,9 @@ class Delta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     num_cached: int = 0  # prompt tokens served from the prefix cache
+    reply: Reply | None = None  # if the text was read for reasoning or tool calls and has some
 
     def add(self, new: Delta) -> None:
         self.text += new.text
@@ -26,6 +65,9 @@ class Delta:
         self.logprobs += new.logprobs
         self.finish_reason = new.finish_reason
         self.num_cached = max(self.num_cached, new.num_cached)
+        if new.reply is not None:
+            self.reply = self.reply or Reply()
+            self.reply.add(new.reply)
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:

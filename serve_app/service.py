@@ -16,11 +16,14 @@ from typing import Any, Literal
 
 from actors.link import EngineBusy, EngineClient
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import HERMES, LLAMA3
 from serve_app.answers import Delta
 from serve_app.errors import ApiError, invalid
+from serve_app.reply import ReplyFormat, ReplyReader
 from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
 
 _TAIL = 8  # prompt tokens that tell how the output's text begins
@@ -37,6 +40,7 @@ class Job:
     requests: list[Request]
     echoes: list[str]  # the text that each choice begins with; empty unless echo was asked for
     num_prompt_tokens: int  # each prompt counted once, however many choices it has
+    reply: ReplyFormat | None = None  # how a chat's text is read; None: all of it is content
 
 
 class Service:
@@ -49,6 +53,8 @@ class Service:
         self._client = client
         self._created = int(time.time())
         self._template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
+        marks = (reasoning.OPEN, reasoning.CLOSE, HERMES.mark, HERMES.end_mark, LLAMA3.mark)
+        self._mark_ids = tokenizer.special_ids.intersection(map(tokenizer.token_to_id, marks))
 
     @property
     def max_model_len(self) -> int:
@@ -86,7 +92,12 @@ class Service:
         if request.model is not None:
             self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
-        prompts, where = ([self._chat_prompt(request)], "messages") if chat else (self._prompts(request), "prompt")
+        reply = None
+        if chat:
+            prompt, reply = self._chat_prompt(request)
+            prompts, where = [prompt], "messages"
+        else:
+            prompts, where = self._prompts(request), "prompt"
         num_choices = request.n or 1
         if len(prompts) * num_choices > MAX_CHOICES:
             raise invalid(where, f"has {len(prompts)} prompts for {num_choices} choices each, above {MAX_CHOICES}")
@@ -111,7 +122,7 @@ class Service:
                     )
                 )
         echoes = self._echoes(request, prompts, num_choices) if not chat and request.echo else []
-        return Job(job_id, chat, request.num_logprobs() is not None, requests, echoes, sum(map(len, prompts)))
+        return Job(job_id, chat, request.num_logprobs() is not None, requests, echoes, sum(map(len, prompts)), reply)
 
     async def run(self, job: Job) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
@@ -123,11 +134,11 @@ class Service:
             yield [Delta(i, text) for i, text in enumerate(job.echoes)]
         try:
             if len(job.requests) == 1:
-                async with aclosing(self._choice(0, job.requests[0])) as choice:
+                async with aclosing(self._choice(0, job.requests[0], job.reply)) as choice:
                     async for delta in choice:
                         yield [delta]
             else:
-                async with aclosing(self._merged(job.requests)) as choices:
+                async with aclosing(self._merged(job)) as choices:
                     async for deltas in choices:
                         yield deltas
         except EngineBusy as e:
@@ -139,13 +150,14 @@ class Service:
         except CallboardError as e:
             raise ApiError(500, str(e), type="server_error", code="engine_error") from e
 
-    async def _merged(self, requests: list[Request]) -> AsyncGenerator[list[Delta], None]:
+    async def _merged(self, job: Job) -> AsyncGenerator[list[Delta], None]:
         """All choices side by side."""
+        requests = job.requests
         ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=2 * len(requests))
 
         async def pump(index: int, request: Request) -> None:
             try:
-                async with aclosing(self._choice(index, request)) as choice:
+                async with aclosing(self._choice(index, request, job.reply)) as choice:
                     async for delta in choice:
                         await ready.put(delta)
             except Exception as e:
@@ -169,30 +181,65 @@ class Service:
             for task in pumps:
                 task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
 
-    async def _choice(self, index: int, request: Request) -> AsyncGenerator[Delta, None]:
-        """One choice. Closing it, or a stop string, closes the engine's generator, which aborts the request."""
+    async def _choice(self, index: int, request: Request, reply: ReplyFormat | None) -> AsyncGenerator[Delta, None]:
+        """One choice. Closing it, a stop string or the last call allowed closes the engine's generator, which aborts
+        the request."""
         params = request.params
         tail = request.token_ids[-_TAIL:]
+        kept = frozenset() if reply is None else reply.kept_special_ids
         text = TextStream(
-            self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, tail
+            self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, tail, kept
         )
+        reader = None if reply is None else ReplyReader(reply)
         async with aclosing(self._client.generate(request)) as outputs:
             async for output in outputs:
                 delta = _delta(index, text, output, params.include_stop_str_in_output)
+                if reader is not None:
+                    reader.read(delta)
                 yield delta
                 if delta.finish_reason is not None:
                     return
 
     # ---- preparing --------------------------------------------------------------------------------------------------
 
-    def _chat_prompt(self, request: ChatRequest) -> list[int]:
-        if self._template is None:
+    def _chat_prompt(self, request: ChatRequest) -> tuple[list[int], ReplyFormat | None]:
+        """The prompt, and how what comes after it is read."""
+        template = self._template
+        if template is None:
             raise ApiError(400, f"{self.model!r} has no chat template; use /v1/completions with a plain prompt.")
+        tools = request.offered_tools()
+        form = template.tool_format if tools else None
+        if tools and form is None:
+            raise invalid("tools", f"cannot be used: {self.model!r} has no template with a known format of calls")
         try:
-            text = self._template.render([message.as_template_sees_it() for message in request.messages])
+            text = template.render(
+                [message.as_template_sees_it() for message in request.messages],
+                request.add_generation_prompt is not False,
+                [tool.as_template_sees_it() for tool in tools] or None,
+                request.continue_final_message,
+                **request.chat_template_kwargs or {},
+            )
         except CallboardError as e:
             raise ApiError(400, str(e), param="messages") from e
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        reply = None
+        if form is not None or template.thinks:
+            begun = request.begun_call()
+            in_reasoning = template.thinks and _in_reasoning(request, text)
+            if form is not None and begun is not None:
+                if in_reasoning:
+                    text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
+                text += form.opening(begun)
+            reply = ReplyFormat(
+                thinks=template.thinks and begun is None,
+                in_reasoning=in_reasoning,
+                shows_reasoning=request.include_reasoning,
+                tools=form,
+                function_names=request.function_names if begun is None else None,
+                most_calls=request.most_calls(),
+                begun=begun,
+                kept_special_ids=self._mark_ids,
+            )
+        return self.tokenizer.encode(text, add_special_tokens=False), reply
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         prompts = []
@@ -253,6 +300,14 @@ def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bo
         new += text.finish()
         finish = "stop" if output.finish_reason is FinishReason.STOP else "length"
     return Delta(index, new, token_ids, logprobs, finish, output.num_cached)
+
+
+def _in_reasoning(request: ChatRequest, prompt: str) -> bool:
+    """Whether a prompt ends within reasoning."""
+    if request.continue_final_message:
+        before = request.messages[-1].text() or ""
+        return before.rfind(reasoning.OPEN) > before.rfind(reasoning.CLOSE)
+    return prompt.rstrip().endswith(reasoning.OPEN)
 
 
 def _unavailable(reason: str) -> ApiError:

@@ -35,7 +35,7 @@ def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenize
             logprobs = chat_logprobs(choice.logprobs, tokenizer)
         else:
             logprobs = completion_logprobs(choice.logprobs, tokenizer, 0)
-        text = {"message": {"role": "assistant", "content": choice.text}} if job.chat else {"text": choice.text}
+        text = {"message": _message(choice)} if job.chat else {"text": choice.text}
         rendered.append({"index": choice.index, **text, "logprobs": logprobs, "finish_reason": choice.finish_reason})
     num_output = sum(len(choice.token_ids) for choice in choices)
     num_cached = sum(choice.num_cached for choice in choices)
@@ -46,6 +46,12 @@ def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenize
             "usage": usage(job.num_prompt_tokens, num_output, num_cached),
         }
     )
+
+
+def _message(choice: Delta) -> dict[str, Any]:
+    if choice.reply is None:
+        return {"role": "assistant", "content": choice.text, "refusal": None}
+    return {"role": "assistant", "content": choice.text or None, "refusal": None, **choice.reply.fields()}
 
 
 def _header(job: Job, model: str, kind: str) -> dict[str, Any]:
@@ -71,7 +77,9 @@ class EventStream:
         """What comes before any text: the roles of a chat's choices."""
         if not self._job.chat:
             return b""
-        role = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null' + self._close
+        content = b'""' if self._job.reply is None else b"null"  # there may be none, only calls
+        delta = b',"delta":{"role":"assistant","content":' + content + b"}"
+        role = delta + b',"logprobs":null,"finish_reason":null' + self._close
         return b"".join(self._head + b'{"index":%d' % i + role for i in range(len(self._prefixes)))
 
     def events(self, deltas: list[Delta]) -> bytes:
@@ -80,8 +88,8 @@ class EventStream:
         for delta in deltas:
             self._num_output += len(delta.token_ids)
             self._num_cached += delta.num_cached
-            if delta.finish_reason is not None or delta.logprobs:
-                parts.append(self._rare(delta))
+            if delta.finish_reason is not None or delta.logprobs or delta.reply is not None:
+                parts.append(self._rare(delta) if self._job.reply is None else self._read(delta))
             elif delta.text:
                 parts.append(self._prefixes[delta.index] + encode_json(delta.text) + self._suffix)
         return b"".join(parts)
@@ -107,6 +115,20 @@ class EventStream:
                 self._close,
             )
         )
+
+    def _read(self, delta: Delta) -> bytes:
+        """The same of a choice whose text was read: each piece of a call is an event, as clients expect."""
+        fields = {} if delta.reply is None else delta.reply.delta_fields()
+        calls = fields.pop("tool_calls", ())
+        if delta.text:
+            fields["content"] = delta.text
+        deltas = [fields] if fields or not calls else []
+        deltas += [{"tool_calls": [call]} for call in calls]
+        choices: list[dict[str, Any]] = [
+            {"index": delta.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas
+        ]
+        choices[-1] |= {"logprobs": self._logprobs(delta), "finish_reason": delta.finish_reason}
+        return b"".join(self._head + encode_json(choice)[:-1] + self._close for choice in choices)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not delta.logprobs:

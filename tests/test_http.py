@@ -41,7 +41,7 @@ async def test_chat():
     ]
     body = (await post(engine, chat(messages=messages), "/v1/chat/completions")).json()
     assert body["object"] == "chat.completion"
-    message = {"role": "assistant", "content": "Hello, wörld!"}
+    message = {"role": "assistant", "content": "Hello, wörld!", "refusal": None}
     assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
     assert bytes(engine.requests[0].token_ids) == b"<system>be brief<user>a\nb<assistant>"
     assert engine.requests[0].params.max_tokens == 128 - len(engine.requests[0].token_ids)  # all that fits
@@ -249,7 +249,7 @@ async def test_bad_completion_fields(fields: dict, param: str, says: str):
             "image_url",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
     ],
 )
 async def test_bad_chat_fields(fields: dict, param: str, says: str):
