@@ -263,8 +263,11 @@ class ChatMessage(_Model):
         if self.role == "tool" and self.tool_call_id is None:
             raise invalid(f"{where}.tool_call_id", "is missing; it is the id of the call that the message answers")
 
-    def text(self) -> str | None:
-        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+    def text(self) -> str:
+        """The content; empty where only tool calls are, which more templates take than null."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
 
     def as_template_sees_it(self) -> dict[str, Any]:
         # "developer" is OpenAI's later name of "system"; models know the earlier one.
@@ -367,6 +370,16 @@ class ChatRequest(_Sampling):
     @property
     def function_names(self) -> set[str]:
         return {tool.function.name for tool in self.tools or ()}
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as the template sees them; a tool's has the function's name, which Hermes' template wants."""
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        names = {call.id: call.function.name for call in calls}
+        messages = [message.as_template_sees_it() for message in self.messages]
+        for message in messages:
+            if message.get("tool_call_id") in names:
+                message.setdefault("name", names[message["tool_call_id"]])
+        return messages
 
     def offered_tools(self) -> list[Tool]:
         """The tools that the model is told of."""

@@ -93,7 +93,7 @@ class Service:
             self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
         reply = None
-        if chat:
+        if isinstance(request, ChatRequest):
             prompt, reply = self._chat_prompt(request)
             prompts, where = [prompt], "messages"
         else:
@@ -213,7 +213,7 @@ class Service:
             raise invalid("tools", f"cannot be used: {self.model!r} has no template with a known format of calls")
         try:
             text = template.render(
-                [message.as_template_sees_it() for message in request.messages],
+                request.template_messages(),
                 request.add_generation_prompt is not False,
                 [tool.as_template_sees_it() for tool in tools] or None,
                 request.continue_final_message,
@@ -305,7 +305,7 @@ def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bo
 def _in_reasoning(request: ChatRequest, prompt: str) -> bool:
     """Whether a prompt ends within reasoning."""
     if request.continue_final_message:
-        before = request.messages[-1].text() or ""
+        before = request.messages[-1].text()
         return before.rfind(reasoning.OPEN) > before.rfind(reasoning.CLOSE)
     return prompt.rstrip().endswith(reasoning.OPEN)
 

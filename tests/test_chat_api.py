@@ -235,6 +235,18 @@ async def test_the_answers_way_back():
     )
 
 
+async def test_a_tools_message_gets_the_name_of_its_function():
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "fg"]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": at, "content": "x"} for at in "gfh"),
+        {"role": "tool", "tool_call_id": "f", "content": "x", "name": "own"},
+    ]
+    engine = engine_of("ok")
+    await send(engine, "{% for m in messages %}{{ m.name }} {% endfor %}", messages=messages)
+    assert prompt_of(engine) == " g f  own "
+
+
 async def test_arguments_that_are_no_json_come_back_as_they_are():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": oops'}}
     engine = engine_of("ok")

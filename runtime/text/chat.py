@@ -59,7 +59,7 @@ class ChatTemplate:
         call = {"id": "callboard", "type": "function", "function": {"name": name, "arguments": arguments}}
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "Go."},
-            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         schema = {"type": "object", "properties": {"n": {"type": "integer", "description": "A number."}}}
         function = {"name": name, "description": "Tells the format.", "parameters": schema}
@@ -90,7 +90,7 @@ class ChatTemplate:
         arguments of past tool calls are objects, not texts.
         `continue_final_message` ends the prompt within the last message, in place of a new turn.
         Raises CallboardError with the template's own words if it refuses the messages, and if the prompt is over
-        4 Mi characters or takes over 2 seconds."""
+        4 Mi characters or takes over 1 second of CPU time."""
         if continue_final_message:
             add_generation_prompt = False
             messages = _with_end_marked(messages)

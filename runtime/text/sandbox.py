@@ -24,8 +24,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_SECONDS = 2.0  # of CPU time, for one rendering; a long conversation takes milliseconds
+MAX_SECONDS = 1.0  # of CPU time, for one rendering; a long conversation takes milliseconds
 MAX_SIZE = 4 << 20  # characters or elements of a value; bits of a number
+_CALLS_PER_LOOK = 64  # at the clock, which costs a system call
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
@@ -48,18 +49,20 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def start_clock(self) -> None:
         self._thread.deadline = time.thread_time() + MAX_SECONDS
+        self._thread.num_calls = 0
 
-    def check_clock(self) -> None:
-        """Raises TimeoutError when the rendering has used up its time."""
-        if time.thread_time() > self._thread.deadline:
-            raise TimeoutError(f"it ran for over {MAX_SECONDS:g} seconds")
+    def passed(self) -> None:
+        """What every pass of a loop calls; that it is a call is all that it is for."""
 
     def joined(self, *parts: Any) -> str:
         """What `~` does."""
         return "".join(map(str, parts))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        __self.check_clock()
+        thread = __self._thread
+        thread.num_calls += 1
+        if thread.num_calls % _CALLS_PER_LOOK == 0 and time.thread_time() > thread.deadline:
+            raise TimeoutError(f"it ran for over {MAX_SECONDS:g} seconds")
         if isinstance(getattr(__obj, "__self__", None), str):  # "x".ljust(10**9)
             _check_size(max((arg for arg in args if isinstance(arg, int)), default=0))
         return _sized(super().call(__context, __obj, *args, **kwargs))
@@ -82,8 +85,8 @@ class _Instrumented(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
-        check = nodes.Call(nodes.EnvironmentAttribute("check_clock"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(check).set_lineno(node.lineno))
+        call = nodes.Call(nodes.EnvironmentAttribute("passed"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Call:
