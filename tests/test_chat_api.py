@@ -339,6 +339,13 @@ async def test_reasoning_that_the_request_turns_off():
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
 
 
+@pytest.mark.parametrize("name", ["self", "", "a b", "caller", "loop", "range", "bos_token", "raise_exception", "m"])
+async def test_any_names_may_be_handed_to_the_template(name: str):
+    engine = engine_of("x")
+    assert (await send(engine, QWEN, chat_template_kwargs={name: 1})).status_code == 200
+    assert prompt_of(engine) == "<|user|>hi<|assistant|>"
+
+
 async def test_continuing_reasoning():
     messages = [{"role": "assistant", "content": "<think>Well,"}]
     message, _ = await answers(THINKING, " hm.</think>Yes.", messages=messages, continue_final_message=True)
@@ -390,9 +397,9 @@ async def test_openai_client():
 
 @pytest.mark.parametrize("group", [1, 7, 1000])
 async def test_openai_clients_sum_of_a_stream(group: int):
-    text = f"I see.\n{CALL}\n{TIME_CALL}"
+    text = f"Hm.\n</think>\n\nI see.\n{CALL}\n{TIME_CALL}"
     request = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
-    async with openai_client(engine_of(text, group), QWEN) as client:
+    async with openai_client(engine_of(text, group)) as client:
         done = []
         async with client.chat.completions.stream(**request) as stream:
             async for event in stream:
@@ -401,7 +408,7 @@ async def test_openai_clients_sum_of_a_stream(group: int):
             final = await stream.get_final_completion()
     assert done == [(0, "get_weather", ARGUMENTS), (1, "get_time", ARGUMENTS)]
     message = final.choices[0].message
-    assert message.content == "I see."
+    assert (message.content, message.reasoning_content) == ("I see.", "Hm.")
     assert [(c.function.name, c.function.arguments) for c in message.tool_calls] == [d[1:] for d in done]
     assert final.choices[0].finish_reason == "tool_calls"
 

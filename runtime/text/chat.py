@@ -79,6 +79,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,  # the keyword "self" is a request's to send
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
