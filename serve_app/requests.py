@@ -365,7 +365,9 @@ class ChatRequest(_Sampling):
             if not self.tools:
                 raise invalid("tool_choice", "is only allowed when there are tools")
             if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in self.function_names:
-                raise invalid("tool_choice.function.name", f"is {self.tool_choice.function.name!r}, which no tool has")
+                raise invalid(
+                    "tool_choice.function.name", f"is {_shown(self.tool_choice.function.name)}, which no tool has"
+                )
 
     @property
     def function_names(self) -> set[str]:
