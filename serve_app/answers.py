@@ -4,12 +4,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.core.types import Request, TokenLogprobs
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import CallDelta
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a chat choice says beside its content."""
+
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add(self, new: Reply) -> None:
+        self.reasoning += new.reasoning
+        for call in new.calls:
+            if call.name:
+                self.calls.append(replace(call))
+            else:
+                self.calls[-1].arguments += call.arguments
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of an OpenAI message; `reasoning_content` is vLLM's."""
+        calls = [{"id": c.id, "type": "function", "function": _function(c)} for c in self.calls]
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return reasoning | ({"tool_calls": calls} if calls else {})
+
+    def delta_fields(self) -> dict[str, Any]:
+        """The fields of an OpenAI delta; there may be several pieces of one call."""
+        pieces = [
+            {"index": c.index, "id": c.id, "type": "function", "function": _function(c)}
+            if c.name
+            else {"index": c.index, "function": {"arguments": c.arguments}}
+            for c in self.calls
+        ]
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return reasoning | ({"tool_calls": pieces} if pieces else {})
+
+
+def _function(call: CallDelta) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}
+
 
 _TAIL = 8  # prompt tokens that tell how the output's text begins
 
@@ -22,10 +61,11 @@ class Delta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     num_cached: int = 0  # prompt tokens served from the prefix cache
     stop_reason: str | int | None = None  # the stop string or the stop id that ended it
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens but the first, if asked for
+    reply: Reply | None = None  # if the text was read for reasoning or tool calls and has some
 
     def add(self, new: Delta) -> None:
         self.text += new.text
@@ -34,6 +74,9 @@ class Delta:
         self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
         self.num_cached = max(self.num_cached, new.num_cached)
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
+        if new.reply is not None:
+            self.reply = self.reply or Reply()
+            self.reply.add(new.reply)
 
 
 def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
@@ -47,11 +90,16 @@ def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
 
 
 def text_stream(
-    tokenizer: Tokenizer, request: Request, stop: Sequence[str] = (), include_stop_str: bool = False
+    tokenizer: Tokenizer,
+    request: Request,
+    stop: Sequence[str] = (),
+    include_stop_str: bool = False,
+    kept_special_ids: frozenset[int] = frozenset(),
 ) -> TextStream:
     """The text of a request's output, as the continuation of its prompt."""
     tail = request.token_ids[-_TAIL:]
-    return TextStream(tokenizer, stop, include_stop_str, request.params.skip_special_tokens, tail)
+    skip = request.params.skip_special_tokens
+    return TextStream(tokenizer, stop, include_stop_str, skip, tail, kept_special_ids)
 
 
 def prompt_logprobs(

@@ -134,7 +134,8 @@ class Front:
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For other Ray jobs: `body` is that of /v1/completions or, with messages, of /v1/chat/completions.
 
-        Yields {"index", "text", "token_ids", "finish_reason"} as tokens come; docs/handle_call.py shows a caller."""
+        Yields {"index", "text", "token_ids", "finish_reason"} as tokens come, with "reasoning_content" or "tool_calls"
+        (pieces of them, as in a stream) where a chat has some; docs/handle_call.py shows a caller."""
         request = parse(ChatRequest if "messages" in body else CompletionRequest, encode_json(body))
         async with aclosing(self._service.run(self._service.prepare(request))) as deltas:
             async for new in deltas:
@@ -144,6 +145,7 @@ class Front:
                         "text": delta.text,
                         "token_ids": delta.token_ids,
                         "finish_reason": delta.finish_reason,
+                        **({} if delta.reply is None else delta.reply.delta_fields()),
                     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, LiteralString, TypeVar
 from urllib.parse import quote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -66,12 +66,12 @@ _KNOWN_ELSEWHERE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _refused(*harmless: Any) -> AfterValidator:
+def _refused(*harmless: Any, says: LiteralString = "this field is not supported yet; leave it out") -> AfterValidator:
     """Allows a field that is not supported only the values that ask for nothing."""
 
     def check(value: Any) -> Any:
         if value not in harmless:
-            raise PydanticCustomError("not_supported", "this field is not supported yet; leave it out")
+            raise PydanticCustomError("not_supported", says)
         return value
 
     return AfterValidator(check)
@@ -280,35 +280,137 @@ _Content = Annotated[
 ]
 
 
-class ChatMessage(_Model):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Content
-    name: str | None = None
-    tool_calls: Annotated[Any, _refused(None, [])] = None
+_LEGACY = _refused(None, [], says="this field is OpenAI's old one; use tools, tool_choice and tool_calls instead")
+_UNENFORCED = _refused(None, False, says="schemas of arguments are not enforced yet; leave it out")
 
-    def as_template_sees_it(self) -> dict[str, str]:
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+class CalledFunction(_Model):
+    name: str
+    arguments: str
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        # Templates write the arguments as JSON themselves. What a model wrote may be no JSON: it is a text then.
+        try:
+            arguments = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class ToolCall(_Model):
+    """A call that the model has made, as a client sends it back."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        return {"id": self.id, "type": self.type, "function": self.function.as_template_sees_it()}
+
+
+class ChatMessage(_Model):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of an assistant
+    tool_call_id: str | None = None  # of a tool: the call that it answers
+    reasoning_content: str | None = None  # of an assistant; templates decide whether it is shown
+    function_call: Annotated[Any, _LEGACY] = None
+
+    def check(self, where: str) -> None:
+        """Rules between fields; raises ApiError."""
+        if self.role == "assistant":
+            if self.content is None and not self.tool_calls and self.reasoning_content is None:
+                raise invalid(f"{where}.content", "is missing; a text is needed where there are no tool_calls")
+            return
+        if self.content is None:
+            raise invalid(f"{where}.content", "is missing; it should be a text or a list of text parts")
+        if self.tool_calls:
+            raise invalid(f"{where}.tool_calls", f"is not allowed in a message of the role {self.role!r}")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise invalid(f"{where}.tool_call_id", "is missing; it is the id of the call that the message answers")
+
+    def text(self) -> str:
+        """The content; empty where only tool calls are, which more templates take than null."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+    def as_template_sees_it(self) -> dict[str, Any]:
         # "developer" is OpenAI's later name of "system"; models know the earlier one.
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text()}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template_sees_it() for call in self.tool_calls]
+        optional = {n: getattr(self, n) for n in ("name", "tool_call_id", "reasoning_content")}
+        return message | {name: value for name, value in optional.items() if value is not None}
+
+
+class Function(_Model):
+    model_config = ConfigDict(extra="allow")  # what else there is may mean something to the template
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[bool | None, _UNENFORCED] = None
+
+
+class Tool(_Model):
+    type: Literal["function"]
+    function: Function
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
+
+
+class ChosenFunction(_Model):
+    name: str
+
+
+class ChosenTool(_Model):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+_ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[ChosenTool, Tag("<tool>")],
+    Discriminator(
+        lambda value: "<text>" if isinstance(value, str) else "<tool>" if isinstance(value, dict) else None,
+        custom_error_type="tool_choice_shape",
+        custom_error_message="it should be 'none', 'auto', 'required' or an object that names a function",
+    ),
+]
+
+_NOT_KWARGS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 
 
 class ChatRequest(_Sampling):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    `tool_choice` "required" or a function makes the model go on from the beginning of a call. So there is a call, but
+    nothing enforces the schema of its arguments, nor that they are JSON."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
+    include_reasoning: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    functions: Annotated[Any, _LEGACY] = None
+    function_call: Annotated[Any, _LEGACY] = None
     audio: Annotated[Any, _refused(None)] = None
     modalities: Annotated[Any, _refused(None, ["text"])] = None
     prediction: Annotated[Any, _refused(None)] = None
-    chat_template: Annotated[Any, _refused(None)] = None
-    chat_template_kwargs: Annotated[Any, _refused(None, {})] = None
-    continue_final_message: Annotated[Any, _refused(None, False)] = None
-    add_generation_prompt: Annotated[Any, _refused(None, True)] = None
+    chat_template: Annotated[
+        Any, _refused(None, says="a template is a program, and only the model's own is run here; leave it out")
+    ] = None
 
     def max_output(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -320,6 +422,51 @@ class ChatRequest(_Sampling):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid("add_generation_prompt", "begins another message than continue_final_message; send one")
+        for name in _NOT_KWARGS & (self.chat_template_kwargs or {}).keys():
+            raise invalid(f"chat_template_kwargs.{name}", "is nothing that a request can hand to the template")
+        for i, message in enumerate(self.messages):
+            message.check(f"messages.{i}")
+        if self.tool_choice not in (None, "none"):
+            if not self.tools:
+                raise invalid("tool_choice", "is only allowed when there are tools")
+            if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in self.function_names:
+                raise invalid(
+                    "tool_choice.function.name", f"is {_shown(self.tool_choice.function.name)}, which no tool has"
+                )
+
+    @property
+    def function_names(self) -> set[str]:
+        return {tool.function.name for tool in self.tools or ()}
+
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as the template sees them; a tool's has the function's name, which Hermes' template wants."""
+        calls = [call for message in self.messages for call in message.tool_calls or ()]
+        names = {call.id: call.function.name for call in calls}
+        messages = [message.as_template_sees_it() for message in self.messages]
+        for message in messages:
+            if message.get("tool_call_id") in names:
+                message.setdefault("name", names[message["tool_call_id"]])
+        return messages
+
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def begun_call(self) -> str | None:
+        """The function of a call that the answer must begin with; "" if it may be any, None if none is asked for."""
+        match self.tool_choice:
+            case ChosenTool(function=function):
+                return function.name
+            case "required":
+                names = self.function_names
+                return names.pop() if len(names) == 1 else ""
+        return None
+
+    def most_calls(self) -> int | None:
+        """How many calls the answer may have; None: any number."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, ChosenTool) else None
 
 
 class AbortRequest(_Model):

@@ -17,11 +17,14 @@ from typing import Any, Literal
 
 from actors.link import EngineBusy, EngineClient, EngineDraining, QueueTimeout
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import HERMES, LLAMA3
 from serve_app.answers import Delta, Echo, text_stream, usage
 from serve_app.errors import ApiError, echoed, invalid
+from serve_app.reply import ReplyFormat, ReplyReader
 from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
 
 _RECOVERY_RETRY_S = 1.0
@@ -43,6 +46,7 @@ class Job:
     return_token_ids: bool
     continuous_usage: bool  # in every chunk of a stream that shows its usage
     ignored_fields: list[str]
+    reply: ReplyFormat | None  # how a chat's text is read; None: all of it is content
 
     def headers(self) -> dict[str, str]:
         """What a client should know that the answer's shape has no place for."""
@@ -76,6 +80,8 @@ class Service:
     def start(self, tokenizer: Tokenizer) -> None:
         """The client is connected, and this is the model's tokenizer: requests can be served."""
         self._template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
+        marks = (reasoning.OPEN, reasoning.CLOSE, HERMES.mark, HERMES.end_mark, LLAMA3.mark)
+        self._mark_ids = tokenizer.special_ids.intersection(map(tokenizer.token_to_id, marks))
         self._tokenizer = tokenizer
 
     @property
@@ -132,7 +138,12 @@ class Service:
         self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
         num_choices, default = request.n or 1, None if chat else 16
-        prompts, where = ([self.chat_prompt(request)], "messages") if chat else (self._prompts(request), "prompt")
+        reply = None
+        if isinstance(request, ChatRequest):
+            prompt, reply = self.chat_prompt(request)
+            prompts, where = [prompt], "messages"
+        else:
+            prompts, where = self._prompts(request), "prompt"
         asked = request.max_output()
         if (last := request.truncate_prompt_tokens) is not None:
             room = max(1, self.max_model_len - (default or 1 if asked is None else asked))
@@ -170,6 +181,7 @@ class Service:
             return_token_ids=bool(request.return_token_ids),
             continuous_usage=options is not None and options.continuous_usage_stats,
             ignored_fields=request.ignored_fields(),
+            reply=reply,
         )
 
     async def run(self, job: Job) -> AsyncGenerator[list[Delta], None]:
@@ -231,31 +243,65 @@ class Service:
                 task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
 
     async def _choice(self, job: Job, index: int) -> AsyncGenerator[Delta, None]:
-        """One choice. Closing it, or a stop string, closes the engine's generator, which aborts the request."""
-        request, echo = job.requests[index], job.echo(index)
+        """One choice. Closing it, a stop string or the last call allowed closes the engine's generator, which aborts
+        the request."""
+        request, echo, reply = job.requests[index], job.echo(index), job.reply
         params = request.params
-        text = text_stream(self.tokenizer, request, params.stop, params.include_stop_str_in_output)
+        kept = frozenset() if reply is None else reply.kept_special_ids
+        text = text_stream(self.tokenizer, request, params.stop, params.include_stop_str_in_output, kept)
+        reader = None if reply is None else ReplyReader(reply)
         async with aclosing(self._client.generate(request)) as outputs:
             async for output in outputs:
                 delta = _delta(index, text, output, params.include_stop_str_in_output)
                 if echo is not None:
                     delta.text, echo = echo.text + delta.text, None
+                if reader is not None:
+                    reader.read(delta)
                 yield delta
                 if delta.finish_reason is not None:
                     return
 
     # ---- preparing --------------------------------------------------------------------------------------------------
 
-    def chat_prompt(self, request: ChatRequest) -> list[int]:
-        """A chat as token ids; raises ApiError if the model's template refuses it."""
-        tokenizer = self.tokenizer
-        if self._template is None:
+    def chat_prompt(self, request: ChatRequest) -> tuple[list[int], ReplyFormat | None]:
+        """A chat as token ids, and how what comes after them is read; raises ApiError if the model's template refuses
+        it."""
+        tokenizer, template = self.tokenizer, self._template
+        if template is None:
             raise ApiError(400, f"{self.model!r} has no chat template; use /v1/completions with a plain prompt.")
+        tools = request.offered_tools()
+        form = template.tool_format if tools else None
+        if tools and form is None:
+            raise invalid("tools", f"cannot be used: {self.model!r} has no template with a known format of calls")
         try:
-            text = self._template.render([message.as_template_sees_it() for message in request.messages])
+            text = template.render(
+                request.template_messages(),
+                request.add_generation_prompt is not False,
+                [tool.as_template_sees_it() for tool in tools] or None,
+                request.continue_final_message,
+                **request.chat_template_kwargs or {},
+            )
         except CallboardError as e:
             raise ApiError(400, str(e), param="messages") from e
-        return tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
+        reply = None
+        if form is not None or template.thinks:
+            begun = request.begun_call()
+            in_reasoning = template.thinks and _in_reasoning(request, text)
+            if form is not None and begun is not None:
+                if in_reasoning:
+                    text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
+                text += form.opening(begun)
+            reply = ReplyFormat(
+                thinks=template.thinks and begun is None,
+                in_reasoning=in_reasoning,
+                shows_reasoning=request.include_reasoning,
+                tools=form,
+                function_names=request.function_names if begun is None else None,
+                most_calls=request.most_calls(),
+                begun=begun,
+                kept_special_ids=self._mark_ids,
+            )
+        return tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens)), reply
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         given, n = request.prompts(), request.n or 1
@@ -330,6 +376,14 @@ def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bo
     if text.stopped is not None:
         finish, stop_reason = "stop", text.stopped
     return Delta(index, new, token_ids, logprobs, finish, output.num_cached, stop_reason, output.prompt_logprobs)
+
+
+def _in_reasoning(request: ChatRequest, prompt: str) -> bool:
+    """Whether a prompt ends within reasoning."""
+    if request.continue_final_message:
+        before = request.messages[-1].text()
+        return before.rfind(reasoning.OPEN) > before.rfind(reasoning.CLOSE)
+    return prompt.rstrip().endswith(reasoning.OPEN)
 
 
 def _unavailable(reason: str, retry_after_s: float) -> ApiError:

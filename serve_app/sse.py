@@ -43,7 +43,7 @@ def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenize
         rendered.append(
             {
                 "index": choice.index,
-                **({"message": {"role": "assistant", "content": choice.text}} if job.chat else {"text": choice.text}),
+                **({"message": _message(choice)} if job.chat else {"text": choice.text}),
                 "logprobs": logprobs,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
@@ -60,6 +60,12 @@ def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenize
             **(of_prompt if job.chat else {}),  # a chat has one prompt
         }
     )
+
+
+def _message(choice: Delta) -> dict[str, Any]:
+    if choice.reply is None:
+        return {"role": "assistant", "content": choice.text, "refusal": None}
+    return {"role": "assistant", "content": choice.text or None, "refusal": None, **choice.reply.fields()}
 
 
 def _header(job: Job, model: str, kind: str) -> dict[str, Any]:
@@ -97,7 +103,8 @@ class EventStream:
         """What comes before any text: the roles of a chat's choices."""
         if not self._job.chat:
             return b""
-        role = b',"delta":{"role":"assistant","content":""}' + self._unfinished
+        content = b'""' if self._job.reply is None else b"null"  # there may be none, only calls
+        role = b',"delta":{"role":"assistant","content":' + content + b"}" + self._unfinished
         if self._prompts:
             role += b',"prompt_token_ids":' + encode_json(self._prompts[0])
             self._prompts.clear()
@@ -110,8 +117,8 @@ class EventStream:
             self._num_output[delta.index] += len(delta.token_ids)
             if delta.num_cached:
                 self._num_cached[delta.index] = delta.num_cached
-            if delta.finish_reason is not None or delta.logprobs or self._all_rare:
-                parts.append(self._rare(delta))
+            if delta.finish_reason is not None or delta.logprobs or delta.reply is not None or self._all_rare:
+                parts.append(self._rare(delta) if self._job.reply is None else self._read(delta))
             elif delta.text:
                 parts.append(self._prefixes[delta.index] + encode_json(delta.text) + self._suffix)
         return b"".join(parts)
@@ -125,7 +132,12 @@ class EventStream:
 
     def _rare(self, delta: Delta) -> bytes:
         """An event with more than text."""
-        index = delta.index
+        text = encode_json(delta.text) + self._close_text
+        rest = encode_json(self._rest(delta))[1:]
+        return self._prefixes[delta.index] + text + b"," + rest + b"]" + self._end(delta.index)
+
+    def _rest(self, delta: Delta) -> dict[str, Any]:
+        """What a choice has in an event beside its text."""
         rest: dict[str, Any] = {
             "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
@@ -133,10 +145,9 @@ class EventStream:
         }
         if self._job.return_token_ids:
             rest["token_ids"] = delta.token_ids
-            if (prompt := self._prompts.pop(index, None)) is not None:
+            if (prompt := self._prompts.pop(delta.index, None)) is not None:
                 rest["prompt_token_ids"] = prompt
-        text = encode_json(delta.text) + self._close_text
-        return self._prefixes[index] + text + b"," + encode_json(rest)[1:] + b"]" + self._end(index)
+        return rest
 
     def _end(self, index: int) -> bytes:
         """The end of an event, with the usage of this choice so far if that was asked for."""
@@ -145,6 +156,20 @@ class EventStream:
         num_prompt, num_output = self._job.requests[index].prompt_len, self._num_output[index]
         counts = usage(num_prompt, num_output, self._num_cached[index])
         return b',"usage":' + encode_json(counts) + b"}\n\n"
+
+    def _read(self, delta: Delta) -> bytes:
+        """The same of a choice whose text was read: each piece of a call is an event, as clients expect."""
+        fields = {} if delta.reply is None else delta.reply.delta_fields()
+        calls = fields.pop("tool_calls", ())
+        if delta.text:
+            fields["content"] = delta.text
+        deltas = [fields] if fields or not calls else []
+        deltas += [{"tool_calls": [call]} for call in calls]
+        choices: list[dict[str, Any]] = [
+            {"index": delta.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas
+        ]
+        choices[-1] |= self._rest(delta)
+        return b"".join(self._head + encode_json(choice) + b"]" + self._end(delta.index) for choice in choices)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if self._completion_logprobs:

@@ -49,7 +49,7 @@ def tokenize(service: Service, body: bytes) -> dict[str, Any]:
     else:
         request = parse(TokenizeChatRequest, body)
         service.check_model(request.model)
-        ids = service.chat_prompt(request)
+        ids, _ = service.chat_prompt(request)
     names = [service.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": names}
 

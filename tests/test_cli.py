@@ -58,7 +58,7 @@ def test_every_flag_reaches_its_field():
         "chunked_prefill": False, "prefix_cache": False, "policy": "sjf", "pipeline_depth": 1, "packed_weights": False,
         "cuda_graphs": False,
         "tensor_parallel_size": 2, "num_threads": 1, "channel": "rpc", "max_queued_requests": 7,
-        "step_timeout_s": 9.5, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
+        "step_timeout_s": 9.5, "draft": "ngram", "num_draft_tokens": 3, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]

@@ -42,7 +42,7 @@ async def test_chat():
     ]
     body = (await post(engine, chat(messages=messages), "/v1/chat/completions")).json()
     assert body["object"] == "chat.completion"
-    message = {"role": "assistant", "content": "Hello, wörld!"}
+    message = {"role": "assistant", "content": "Hello, wörld!", "refusal": None}
     ended = {"logprobs": None, "finish_reason": "stop", "stop_reason": None}
     assert body["choices"] == [{"index": 0, "message": message, **ended}]
     assert bytes(engine.requests[0].token_ids) == b"<system>be brief<user>a\nb<assistant>"
@@ -250,7 +250,7 @@ async def test_bad_completion_fields(fields: dict, param: str, says: str):
             "image_url",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
     ],
 )
 async def test_bad_chat_fields(fields: dict, param: str, says: str):

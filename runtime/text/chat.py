@@ -1,24 +1,23 @@
 """Chat templates: a model's own Jinja program that turns messages into its prompt.
 
-A template comes with the weights, from anyone, so it runs in Jinja's immutable sandbox, with the names and filters that
-`transformers` gives it (its chat_template_utils.py is the de facto specification).
+`transformers`' chat_template_utils.py is the de facto specification of what a template sees. What a template writes
+also tells what the model writes: `tool_format` and `thinks` are read off it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any
 
 import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime.core.types import CallboardError
+from runtime.text import reasoning
+from runtime.text.sandbox import TemplateSandbox
 from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import HERMES, LLAMA3, CallDelta, ToolCallParser, ToolFormat
 
 MAX_PROMPT_CHARS = 4 << 20
 
@@ -29,23 +28,58 @@ _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 class ChatTemplate:
     """One model's chat template, compiled once. Threads may share it."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raises CallboardError if `source` is not a valid template; `special_tokens` are visible to it by name."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """Raises CallboardError if a source is not a valid template; `special_tokens` are visible to it by name.
+
+        `tool_source` is a template of its own for conversations with tools, as some models have."""
+        sources = [source] if tool_source is None else [source, tool_source]
         try:
-            self._template = _ENVIRONMENT.from_string(source, globals=dict(special_tokens))
+            templates = [_SANDBOX.template(text, special_tokens) for text in sources]
         except jinja2.TemplateSyntaxError as e:
             raise CallboardError(f"The model's chat template has an error in line {e.lineno}: {e.message}.") from e
+        self._template, self._tool_template = templates[0], templates[-1]
+        self.thinks = reasoning.CLOSE in source  # whether the model may write reasoning before its answer
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
         """The template that came with a tokenizer; raises CallboardError if none did."""
         if tokenizer.chat_template is None:
             raise CallboardError("This model has no chat template; use /v1/completions with a plain prompt instead.")
-        return cls(tokenizer.chat_template, tokenizer.special_tokens)
+        template = cls(tokenizer.chat_template, tokenizer.special_tokens, tokenizer.tool_template)
+        template.thinks = template.thinks or tokenizer.token_to_id(reasoning.CLOSE) is not None
+        return template
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls: the format that reads back the one that its template writes.
+
+        None if the template writes none, or in a format that is not known here."""
+        name, arguments = "callboard_probe", {"n": 1}
+        # Mistral's ids have nine letters.
+        call = {"id": "callboard", "type": "function", "function": {"name": name, "arguments": arguments}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "Go."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        schema = {"type": "object", "properties": {"n": {"type": "integer", "description": "A number."}}}
+        function = {"name": name, "description": "Tells the format.", "parameters": schema}
+        tools = [{"type": "function", "function": function}]
+        try:
+            before = self.render(messages[:1], tools=tools)
+            after = self.render(messages, add_generation_prompt=False, tools=tools)
+        except CallboardError:
+            return None
+        written = after.removeprefix(before)
+        for form in (HERMES, LLAMA3):
+            pieces = ToolCallParser(form, {name}).push(written)[1]
+            if [piece.index for piece in pieces if piece.name] == [0] and _is_json(pieces, arguments):
+                return form
+        return None
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,  # the keyword "self" is a request's to send
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,
@@ -53,18 +87,22 @@ class ChatTemplate:
     ) -> str:
         """The prompt of a conversation; encode it with `add_special_tokens=False`, it has them.
 
-        `messages`, `tools` and `kwargs` are plain JSON values, since the sandbox guards no others.
+        `messages`, `tools` and `kwargs` are plain JSON values, since the sandbox guards no others; in them, the
+        arguments of past tool calls are objects, not texts.
         `continue_final_message` ends the prompt within the last message, in place of a new turn.
         Raises CallboardError with the template's own words if it refuses the messages, and if the prompt is over
-        4 Mi characters."""
+        4 Mi characters or takes over 1 second of CPU time."""
         if continue_final_message:
             add_generation_prompt = False
             messages = _with_end_marked(messages)
+        template = self._tool_template if tools else self._template
+        context = {"documents": None, **kwargs}
         prompt: list[str] = []
         num_chars = 0
+        _SANDBOX.start_clock()
         try:
-            for part in self._template.generate(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+            for part in template.generate(
+                context, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
             ):
                 num_chars += len(part)
                 if num_chars > MAX_PROMPT_CHARS:
@@ -95,43 +133,15 @@ def _cut_at_mark(prompt: str) -> str:
     return prompt[:at].rstrip() if trimmed else prompt[:at]
 
 
+def _is_json(pieces: Sequence[CallDelta], value: object) -> bool:
+    try:
+        return bool(json.loads("".join(piece.arguments for piece in pieces)) == value)
+    except ValueError:
+        return False
+
+
 def _sentence(error: Exception) -> str:
     return str(error).strip().rstrip(".") or type(error).__name__
 
 
-class _GenerationBlock(jinja2.ext.Extension):
-    """Accepts `{% generation %}` around the assistant's words, a mark for training; it adds nothing to the text."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, which models never saw.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment
-
-
-_ENVIRONMENT = _environment()
+_SANDBOX = TemplateSandbox()

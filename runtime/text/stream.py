@@ -24,7 +24,8 @@ class TextStream:
     longest. So the result does not depend on how the tokens were grouped into pushes.
 
     `prompt_tail_ids`, the prompt's last few ids, makes the output a continuation: a leading space is kept, and a
-    character that the prompt began is completed. Without it the output is a text of its own."""
+    character that the prompt began is completed. Without it the output is a text of its own. Of the special tokens,
+    `kept_special_ids` are shown even so: they mean something to who reads the text."""
 
     def __init__(
         self,
@@ -33,11 +34,12 @@ class TextStream:
         include_stop_str: bool = False,
         skip_special_tokens: bool = True,
         prompt_tail_ids: Iterable[int] = (),
+        kept_special_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the text
         self.num_tokens_used = 0  # tokens pushed, up to and including the one that completed the stop string
         self._pieces = tokenizer.pieces
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - kept_special_ids if skip_special_tokens else frozenset()
         self._at_start = True  # no token has been decoded yet
         self._leading_spaces = self._pieces.leading_spaces  # still to be dropped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

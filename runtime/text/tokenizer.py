@@ -38,12 +38,14 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         special_tokens: dict[str, str],
         chat_template: str | None,
+        tool_template: str | None = None,
     ) -> None:
         self._backend = backend
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         self.special_tokens = special_tokens
         self.chat_template = chat_template
+        self.tool_template = tool_template  # of conversations with tools, where it is another one
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.pieces: Pieces = pieces_of(backend)
@@ -127,7 +129,8 @@ def _from_folder(folder: Path) -> Tokenizer:
         bos_token_id=bos_token_id,
         eos_token_ids=eos_token_ids,
         special_tokens=special_tokens,
-        chat_template=_folder_chat_template(folder, settings),
+        chat_template=_folder_chat_template(folder, settings, "default"),
+        tool_template=_folder_chat_template(folder, settings, "tool_use"),
     )
 
 
@@ -135,13 +138,15 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _folder_chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    if (path := folder / "chat_template.jinja").exists():
+def _folder_chat_template(folder: Path, settings: dict[str, Any], name: str) -> str | None:
+    """The template called `name`: a file of its own, or one of tokenizer_config.json's; a single one is the default."""
+    file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+    if (path := folder / file).exists():
         return path.read_text("utf-8")
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several named ones
-        template = {t.get("name"): t.get("template") for t in template}.get("default")
-    return template
+    if isinstance(template, list):
+        return {t.get("name"): t.get("template") for t in template}.get(name)
+    return template if name == "default" else None
 
 
 def _from_gguf(file: GgufFile) -> Tokenizer:
@@ -188,6 +193,7 @@ def _from_gguf(file: GgufFile) -> Tokenizer:
         eos_token_ids=gguf_eos_token_ids(file),
         special_tokens=special_tokens,
         chat_template=file.value("tokenizer.chat_template", str, "") or None,
+        tool_template=file.value("tokenizer.chat_template.tool_use", str, "") or None,
     )
 
 

@@ -1,0 +1,64 @@
+"""Reasoning: split off at its marks, the same however the text comes."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.text.reasoning import CLOSE, OPEN, ReasoningSplitter
+
+
+def split(parts: list[str], inside: bool) -> tuple[str, str]:
+    splitter = ReasoningSplitter(inside)
+    pieces = [*map(splitter.push, parts), splitter.finish()]
+    return "".join(r for r, _ in pieces), "".join(a for _, a in pieces)
+
+
+def of_whole_text(text: str, inside: bool) -> tuple[str, str]:
+    """What the splitter must come to."""
+    if text.lstrip().startswith(OPEN):
+        text, inside = text.lstrip().removeprefix(OPEN), True
+    if not inside:
+        return "", text
+    reasoning, _, answer = text.partition(CLOSE)
+    return reasoning.strip("\n"), answer.lstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "reasoning", "answer"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.\n", False, "Hm.", "Yes.\n"),
+        ("Hm.\n\nWell.\n</think>\n\nYes.", True, "Hm.\n\nWell.", "Yes."),
+        ("<think>Hm.</think>Yes.", True, "Hm.", "Yes."),  # opened by the template and by the model
+        ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
+        ("<think>Hm. </th", False, "Hm. </th", ""),  # cut off in its midst
+        ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
+        (" \n<thin", False, "", " \n<thin"),
+        ("a</think>b</think><think>", True, "a", "b</think><think>"),
+        ("", True, "", ""),
+    ],
+)
+def test_split(text: str, inside: bool, reasoning: str, answer: str):
+    assert of_whole_text(text, inside) == (reasoning, answer)
+    assert split([text], inside) == (reasoning, answer)
+    assert split(list(text), inside) == (reasoning, answer)
+
+
+PIECES = st.sampled_from([OPEN, CLOSE, "<", "<think", "</think", "</", ">", "\n", "\n\n", " ", "a", "é日"])
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.lists(st.tuples(PIECES, st.booleans()), max_size=12), st.booleans(), st.lists(st.integers(0, 99), max_size=9))
+def test_any_cut_gives_the_same(pieces: list, inside: bool, at: list[int]):
+    text = "".join(piece for piece, _ in pieces)
+    ends = sorted(i % (len(text) + 1) for i in at)
+    parts = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    assert split(parts, inside) == split(list(text), inside) == of_whole_text(text, inside)
+
+
+def test_text_that_cannot_be_a_mark_is_not_held_back():
+    splitter = ReasoningSplitter(False)
+    parts = ["<think>", "\nHm", ".", "\n", "So", "<", "b", "</think", ">\n", "\nYes", "."]
+    assert [splitter.push(part) for part in parts] == [
+        *[("", ""), ("Hm", ""), (".", ""), ("", ""), ("\nSo", ""), ("", ""), ("<b", ""), ("", ""), ("", "")],
+        *[("", "Yes"), ("", ".")],
+    ]

@@ -1,0 +1,234 @@
+"""Tool calls in text: what is a call, what is not, and the same result however the text comes."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.text.tool_calls import HERMES, LLAMA3, ToolCallParser, ToolFormat
+
+NAMES = {"f", "get_weather"}
+CALL = '{"name": "f", "arguments": {"a": [1, "}<tool_call>\\""]}}'
+ARGUMENTS = '{"a": [1, "}<tool_call>\\""]}'
+
+
+def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple[str, str]]]:
+    """Content and (name, arguments) of the calls; checks that the pieces come as a stream wants them."""
+    parser = ToolCallParser(form, **{"names": NAMES, **options})
+    content, calls = "", []
+    for new_content, pieces in [*map(parser.push, parts), parser.finish()]:
+        content += new_content
+        for piece in pieces:
+            if piece.name:
+                assert piece.index == len(calls)
+                assert piece.id.startswith("call_")
+                assert piece.arguments == ""
+                calls.append((piece.name, ""))
+            else:
+                assert piece.index == len(calls) - 1
+                assert piece.arguments
+                assert not piece.id
+                calls[-1] = (calls[-1][0], calls[-1][1] + piece.arguments)
+    return content, calls
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"<tool_call>\n{CALL}\n</tool_call>", "", [("f", ARGUMENTS)]),
+        (f"Sure. \n<tool_call>{CALL}</tool_call>\n", "Sure.", [("f", ARGUMENTS)]),
+        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", [("f", ARGUMENTS)] * 2),
+        (f"<tool_call>{CALL}<tool_call>{CALL}", "", [("f", ARGUMENTS)] * 2),  # end marks forgotten
+        (f"<tool_call>{CALL}</tool_call> There.", "There.", [("f", ARGUMENTS)]),
+        # Hermes' own order of keys; and what else models do
+        ('<tool_call>\n{ "arguments": {"a": 1}, "name": "f"}\n</tool_call>', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+        ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {}, "id": "}"}</tool_call>', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", '{"a": 1}')]),  # a brace forgotten
+        # begun, but not valid or not ended: the arguments as generated
+        ('<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>', "", [("f", '{"a": oops}')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "\\', "", [("f", '{"a": "\\')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": [1</tool_call>', "", [("f", '{"a": [1')]),
+        # no calls: given back as they stood
+        ("a < b <tool", "a < b <tool", []),
+        ("The mark \n<tool_call> is one. ", "The mark \n<tool_call> is one. ", []),
+        ("<tool_call>{oops}</tool_call>", "<tool_call>{oops}</tool_call>", []),
+        ("<tool_call>{'name': 'f'}</tool_call>", "<tool_call>{'name': 'f'}</tool_call>", []),
+        ('<tool_call>{"name": "g", "arguments": {}}', '<tool_call>{"name": "g", "arguments": {}}', []),
+        ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
+        ('<tool_call>{"name": ["f"]}', '<tool_call>{"name": ["f"]}', []),
+        ('<tool_call>{"name": "f", "arguments": <', '<tool_call>{"name": "f", "arguments": <', []),
+        (f'<tool_call>{{"id": <tool_call>{CALL}', '<tool_call>{"id": ', [("f", ARGUMENTS)]),
+        ("<tool_call>{" + " " * 1100 + CALL, "<tool_call>{" + " " * 1100 + CALL, []),
+        (
+            '<tool_call>{"name": ' + "[" * 2000 + "]" * 2000 + "}",
+            '<tool_call>{"name": ' + "[" * 2000 + "]" * 2000 + "}",
+            [],
+        ),
+        (CALL, CALL, []),
+    ],
+)
+def test_hermes(text: str, content: str, calls: list):
+    assert read(HERMES, [text]) == (content, calls)
+    assert read(HERMES, list(text)) == (content, calls)
+
+
+LLAMA_CALL = '{"name": "f", "parameters": {"a": {}}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (LLAMA_CALL, "", [("f", '{"a": {}}')]),
+        (f"\n<|python_tag|>{LLAMA_CALL}", "", [("f", '{"a": {}}')]),
+        (f"Let me see. <|python_tag|>{LLAMA_CALL}", "Let me see.", [("f", '{"a": {}}')]),
+        (f"{LLAMA_CALL}; {LLAMA_CALL};\n{LLAMA_CALL};", "", [("f", '{"a": {}}')] * 3),
+        (f"{LLAMA_CALL}\n{LLAMA_CALL}", "", [("f", '{"a": {}}')] * 2),
+        ('{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
+        ('{"name": "f", "parameters": {}, "type": "function"}', "", [("f", "{}")]),
+        (f"{LLAMA_CALL}; done", "; done", [("f", '{"a": {}}')]),
+        # an answer in JSON, code for the interpreter, a call that is not at the beginning
+        ('{"answer": {"name": "f", "parameters": {}}}', '{"answer": {"name": "f", "parameters": {}}}', []),
+        ('{"name": "Paris", "parameters": {}}', '{"name": "Paris", "parameters": {}}', []),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        (f"Say {LLAMA_CALL}", f"Say {LLAMA_CALL}", []),
+        ("{ const x = 1; }", "{ const x = 1; }", []),
+        ("", "", []),
+    ],
+)
+def test_llama3(text: str, content: str, calls: list):
+    assert read(LLAMA3, [text]) == (content, calls)
+    assert read(LLAMA3, list(text)) == (content, calls)
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<tool",
+            "_call>",
+            "<",
+            "<|python_tag|>",
+            "<|",
+            ";",
+            " ",
+            "\n",
+            "{",
+            "}",
+            "[",
+            "]",
+        ),
+        *(
+            '"',
+            '"name"',
+            '"f"',
+            '"arguments"',
+            '"parameters"',
+            '"type": "function"',
+            ":",
+            ",",
+            "\\",
+            "1",
+            "é日",
+            "text",
+        ),
+        *(
+            CALL,
+            LLAMA_CALL,
+            '{"name": "f", "arguments": {',
+            '{"name": "',
+            '": {"a": "',
+            '{"arguments": {}, "name": "f"}',
+        ),
+        " " * 1100,
+    ]
+)
+TEXTS = st.lists(PIECES, max_size=14).map("".join)
+
+
+def cut(text: str, at: list[int]) -> list[str]:
+    ends = sorted(i % (len(text) + 1) for i in at)
+    return [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    form=st.sampled_from([HERMES, LLAMA3]),
+    text=TEXTS,
+    at=st.lists(st.integers(0, 10_000), max_size=20),
+    options=st.sampled_from([{}, {"most": 1}, {"begun": "f", "names": None}, {"begun": "", "names": None}]),
+)
+def test_any_cut_gives_the_same(form: ToolFormat, text: str, at: list[int], options: dict):
+    whole = read(form, [text], **options)
+    assert read(form, cut(text, at), **options) == whole
+    assert read(form, list(text), **options) == whole
+    if not whole[1]:  # then nothing is lost
+        assert whole[0] == (form.opening("") if options.get("begun") == "" else "") + text
+
+
+TEXT = st.text(max_size=9)
+JSON = st.none() | st.booleans() | st.integers() | TEXT | st.lists(TEXT, max_size=3)
+ARGS = st.dictionaries(TEXT, JSON | st.dictionaries(TEXT, JSON, max_size=2), max_size=3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([HERMES, LLAMA3]),
+    st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGS, st.booleans()), min_size=1, max_size=4),
+    st.lists(st.integers(0, 10_000), max_size=20),
+)
+def test_any_calls_are_read_back(form: ToolFormat, calls: list, at: list[int]):
+    written = [(name, json.dumps(arguments, ensure_ascii=ascii)) for name, arguments, ascii in calls]
+    objects = [f'{{"name": "{name}", "{form.arguments}": {arguments}}}' for name, arguments in written]
+    text = "; ".join(objects) if form.is_bare else "".join(f"<tool_call>\n{o}\n</tool_call>" for o in objects)
+    assert read(form, cut(text, at)) == ("", written)
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3])
+def test_arguments_grow_as_they_come(form: ToolFormat):
+    parser = ToolCallParser(form, NAMES)
+    parser.push(form.opening("f"))
+    (begin, first) = parser.push(' {"city"')[1]
+    assert (begin.name, first.arguments) == ("f", '{"city"')
+    assert [p.arguments for p in parser.push(': "Pa')[1]] == [': "Pa']
+    assert [p.arguments for p in parser.push('ris"}}')[1]] == ['ris"}']
+
+
+def test_text_that_cannot_be_a_mark_is_not_held_back():
+    parser = ToolCallParser(HERMES, NAMES)
+    assert [parser.push(part)[0] for part in ("Hello", " ", "<", "b>", "{", "<tool_", "x")] == [
+        *("Hello", "", "", " <b>", "{", "", "<tool_x"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "arguments"),
+    [
+        (HERMES, ' {"a": 1}}\n</tool_call>', '{"a": 1}'),
+        (LLAMA3, '{"a": "}"}}', '{"a": "}"}'),
+        (HERMES, ' "a"}</tool_call>', '"a"'),
+        (HERMES, " I do not know that.", "I do not know that."),
+        (HERMES, "", ""),
+    ],
+)
+def test_a_call_that_the_prompt_has_begun(form: ToolFormat, text: str, arguments: str):
+    assert read(form, list(text), begun="f", names=None, most=1) == ("", [("f", arguments)])
+
+
+def test_a_call_that_the_prompt_has_begun_without_a_name():
+    text = 'any", "arguments": {"a": 1}}</tool_call>'
+    assert read(HERMES, list(text), begun="", names=None) == ("", [("any", '{"a": 1}')])
+    assert read(HERMES, ["any"], begun="", names=None) == ('<tool_call>\n{"name": "any', [])
+
+
+def test_after_the_last_call_allowed_nothing_is_read():
+    parser = ToolCallParser(HERMES, NAMES, most=1)
+    parser.push(f"<tool_call>{CALL[:-1]}")
+    assert not parser.done
+    parser.push("}")
+    assert parser.done
+    assert parser.push(f"</tool_call><tool_call>{CALL} and more") == ("", [])
