@@ -12,10 +12,14 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config",
-    ["deterministic=True", "graphs=True, max_num_seqs=4", "pipeline_depth=1, block_size=8, num_kv_blocks=40"],
+    ("config", "guesses"),
+    [
+        ("deterministic=True", 2),
+        ("graphs=True, max_num_seqs=4", 0),
+        ("graphs=True, max_num_seqs=4, max_num_batched_tokens=100, share_right=1.0", 2),
+        ("pipeline_depth=1, block_size=8, num_kv_blocks=40", 0),
+    ],
 )
-@pytest.mark.parametrize("guesses", [0, 2])
 def test_tokens_are_those_of_the_torch_path(config, guesses):
     code = f"""if True:
         from triton_engine import run

@@ -55,9 +55,9 @@ class Replay:
         self.count += 1
 
 
-def run(backend, graphs=False, answers=None, guesses=0, **config):
+def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, **config):
     """Tokens, ranks and rounded alternatives by request, and the prompt tokens that came from the cache. Rows verify up
-    to `guesses` tokens of `answers`, of which a fifth is wrong."""
+    to `guesses` tokens of `answers`, of which a share is right."""
     settings = {
         "device": "cpu",
         "kernel_backend": backend,
@@ -83,7 +83,7 @@ def run(backend, graphs=False, answers=None, guesses=0, **config):
     speculation = None
     if guesses:
         drafter = Recorded(
-            {name: [token for token, *_ in rows] for name, rows in answers.items()}, 0.8, SPEC.vocab_size
+            {name: [token for token, *_ in rows] for name, rows in answers.items()}, share_right, SPEC.vocab_size
         )
         speculation = Speculation(drafter, guesses, (), 0.0)
     core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
