@@ -208,7 +208,8 @@ class DeviceSteps:
         self.graph_logits = torch.empty((most, vocab), dtype=torch.float32, device=self.device)
         pool = torch.cuda.graph_pool_handle()
         for count, size in shapes:
-            self.graph_rows.copy_(torch.from_numpy(self._rows_of_graph(count, size)))
+            rows = self._rows_of_graph(count, size)
+            self.graph_rows[: len(rows)].copy_(torch.from_numpy(rows))
             self._decode(size, count)  # kernels are compiled and workspaces made outside of a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
