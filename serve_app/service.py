@@ -21,6 +21,7 @@ from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 from serve_app.answers import Delta
 from serve_app.errors import ApiError, echoed, invalid
+from serve_app.metrics import JobRecord, Origin, ServiceMetrics
 from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
 
 _TAIL = 8  # prompt tokens that tell how the output's text begins
@@ -47,6 +48,7 @@ class Service:
         """`model` is the name that clients use. Without a tokenizer the service is loading until `start`."""
         self.model = model
         self._client = client
+        self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
@@ -137,43 +139,44 @@ class Service:
         echoes = self._echoes(request, prompts, num_choices) if not chat and request.echo else []
         return Job(job_id, chat, request.num_logprobs() is not None, requests, echoes, sum(map(len, prompts)))
 
-    async def run(self, job: Job) -> AsyncGenerator[list[Delta], None]:
+    async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
 
         Raises ApiError: 429 if the engine is full, 503 if it is away, 504 if it is late, 500 if it fails."""
-        if reason := self._client.health():
-            raise _unavailable(reason, _RECOVERY_RETRY_S)
-        if job.echoes:
-            yield [Delta(i, text) for i, text in enumerate(job.echoes)]
-        try:
-            if len(job.requests) == 1:
-                async with aclosing(self._choice(0, job.requests[0])) as choice:
-                    async for delta in choice:
-                        yield [delta]
-            else:
-                async with aclosing(self._merged(job.requests)) as choices:
-                    async for deltas in choices:
-                        yield deltas
-        except EngineBusy as e:
-            raise ApiError(
-                429, str(e), type="rate_limit_error", code="engine_busy", retry_after_s=e.retry_after_s
-            ) from e
-        except EngineDraining as e:
-            raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
-        except QueueTimeout as e:
-            raise ApiError(504, str(e), type="server_error", code="queue_timeout") from e
-        except ApiError:
-            raise
-        except CallboardError as e:
-            raise ApiError(500, str(e), type="server_error", code="engine_error") from e
+        with self.metrics.job(job.id, origin or Origin()) as record:
+            if reason := self._client.health():
+                raise _unavailable(reason, _RECOVERY_RETRY_S)
+            if job.echoes:
+                yield [Delta(i, text) for i, text in enumerate(job.echoes)]
+            try:
+                if len(job.requests) == 1:
+                    async with aclosing(self._choice(0, job.requests[0], record)) as choice:
+                        async for delta in choice:
+                            yield [delta]
+                else:
+                    async with aclosing(self._merged(job.requests, record)) as choices:
+                        async for deltas in choices:
+                            yield deltas
+            except EngineBusy as e:
+                raise ApiError(
+                    429, str(e), type="rate_limit_error", code="engine_busy", retry_after_s=e.retry_after_s
+                ) from e
+            except EngineDraining as e:
+                raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
+            except QueueTimeout as e:
+                raise ApiError(504, str(e), type="server_error", code="queue_timeout") from e
+            except ApiError:
+                raise
+            except CallboardError as e:
+                raise ApiError(500, str(e), type="server_error", code="engine_error") from e
 
-    async def _merged(self, requests: list[Request]) -> AsyncGenerator[list[Delta], None]:
+    async def _merged(self, requests: list[Request], record: JobRecord) -> AsyncGenerator[list[Delta], None]:
         """All choices side by side."""
         ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=2 * len(requests))
 
         async def pump(index: int, request: Request) -> None:
             try:
-                async with aclosing(self._choice(index, request)) as choice:
+                async with aclosing(self._choice(index, request, record)) as choice:
                     async for delta in choice:
                         await ready.put(delta)
             except Exception as e:
@@ -197,19 +200,24 @@ class Service:
             for task in pumps:
                 task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
 
-    async def _choice(self, index: int, request: Request) -> AsyncGenerator[Delta, None]:
+    async def _choice(self, index: int, request: Request, record: JobRecord) -> AsyncGenerator[Delta, None]:
         """One choice. Closing it, or a stop string, closes the engine's generator, which aborts the request."""
         params = request.params
         tail = request.token_ids[-_TAIL:]
         text = TextStream(
             self.tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, tail
         )
-        async with aclosing(self._client.generate(request)) as outputs:
-            async for output in outputs:
-                delta = _delta(index, text, output, params.include_stop_str_in_output)
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+        with record.choice(request) as seen:
+            async with aclosing(self._client.generate(request)) as outputs:
+                async for output in outputs:
+                    seen.note(output)
+                    delta = _delta(index, text, output, params.include_stop_str_in_output)
+                    if delta.finish_reason is not None:
+                        seen.reason = delta.finish_reason
+                    yield delta
+                    if delta.finish_reason is not None:
+                        self.metrics.delivered(seen)
+                        return
 
     # ---- preparing --------------------------------------------------------------------------------------------------
 

@@ -80,6 +80,7 @@ class Request:
     seed: int = 0  # 63 bits; the key of this request's noise (C4)
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
+    engine: int = 0  # which of a replica's engines has it
 
 
 class TokenLogprobs(NamedTuple):
@@ -102,6 +103,9 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, if asked for
     num_cached: int = 0  # prompt tokens served from the prefix cache
     error: str = ""  # one sentence, with FinishReason.ERROR
+    queued_s: float = 0.0  # with the first token: from the engine's queue to a slot
+    prefill_s: float = 0.0  # with the first token: from a slot to it
+    sampled_at: float = 0.0  # when the last token here was sampled, by the engine's wall clock; 0: there is none
 
 
 @dataclass(slots=True)
