@@ -27,6 +27,7 @@ from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
+from serve_app.ray_metrics import RayMetrics
 from serve_app.requests import ChatRequest, CompletionRequest, parse
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -121,6 +122,10 @@ class Front:
         tokenizer = await asyncio.to_thread(Tokenizer.load, path)
         await self._engines.start()
         self._service.start(tokenizer)
+        context = serve.get_replica_context()
+        ray_metrics = RayMetrics(self._service.model, context.replica_id.unique_id)
+        is_first = lambda: serve.get_replica_context().rank.rank == 0  # noqa: E731  # the one that tells of the engines
+        self._reporting = asyncio.create_task(self._service.metrics.run(ray_metrics, is_first))
         freeze_garbage()
 
     def check_health(self) -> None:

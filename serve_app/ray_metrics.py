@@ -1,0 +1,82 @@
+"""Figures through ray.util.metrics, under the names that vLLM has there (vllm_..., which Ray exports as ray_vllm_...):
+Ray's shipped "Serve LLM" dashboard reads them.
+
+That dashboard joins them with Serve's own request counter by worker, so they are published by the fronts: each its own
+requests, and one of them what only the engines know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.util import metrics as ray_metrics
+
+from actors.metrics import METRICS, Figures, Histogram, Snapshot
+
+_LABELS = ("model_name", "engine", "ReplicaId")
+
+
+class RayMetrics:
+    """The metrics of one replica's process."""
+
+    def __init__(self, model: str, replica_id: str) -> None:
+        self._tags = {"model_name": model, "ReplicaId": replica_id}
+        self._metrics: dict[str, Any] = {}
+        self._last: dict[int, Figures] = {}  # by engine: its own figures when they were last published
+
+    def publish(self, engine: int, new: Figures) -> None:
+        """What was newly counted."""
+        tags = {**self._tags, "engine": str(engine)}
+        for name, values in new.numbers.items():
+            label = METRICS[name].label
+            for label_value, value in values.items():
+                labelled = {**tags, label: label_value} if label else tags
+                if METRICS[name].kind == "gauge":
+                    self._metric(name).set(value, labelled)
+                elif value > 0:
+                    self._metric(name).inc(value, labelled)
+        for name, histogram in new.histograms.items():
+            # Ray takes one observation at a time (2 us). Of those that share a bucket it gets the mean: counts and sum
+            # are exact.
+            for count, total in zip(histogram.counts, histogram.sums, strict=True):
+                for _ in range(count):
+                    self._metric(name, histogram).observe(total / count, tags)
+
+    def publish_engine(self, engine: int, snapshot: Snapshot) -> None:
+        """What an engine counts itself, and has since it was last published; a new engine's all."""
+        own = Figures(
+            {name: dict(v) for name, v in snapshot.figures.numbers.items() if METRICS[name].owner == "engine"},
+            {name: h for name, h in snapshot.figures.histograms.items() if METRICS[name].owner == "engine"},
+        )
+        last, self._last[engine] = self._last.get(engine), own
+        new = Figures()
+        new.add(own)
+        if last is not None and not _is_behind(own, last):
+            new.add(last, -1)
+        for name, metric in METRICS.items():
+            if metric.kind == "gauge":
+                new.numbers[name] = own.numbers[name]
+        self.publish(engine, new)
+        tags = {**self._tags, "engine": str(engine), **snapshot.cache_config}
+        self._metric("vllm:cache_config_info", labels=tuple(tags)).set(1, tags)
+
+    def _metric(self, name: str, histogram: Histogram | None = None, labels: tuple[str, ...] = ()) -> Any:
+        if (found := self._metrics.get(name)) is None:
+            metric = METRICS.get(name)
+            label = (metric.label,) if metric is not None and metric.label else ()
+            about = (name.replace(":", "_"), metric.help if metric else "The KV cache, in labels.")
+            keys = {"tag_keys": labels or (*_LABELS, *label)}
+            if histogram is not None:
+                found = ray_metrics.Histogram(*about, boundaries=list(histogram.bounds), **keys)
+            elif metric is None or metric.kind == "gauge":
+                found = ray_metrics.Gauge(*about, **keys)
+            else:
+                found = ray_metrics.Counter(*about, **keys)
+            self._metrics[name] = found
+        return found
+
+
+def _is_behind(now: Figures, last: Figures) -> bool:
+    """Whether the engine began anew since: it has taken fewer steps than it had."""
+    step = "callboard:step_seconds"
+    return sum(now.histograms[step].counts) < sum(last.histograms[step].counts)
