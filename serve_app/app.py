@@ -114,6 +114,10 @@ class Front:
         app_name = serve.get_replica_context().app_name
         self._engines = LinkGroup([link_to(engine_name(app_name, rank)) for rank in range(num_engines)])
         self._service = Service(self._engines, None, served_model_name or config.model)
+        if settings.otlp_traces_endpoint is not None:
+            from serve_app.tracing import Tracing
+
+            self._service.metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
         self._app = build_http_app(self._service, settings, echo_request_ids=False)
         self._start = asyncio.create_task(self._connect(config))
 

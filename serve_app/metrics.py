@@ -174,7 +174,7 @@ class ServiceMetrics:
             if engine not in snapshots:
                 self._pending.setdefault(engine, Figures()).add(figures)
             elif self._ray is not None:
-                self._ray.publish(engine, figures)
+                await self._ray.publish(engine, figures)
         return snapshots
 
     async def exposition(self) -> bytes:
@@ -191,7 +191,7 @@ class ServiceMetrics:
             await asyncio.sleep(_REPORT_PERIOD_S)
             if publishes_engines():
                 for engine, snapshot in (await self.report()).items():
-                    ray_sink.publish_engine(engine, snapshot)
+                    await ray_sink.publish_engine(engine, snapshot)
             elif self._pending:
                 await self.report()
 
@@ -224,11 +224,11 @@ class ServiceMetrics:
 class RaySink(Protocol):
     """Publishes figures through Ray (serve_app/ray_metrics.py)."""
 
-    def publish(self, engine: int, new: Figures) -> None:
+    async def publish(self, engine: int, new: Figures) -> None:
         """What a replica has newly counted of its own requests."""
         ...
 
-    def publish_engine(self, engine: int, snapshot: Snapshot) -> None:
+    async def publish_engine(self, engine: int, snapshot: Snapshot) -> None:
         """What an engine counts itself."""
         ...
 

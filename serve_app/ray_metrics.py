@@ -7,12 +7,14 @@ requests, and one of them what only the engines know.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from ray.util import metrics as ray_metrics
 
 from actors.metrics import METRICS, Figures, Histogram, Snapshot
 
+_AT_ONCE = 200  # observations
 _LABELS = ("model_name", "engine", "ReplicaId")
 
 
@@ -24,7 +26,7 @@ class RayMetrics:
         self._metrics: dict[str, Any] = {}
         self._last: dict[int, Figures] = {}  # by engine: its own figures when they were last published
 
-    def publish(self, engine: int, new: Figures) -> None:
+    async def publish(self, engine: int, new: Figures) -> None:
         """What was newly counted."""
         tags = {**self._tags, "engine": str(engine)}
         for name, values in new.numbers.items():
@@ -36,27 +38,32 @@ class RayMetrics:
                 elif value > 0:
                     self._metric(name).inc(value, labelled)
         for name, histogram in new.histograms.items():
-            # Ray takes one observation at a time (2 us). Of those that share a bucket it gets the mean: counts and sum
-            # are exact.
+            # Ray takes one observation at a time (2 us): streams must not wait for all of a busy second's. Of those that
+            # share a bucket it gets the mean, so that counts and sum are exact.
             for count, total in zip(histogram.counts, histogram.sums, strict=True):
-                for _ in range(count):
+                for i in range(count):
                     self._metric(name, histogram).observe(total / count, tags)
+                    if i % _AT_ONCE == _AT_ONCE - 1:
+                        await asyncio.sleep(0)
 
-    def publish_engine(self, engine: int, snapshot: Snapshot) -> None:
-        """What an engine counts itself, and has since it was last published; a new engine's all."""
+    async def publish_engine(self, engine: int, snapshot: Snapshot) -> None:
+        """What an engine counts itself, and has since it was last published; a new engine's all.
+
+        What was counted before this process first looked is left to the one that told of it then."""
         own = Figures(
             {name: dict(v) for name, v in snapshot.figures.numbers.items() if METRICS[name].owner == "engine"},
             {name: h for name, h in snapshot.figures.histograms.items() if METRICS[name].owner == "engine"},
         )
         last, self._last[engine] = self._last.get(engine), own
         new = Figures()
-        new.add(own)
-        if last is not None and not _is_behind(own, last):
-            new.add(last, -1)
+        if last is not None:
+            new.add(own)
+            if not _is_behind(own, last):
+                new.add(last, -1)
         for name, metric in METRICS.items():
             if metric.kind == "gauge":
                 new.numbers[name] = own.numbers[name]
-        self.publish(engine, new)
+        await self.publish(engine, new)
         tags = {**self._tags, "engine": str(engine), **snapshot.cache_config}
         self._metric("vllm:cache_config_info", labels=tuple(tags)).set(1, tags)
 
