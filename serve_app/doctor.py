@@ -6,11 +6,13 @@ in a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ _MIN_FILES = 4096  # a front holds two file descriptors for each stream
 _MIN_SHARED_BYTES = 256 << 20  # Ray's object store (100 MiB) and what its processes map besides
 _MIN_MEMORY_BYTES = 2 * _GIB
 _PROBE_TIMEOUT_S = 60
+_CONNECT_TIMEOUT_S = 5
 _TORCH_PROBE = """
 import json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -153,10 +156,11 @@ def model_cache() -> Finding:
 
 
 def ray_reachable(address: str) -> Finding:
-    """Asked by Ray's own command, which knows how to wait and when to give up."""
-    status = _run(sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address)
-    if status is not None:
-        return Finding("ok", "Ray cluster", address)
+    """Asked by Ray's own command, unless nobody listens there: it would try for half a minute."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S):
+        if _run(sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address) is not None:
+            return Finding("ok", "Ray cluster", address)
     return Finding("fail", "Ray cluster", f"{address} does not answer", "start it (ray start) or check the address.")
 
 

@@ -38,8 +38,8 @@ class RayMetrics:
                 elif value > 0:
                     self._metric(name).inc(value, labelled)
         for name, histogram in new.histograms.items():
-            # Ray takes one observation at a time (2 us): streams must not wait for all of a busy second's. Of those that
-            # share a bucket it gets the mean, so that counts and sum are exact.
+            # Ray takes one observation at a time (2 us): streams must not wait for all of a busy second's. Of those
+            # that share a bucket it gets the mean, so that counts and sum are exact.
             for count, total in zip(histogram.counts, histogram.sums, strict=True):
                 for i in range(count):
                     self._metric(name, histogram).observe(total / count, tags)
