@@ -39,7 +39,7 @@ class RayMetrics:
                     self._metric(name).inc(value, labelled)
         for name, histogram in new.histograms.items():
             # Ray takes one observation at a time (2 us): streams must not wait for all of a busy second's. Of those
-            # that share a bucket it gets the mean, so that counts and sum are exact.
+            # that share a bucket it gets the mean; it keeps no more of them than their bucket.
             for count, total in zip(histogram.counts, histogram.sums, strict=True):
                 for i in range(count):
                     self._metric(name, histogram).observe(total / count, tags)

@@ -136,7 +136,7 @@ def test_the_doctor_on_gpus(rows, torch, level, words):
 
 @pytest.mark.slow
 def test_figures_reach_rays_own_exporter(ray_session):
-    """Counts and sums as they were observed, under the names of Ray's dashboard."""
+    """Under the names of Ray's dashboard. Ray itself makes a histogram's sum out of the middles of its buckets."""
     import ray
 
     @ray.remote
@@ -164,7 +164,6 @@ def test_figures_reach_rays_own_exporter(ray_session):
         "ray_vllm_num_requests_running": 2,
         "ray_vllm_request_success_total": 3,
         "ray_vllm_inter_token_latency_seconds_count": 300,
-        "ray_vllm_inter_token_latency_seconds_sum": 6,
         "ray_vllm_cache_config_info": 1,
     }
     end, found = time.monotonic() + 30, {}
