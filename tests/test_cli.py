@@ -145,6 +145,15 @@ def test_runtime_errors_are_one_sentence(argv: list[str], says: str):
     assert done.stdout == ""
 
 
+def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_started(write_tiny_gguf):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    done = callboard("serve", str(write_tiny_gguf(tokenizer__ggml__pre="nope")), "--port", port, timeout=20)
+    assert done.returncode == 1
+    assert "splits text by the rules of 'nope'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 # ---- callboard chat --url -------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ def check(core: EngineCore) -> None:
     assert len(set(slots)) == len(slots)
     assert sorted(slots + s._free_slots) == list(range(s.max_num_seqs))
     assert s.num_waiting == sum(state.slot < 0 for state in s.requests.values())
+    assert s.num_waiting_tokens == sum(len(state.tokens) for state in s.requests.values() if state.slot < 0)
     assert len(s.running) + s.num_waiting == len(s.requests)
 
 

@@ -212,3 +212,23 @@ def test_another_ray_job_streams_through_the_handle(url):
         timeout=60,
     )
     assert done.stdout.strip() == "The capital of France is Paris.", done.stderr
+
+
+async def test_deleting_the_application_lets_streams_finish(url):
+    """As a redeployment does with the old replicas. The last test: the application is gone after it."""
+    from ray import serve
+
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    stream = await client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = aiter(stream)
+    await anext(chunks)
+    await asyncio.to_thread(serve.delete, "callboard", _blocking=False)
+    more = [chunk async for chunk in chunks]
+    assert len(more) > 100, "it was nearly done before the application was deleted"
+    assert more[-1].choices[0].finish_reason == "length"
+    end = time.monotonic() + 20
+    while "callboard" in (await asyncio.to_thread(serve.status)).applications:
+        assert time.monotonic() < end, "an application without requests must not wait for the drain's timeout"
+        await asyncio.sleep(0.1)
