@@ -35,6 +35,7 @@ from actors.frames import (
     Submit,
 )
 from actors.link_server import Connection, LinkServer, Stream
+from actors.metrics import EngineMeter, Figures, Snapshot
 from actors.placement import runner_options
 from actors.runner import SWITCH_INTERVAL_S, ModelRunnerActor
 from runtime.core.config import EngineConfig, ModelInfo
@@ -52,10 +53,12 @@ class EngineLoop:
     """The step thread. It alone touches the scheduler; everybody else puts a message in its inbox.
 
     `start_runners()` makes a fresh group of runners and returns an executor for it; it is called at the start and
-    whenever a runner is lost.
+    whenever a runner is lost. `num_restarts` tells how many engines there were before this one.
     """
 
-    def __init__(self, config: EngineConfig, start_runners: Callable[[], tuple[Executor, ModelInfo]]) -> None:
+    def __init__(
+        self, config: EngineConfig, start_runners: Callable[[], tuple[Executor, ModelInfo]], num_restarts: int = 0
+    ) -> None:
         self.config = config
         self._start_runners = start_runners
         # From a connection, its message or None when it comes or goes; from anyone else, what the step thread shall do.
@@ -73,7 +76,8 @@ class EngineLoop:
         self.reason = "The engine is loading its model."
         self.executor, self.info = start_runners()
         self.core = EngineCore(config, self.info, self.executor)
-        self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)))
+        self._meter = EngineMeter(config, self.info, num_restarts)
+        self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
         self.reason = ""
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
         self._thread.start()
@@ -117,6 +121,10 @@ class EngineLoop:
             "streams": [len(c.streams) for c in list(self._connections)],  # live requests of each
         }
 
+    def report(self, figures: Figures) -> Snapshot:
+        """Add what a replica has counted; all figures of this engine."""
+        return self._meter.report(figures, self.core.scheduler, self.num_rebuilds)
+
     def abort(self, request_id: str) -> None:
         """End a request by its id, or all choices of one; its replica is told that it was aborted."""
         self._inbox.put(partial(self._abort, request_id))
@@ -144,6 +152,7 @@ class EngineLoop:
     def _run(self) -> None:
         """New requests and the plan after a step go to the runners before the step's tokens go to the replicas, so that
         the runners compute while frames are written."""
+        meter = self._meter
         while True:
             self._take_messages()
             if self._closed:
@@ -151,8 +160,10 @@ class EngineLoop:
             if self._deadlines:
                 self._give_up_the_late()
             try:
-                self.core.submit()
+                meter.before_submit(self.core.scheduler.num_in_flight, self._output is not None)
+                meter.submitted(self.core.submit())
                 self._emit()
+                meter.before_collect()
                 self._output = self.core.collect()
             except CallboardError as e:
                 if not self._closed:
@@ -160,6 +171,7 @@ class EngineLoop:
                 continue
             if self._output is not None:
                 self._losses = 0
+                meter.collected()
             self._progress = time.monotonic()
 
     def _take_messages(self) -> None:
@@ -205,14 +217,14 @@ class EngineLoop:
 
     def _submit(self, connection: Connection, message: Submit) -> None:
         if not message.resumed and (refusal := self._refusal(message)) is not None:
-            connection.send(refusal)
+            self._refuse(connection, refusal)
             return
         stream = Stream(connection, message.stream, message.request.request_id)
         message.request.request_id = stream.key
         try:
             state = self.core.add(message.request, stream)
         except CallboardError as e:
-            connection.send(Refused(message.stream, str(e), Refusal.NEVER))
+            self._refuse(connection, Refused(message.stream, str(e), Refusal.NEVER))
             return
         connection.streams[message.stream] = stream
         if self.config.queue_timeout_s is not None and not message.resumed:
@@ -249,7 +261,11 @@ class EngineLoop:
                 self.core.abort(stream.key)
                 stream.connection.streams.pop(stream.number, None)
                 text = f"The request waited {self.config.queue_timeout_s:g} s in the queue (queue_timeout_s)."
-                stream.connection.send(Refused(stream.number, text, Refusal.LATE))
+                self._refuse(stream.connection, Refused(stream.number, text, Refusal.LATE))
+
+    def _refuse(self, connection: Connection, refusal: Refused) -> None:
+        self._meter.figures.count("callboard:requests_refused", refusal.reason.name.lower())
+        connection.send(refusal)
 
     def _retry_after_s(self, waiting: int) -> float:
         """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""
@@ -282,13 +298,19 @@ class EngineLoop:
         if output is None:
             return
         touched: set[Connection] = set()
-        logprobs = output.logprobs
+        logprobs, meter = output.logprobs, self._meter
+        sampled_at, last_at, num_others = meter.sampled_at, meter.last_at, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
             stream: Stream = state.owner
             connection = stream.connection
-            if not stream.started:
-                stream.started = True
-                connection.started.append((stream.number, state.num_cached))
+            if stream.last_at is not last_at:  # its last token was not the last step's
+                num_others += 1
+                if stream.last_at:
+                    meter.token_latency.observe(sampled_at - stream.last_at)
+                else:
+                    times = stream.admitted_at - stream.arrived_at, sampled_at - stream.admitted_at
+                    connection.started.append((stream.number, state.num_cached, *times))
+            stream.last_at = sampled_at
             if i in logprobs:
                 connection.logprobs[len(connection.token_column)] = logprobs[i]
             connection.stream_column.append(stream.number)
@@ -297,9 +319,9 @@ class EngineLoop:
         for state, scores in output.prompt_logprobs:
             state.owner.connection.prompt_logprobs.append((state.owner.number, scores))
             touched.add(state.owner.connection)
-        now = time.monotonic()
+        meter.emitted(len(output.states), num_others)
         for state, reason in output.finished:
-            self._finish_times.append(now)
+            self._finish_times.append(sampled_at)
             stop_id, error = None, ""
             if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
                 stop_id = state.tokens[-1]
@@ -308,6 +330,7 @@ class EngineLoop:
             self._end(state.owner, reason, stop_id, error)
             touched.add(state.owner.connection)
         for connection in touched:
+            connection.sampled_at = meter.sampled_at_wall
             connection.flush()
             if connection.silent:
                 connection.close()
@@ -355,8 +378,10 @@ class EngineActor:
 
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0}
 
-    def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, supervisor_pid: int) -> None:
-        self._supervisor_pid = supervisor_pid
+    def __init__(
+        self, config: EngineConfig, group: PlacementGroup, gpu: bool, supervisor_pid: int, num_restarts: int
+    ) -> None:
+        self._supervisor_pid, self._num_restarts = supervisor_pid, num_restarts
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._config, self._group, self._gpu = config, group, gpu
         self._runners: list[Any] = []
@@ -364,7 +389,7 @@ class EngineActor:
 
     async def start(self) -> ModelInfo:
         """Load the model. Raises CallboardError with the sentence of the runner that could not."""
-        self._loop = await asyncio.to_thread(EngineLoop, self._config, self._start_runners)
+        self._loop = await asyncio.to_thread(EngineLoop, self._config, self._start_runners, self._num_restarts)
         self._loaded = True
         self._watch = asyncio.create_task(self._check_progress())
         freeze_garbage()

@@ -1,7 +1,7 @@
 """What a replica and an engine say to each other on their link, as length-prefixed msgpack frames.
 
-    replica -> engine   Submit, Abort, AbortById, Heartbeat
-    engine  -> replica  Tokens (at most one a step), Refused, Status
+    replica -> engine   Submit, Abort, AbortById, Heartbeat, Report
+    engine  -> replica  Tokens (at most one a step), Refused, Status, Snapshot (the answer to a Report)
 
 A stream is a number that the replica chose for one live request, unique on its connection. The transport keeps order
 and loses nothing while the connection lives; when it breaks, the engine aborts the connection's requests and the
@@ -17,6 +17,7 @@ from enum import IntEnum
 
 import msgspec
 
+from actors.metrics import Figures, Snapshot
 from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
 MAX_FRAME = 64 << 20  # bytes; checked before anything is allocated
@@ -66,9 +67,16 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
     streams: bytes
     token_ids: bytes
     ended: list[Ended]
-    started: list[tuple[int, int]]  # (stream, prompt tokens from the prefix cache), once a stream
+    started: list[tuple[int, int, float, float]]  # (stream, cached prompt tokens, s queued, s in prefill), once each
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
+    sampled_at: float  # by the engine's wall clock, in seconds
     prompt_logprobs: list[tuple[int, PromptLogprobs]]  # (stream, all of its prompt), once a stream
+
+
+class Report(msgspec.Struct, array_like=True, tag=8):
+    """What the replica has counted since its last one. The answer is a Snapshot."""
+
+    figures: Figures
 
 
 class Refusal(IntEnum):
@@ -110,8 +118,8 @@ class EngineLoading(CallboardError):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_from_replica = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat)
-_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status)
+_from_replica = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report)
+_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot)
 PREFIX = struct.Struct("<I")
 
 
@@ -121,19 +129,19 @@ def encode(message: msgspec.Struct) -> bytes:
     return PREFIX.pack(len(body)) + body
 
 
-def decode_from_replica(body: bytes) -> Submit | Abort | AbortById | Heartbeat:
+def decode_from_replica(body: bytes) -> Submit | Abort | AbortById | Heartbeat | Report:
     """Raises CallboardError if `body` is not a message that a replica may send."""
     try:
-        message: Submit | Abort | AbortById | Heartbeat = _from_replica.decode(body)
+        message: Submit | Abort | AbortById | Heartbeat | Report = _from_replica.decode(body)
     except msgspec.DecodeError as e:
         raise CallboardError(f"A replica sent a frame of {len(body)} bytes that is no message: {e}.") from None
     return message
 
 
-def decode_from_engine(body: bytes) -> Tokens | Refused | Status:
+def decode_from_engine(body: bytes) -> Tokens | Refused | Status | Snapshot:
     """Raises CallboardError if `body` is not a message that an engine may send."""
     try:
-        message: Tokens | Refused | Status = _from_engine.decode(body)
+        message: Tokens | Refused | Status | Snapshot = _from_engine.decode(body)
     except msgspec.DecodeError as e:
         raise CallboardError(f"An engine sent a frame of {len(body)} bytes that is no message: {e}.") from None
     return message

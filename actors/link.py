@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 from array import array
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
@@ -25,6 +26,7 @@ from actors.frames import (
     LinkAddress,
     Refusal,
     Refused,
+    Report,
     Status,
     Submit,
     Tokens,
@@ -33,12 +35,14 @@ from actors.frames import (
     frame_size,
     tune_tcp,
 )
+from actors.metrics import Figures, Snapshot
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1  # between attempts to find the engine again
+_REPORT_S = 2.0  # an engine that does not answer a report within this is told of by its last answer
 
 
 class EngineBusy(CallboardError):
@@ -73,6 +77,11 @@ class EngineClient(Protocol):
 
     def abort(self, request_id: str) -> None:
         """End a request by its id or its client's id for it, whoever submitted it; an unknown one is no error."""
+        ...
+
+    async def report(self, figures: dict[int, Figures]) -> dict[int, Snapshot]:
+        """Give each engine what was counted for its requests since the last report; the figures of all engines that
+        answered. One that did not has not got its part."""
         ...
 
     def health(self) -> str:
@@ -122,7 +131,7 @@ class _Stream:
 class _Connection(asyncio.Protocol):
     """Cuts the byte stream into frames."""
 
-    def __init__(self, on_message: Callable[[Tokens | Refused | Status], None]) -> None:
+    def __init__(self, on_message: Callable[[Tokens | Refused | Status | Snapshot], None]) -> None:
         self._on_message = on_message
         self._data = bytearray()
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -156,6 +165,8 @@ class EngineLink:
         self._seen = 0
         self._reason = "The engine is starting."
         self._transport: asyncio.WriteTransport | None = None
+        self._reports: deque[asyncio.Future[None]] = deque()  # not answered yet
+        self._snapshot: Snapshot | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.info: ModelInfo
 
@@ -198,7 +209,18 @@ class EngineLink:
     def abort(self, request_id: str) -> None:
         self._send(AbortById(request_id))
 
-    def _send(self, message: Submit | Abort | AbortById | Heartbeat) -> None:
+    async def report(self, figures: Figures) -> Snapshot | None:
+        """Give the engine what was counted, and get all that it knows: its last answer if it is slow, None if there is
+        no engine, which then has not got `figures`."""
+        if self._transport is None:
+            return None
+        asked = asyncio.get_running_loop().create_future()
+        self._reports.append(asked)
+        self._send(Report(figures))
+        await asyncio.wait((asked,), timeout=_REPORT_S)
+        return self._snapshot
+
+    def _send(self, message: Submit | Abort | AbortById | Heartbeat | Report) -> None:
         if self._transport is not None:  # else it is resubmitted when there is an engine again
             self._transport.write(encode(message))
 
@@ -241,6 +263,10 @@ class EngineLink:
             await lost
             self._transport = None
             self._reason = "The engine is restarting."
+            for asked in self._reports:
+                asked.cancel()
+            self._reports.clear()
+            self._snapshot = None
             logger.warning("lost the engine with %d streams; looking for it again", len(self._streams))
 
     async def _beat(self) -> None:
@@ -249,11 +275,15 @@ class EngineLink:
             if self._streams:
                 self._send(Heartbeat(self._seen))
 
-    def _on_message(self, message: Tokens | Refused | Status) -> None:
+    def _on_message(self, message: Tokens | Refused | Status | Snapshot) -> None:
         if isinstance(message, Tokens):
             self._on_tokens(message)
         elif isinstance(message, Status):
             self._reason = message.reason
+        elif isinstance(message, Snapshot):
+            self._snapshot = message
+            if not (asked := self._reports.popleft()).done():
+                asked.set_result(None)
         elif (stream := self._streams.pop(message.stream, None)) is not None:
             match message.reason:
                 case Refusal.BUSY:
@@ -269,9 +299,11 @@ class EngineLink:
     def _on_tokens(self, frame: Tokens) -> None:
         self._seen = frame.number
         streams = self._streams
-        for number, num_cached in frame.started:
+        sampled_at = frame.sampled_at
+        for number, num_cached, queued_s, prefill_s in frame.started:
             if (stream := streams.get(number)) is not None and not stream.received:
-                stream.output().num_cached = num_cached
+                output = stream.output()
+                output.num_cached, output.queued_s, output.prefill_s = num_cached, queued_s, prefill_s
         columns = zip(memoryview(frame.streams).cast("i"), memoryview(frame.token_ids).cast("i"), strict=True)
         for i, (number, token) in enumerate(columns):
             if (stream := streams.get(number)) is None:
@@ -279,6 +311,7 @@ class EngineLink:
             stream.received.append(token)
             output = stream.output()
             output.token_ids.append(token)
+            output.sampled_at = sampled_at
             if i in frame.logprobs:
                 output.logprobs.append(frame.logprobs[i])
             stream.wake()
@@ -320,7 +353,13 @@ class LinkGroup:
         return "" if "" in reasons else reasons[0]
 
     def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        return min(self._links, key=lambda link: (bool(link.health()), link.num_streams)).generate(request)
+        links = self._links
+        request.engine = min(range(len(links)), key=lambda i: (bool(links[i].health()), links[i].num_streams))
+        return links[request.engine].generate(request)
+
+    async def report(self, figures: dict[int, Figures]) -> dict[int, Snapshot]:
+        reports = [link.report(figures.get(i, Figures())) for i, link in enumerate(self._links)]
+        return {i: snapshot for i, snapshot in enumerate(await asyncio.gather(*reports)) if snapshot is not None}
 
     def abort(self, request_id: str) -> None:
         for link in self._links:

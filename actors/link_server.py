@@ -1,7 +1,7 @@
 """The engine's side of the links: accepts replicas, reads their requests, writes at most one frame a step to each.
 
-Threads: one accepts, one reads each replica, and only the engine's step thread writes. It never waits for a slow
-replica: what the socket does not take at once is kept and tried again with the next frame.
+Threads: one accepts, one reads each replica and answers its reports, and the engine's step thread writes all else. It
+never waits for a slow replica: what the socket does not take at once is kept and tried again with the next frame.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from actors.frames import (
     Heartbeat,
     LinkAddress,
     Refused,
+    Report,
     Status,
     Submit,
     Tokens,
@@ -34,6 +35,7 @@ from actors.frames import (
     receive,
     tune_tcp,
 )
+from actors.metrics import Figures, Snapshot
 from runtime.core.types import CallboardError, PromptLogprobs, TokenLogprobs
 
 _SECRET_LEN = 32
@@ -44,12 +46,14 @@ _serials = itertools.count()
 class Stream:
     """One live request of one connection: the `owner` that the scheduler carries."""
 
-    __slots__ = ("connection", "key", "number", "request_id", "started")
+    __slots__ = ("admitted_at", "arrived_at", "connection", "key", "last_at", "number", "request_id")
 
     def __init__(self, connection: Connection, number: int, request_id: str) -> None:
         self.connection, self.number, self.request_id = connection, number, request_id
         self.key = f"{connection.serial}.{number}"  # the scheduler's id: never that of a resubmission
-        self.started = False
+        self.arrived_at = time.monotonic()
+        self.admitted_at = 0.0  # 0: it has not been, yet
+        self.last_at = 0.0  # when its last token was sampled; the very object that the step has. 0: it has none, yet
 
 
 class Connection:
@@ -57,9 +61,11 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._sending = threading.Lock()
         self.serial = next(_serials)
         self.streams: dict[int, Stream] = {}
         self.last_heard = time.monotonic()
+        self.sampled_at = 0.0  # the tokens of this frame, by the wall clock
         self._number = 0
         self._backlog = bytearray()
         self._clear()
@@ -67,7 +73,7 @@ class Connection:
     def _clear(self) -> None:
         self.stream_column, self.token_column = array("i"), array("i")
         self.ended: list[Ended] = []
-        self.started: list[tuple[int, int]] = []
+        self.started: list[tuple[int, int, float, float]] = []
         self.logprobs: dict[int, TokenLogprobs] = {}
         self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
 
@@ -82,18 +88,25 @@ class Connection:
                 self.ended,
                 self.started,
                 self.logprobs,
+                self.sampled_at,
                 self.prompt_logprobs,
             )
         )
         self._clear()
 
-    def send(self, message: Tokens | Refused | Status) -> None:
+    def send(self, message: Tokens | Refused | Status | Snapshot) -> None:
         """Queue a message and write what the socket takes; a replica that lets 64 MiB pile up is cut off."""
-        self._backlog += encode(message)
-        self.send_backlog()
+        frame = encode(message)
+        with self._sending:
+            self._backlog += frame
+            self._write()
 
     def send_backlog(self) -> None:
         """Write what the socket takes of what was queued."""
+        with self._sending:
+            self._write()
+
+    def _write(self) -> None:
         try:
             while self._backlog:
                 sent = self._sock.send(self._backlog, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -124,11 +137,15 @@ class LinkServer:
     """Listens on a Unix socket, and on TCP once a replica of another node asks.
 
     `deliver(connection, message)` is called from the reader threads, in order for each connection: a new one with
-    None, then its messages, then None again when it is gone.
+    None, then its messages, then None again when it is gone. `report(figures)` is, too, and its answer sent.
     """
 
-    def __init__(self, deliver: Callable[[Connection, Submit | Abort | AbortById | None], None]) -> None:
-        self._deliver = deliver
+    def __init__(
+        self,
+        deliver: Callable[[Connection, Submit | Abort | AbortById | None], None],
+        report: Callable[[Figures], Snapshot],
+    ) -> None:
+        self._deliver, self._report = deliver, report
         self._secrets: set[bytes] = set()
         # An abstract name: no file that outlives a killed engine. Anyone on this host may connect; the secret decides.
         self._name = f"\0callboard-{secrets.token_hex(8)}"
@@ -190,7 +207,9 @@ class LinkServer:
                 while (body := receive(sock)) is not None:
                     connection.last_heard = time.monotonic()
                     message = decode_from_replica(body)
-                    if not isinstance(message, Heartbeat):
+                    if isinstance(message, Report):
+                        connection.send(self._report(message.figures))
+                    elif not isinstance(message, Heartbeat):
                         self._deliver(connection, message)
             except CallboardError:
                 pass  # not a replica of ours: nothing after this frame can be trusted

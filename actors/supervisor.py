@@ -59,7 +59,7 @@ class Supervisor:
         actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
         name = f"{self._name}#{time.time_ns()}"
         options = engine_options(self._group) | {"name": name, "namespace": NAMESPACE}
-        engine = actor.options(**options).remote(self._config, self._group, self._gpu, os.getpid())
+        engine = actor.options(**options).remote(self._config, self._group, self._gpu, os.getpid(), self.num_restarts)
         try:
             await engine.start.remote()
         except RayError as e:

@@ -27,6 +27,7 @@ from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
+from serve_app.ray_metrics import RayMetrics
 from serve_app.requests import ChatRequest, CompletionRequest, parse
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -113,6 +114,10 @@ class Front:
         app_name = serve.get_replica_context().app_name
         self._engines = LinkGroup([link_to(engine_name(app_name, rank)) for rank in range(num_engines)])
         self._service = Service(self._engines, None, served_model_name or config.model)
+        if settings.otlp_traces_endpoint is not None:
+            from serve_app.tracing import Tracing
+
+            self._service.metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
         self._app = build_http_app(self._service, settings, echo_request_ids=False)
         self._start = asyncio.create_task(self._connect(config))
 
@@ -121,6 +126,10 @@ class Front:
         tokenizer = await asyncio.to_thread(Tokenizer.load, path)
         await self._engines.start()
         self._service.start(tokenizer)
+        context = serve.get_replica_context()
+        ray_metrics = RayMetrics(self._service.model, context.replica_id.unique_id)
+        is_first = lambda: serve.get_replica_context().rank.rank == 0  # noqa: E731  # the one that tells of the engines
+        self._reporting = asyncio.create_task(self._service.metrics.run(ray_metrics, is_first))
         freeze_garbage()
 
     def check_health(self) -> None:

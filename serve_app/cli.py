@@ -73,6 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine_flags(serve)
     serve.set_defaults(run=_serve)
 
+    doctor = commands.add_parser("doctor", help="check this machine, and tell what to fix", formatter_class=_Formatter)
+    doctor.add_argument("--address", metavar="HOST:PORT", help="a Ray cluster that must be reachable")
+    doctor.set_defaults(run=_doctor)
+
     chat = commands.add_parser("chat", help="talk to a model in the terminal", formatter_class=_Formatter)
     _add_model(chat)
     chat.add_argument("--url", help="talk to a server, such as http://127.0.0.1:8000, instead of loading the model")
@@ -335,6 +339,12 @@ def _announce(args: argparse.Namespace, config: EngineConfig) -> None:
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     print(f"Callboard serves {name} at {url}/v1", flush=True)
     print(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from serve_app.doctor import report
+
+    return report(args.address)
 
 
 # ---- callboard chat and callboard generate --------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import TypeVar
 
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,6 +23,7 @@ from serve_app.answers import Delta
 from serve_app.errors import ApiError, echoed, error_response, without_places
 from serve_app.gate import Cors, Gate, clean_id
 from serve_app.limits import check_counts, deadline, read_json_body
+from serve_app.metrics import Origin
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest, parse, validated
@@ -68,6 +70,9 @@ def build_http_app(
     async def version_(request: HttpRequest) -> Response:
         return _json({"version": version("callboard")})
 
+    async def metrics(request: HttpRequest) -> Response:
+        return Response(await service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
     async def openapi(request: HttpRequest) -> Response:
         return _json(document(settings))
 
@@ -100,6 +105,7 @@ def build_http_app(
             *PAGE_ROUTES,
             Route("/ready", ready),
             Route("/version", version_),
+            Route("/metrics", metrics),
             Route("/openapi.json", openapi),
         ],
         middleware=[
@@ -134,11 +140,12 @@ class _Generation:
         self._service, self._kind, self._settings = service, kind, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = Origin.of(scope["headers"])
         body = await read_json_body(scope, receive, self._settings.max_body_bytes)
         if body is None:
             return
         request, job = await _beside_the_loop_if_long(body, partial(self._prepare, body, scope["request_id"]))
-        async with _until_client_leaves(receive), aclosing(self._service.run(job)) as deltas:
+        async with _until_client_leaves(receive), aclosing(self._service.run(job, origin)) as deltas:
             if request.stream:
                 include_usage = request.stream_options is not None and request.stream_options.include_usage
                 await self._stream(job, deltas, include_usage, send)

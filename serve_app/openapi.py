@@ -159,7 +159,7 @@ class _Operation:
     method: str
     path: str
     summary: str
-    answer: type[BaseModel]
+    answer: type[BaseModel] | None  # None: plain text
     requests: tuple[type[BaseModel], ...] = ()
     errors: tuple[int, ...] = ()
     streams: bool = False  # with "stream": true
@@ -189,6 +189,7 @@ _OPERATIONS = (
     _Operation("get", "/tokenizer_info", "The tokenizer's settings", TokenizerInfo, errors=(503,)),
     _Operation("get", "/health", "Whether requests can be served now", Health, unready=Unhealthy, open=True),
     _Operation("get", "/ready", "Whether the start is complete", Ready, unready=NotReady, open=True),
+    _Operation("get", "/metrics", "All metrics of the application, for Prometheus", None),
     _Operation("get", "/version", "The version of Callboard", Version),
     _Operation("get", "/openapi.json", "This page", Document),
 )
@@ -198,7 +199,7 @@ _OPERATIONS = (
 def document(settings: HttpSettings) -> dict[str, Any]:
     """The page for a server with these settings."""
     has_keys = bool(settings.api_keys())
-    models = {m for op in _OPERATIONS for m in (op.answer, *op.requests, op.unready or op.answer)} | {Error}
+    models = {m for op in _OPERATIONS for m in (op.answer, *op.requests, op.unready) if m is not None} | {Error}
     in_order = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema(
         [(model, "validation") for model in in_order], ref_template="#/components/schemas/{model}"
@@ -219,7 +220,7 @@ def document(settings: HttpSettings) -> dict[str, Any]:
 
 def _operation(op: _Operation, has_keys: bool) -> dict[str, Any]:
     needs_key = has_keys and not op.open
-    content = _json(op.answer)
+    content = {"text/plain": {"schema": {"type": "string"}}} if op.answer is None else _json(op.answer)
     if op.streams:
         # What each event looks like, which is how tools read the schema of a stream.
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}

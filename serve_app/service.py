@@ -24,6 +24,7 @@ from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import HERMES, LLAMA3
 from serve_app.answers import Delta, Echo, text_stream, usage
 from serve_app.errors import ApiError, echoed, invalid
+from serve_app.metrics import JobRecord, Origin, ServiceMetrics
 from serve_app.reply import ReplyFormat, ReplyReader
 from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
 
@@ -72,6 +73,7 @@ class Service:
         """`model` is the name that clients use. Without a tokenizer the service is loading until `start`."""
         self.model = model
         self._client = client
+        self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
@@ -184,42 +186,43 @@ class Service:
             reply=reply,
         )
 
-    async def run(self, job: Job) -> AsyncGenerator[list[Delta], None]:
+    async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
 
         Raises ApiError: 429 if the engine is full, 503 if it is away, 504 if it is late, 500 if it fails."""
-        if reason := self._client.health():
-            raise _unavailable(reason, _RECOVERY_RETRY_S)
-        try:
-            if len(job.requests) == 1:
-                async with aclosing(self._choice(job, 0)) as choice:
-                    async for delta in choice:
-                        yield [delta]
-            else:
-                async with aclosing(self._merged(job)) as choices:
-                    async for deltas in choices:
-                        yield deltas
-        except EngineBusy as e:
-            raise ApiError(
-                429, str(e), type="rate_limit_error", code="engine_busy", retry_after_s=e.retry_after_s
-            ) from e
-        except EngineDraining as e:
-            raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
-        except QueueTimeout as e:
-            raise ApiError(504, str(e), type="server_error", code="queue_timeout") from e
-        except ApiError:
-            raise
-        except CallboardError as e:
-            raise ApiError(500, str(e), type="server_error", code="engine_error") from e
+        with self.metrics.job(job.id, origin or Origin()) as record:
+            if reason := self._client.health():
+                raise _unavailable(reason, _RECOVERY_RETRY_S)
+            try:
+                if len(job.requests) == 1:
+                    async with aclosing(self._choice(job, 0, record)) as choice:
+                        async for delta in choice:
+                            yield [delta]
+                else:
+                    async with aclosing(self._merged(job, record)) as choices:
+                        async for deltas in choices:
+                            yield deltas
+            except EngineBusy as e:
+                raise ApiError(
+                    429, str(e), type="rate_limit_error", code="engine_busy", retry_after_s=e.retry_after_s
+                ) from e
+            except EngineDraining as e:
+                raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
+            except QueueTimeout as e:
+                raise ApiError(504, str(e), type="server_error", code="queue_timeout") from e
+            except ApiError:
+                raise
+            except CallboardError as e:
+                raise ApiError(500, str(e), type="server_error", code="engine_error") from e
 
-    async def _merged(self, job: Job) -> AsyncGenerator[list[Delta], None]:
+    async def _merged(self, job: Job, record: JobRecord) -> AsyncGenerator[list[Delta], None]:
         """All choices side by side."""
         num_open = len(job.requests)
         ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=2 * num_open)
 
         async def pump(index: int) -> None:
             try:
-                async with aclosing(self._choice(job, index)) as choice:
+                async with aclosing(self._choice(job, index, record)) as choice:
                     async for delta in choice:
                         await ready.put(delta)
             except Exception as e:
@@ -242,7 +245,7 @@ class Service:
             for task in pumps:
                 task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
 
-    async def _choice(self, job: Job, index: int) -> AsyncGenerator[Delta, None]:
+    async def _choice(self, job: Job, index: int, record: JobRecord) -> AsyncGenerator[Delta, None]:
         """One choice. Closing it, a stop string or the last call allowed closes the engine's generator, which aborts
         the request."""
         request, echo, reply = job.requests[index], job.echo(index), job.reply
@@ -250,16 +253,21 @@ class Service:
         kept = frozenset() if reply is None else reply.kept_special_ids
         text = text_stream(self.tokenizer, request, params.stop, params.include_stop_str_in_output, kept)
         reader = None if reply is None else ReplyReader(reply)
-        async with aclosing(self._client.generate(request)) as outputs:
-            async for output in outputs:
-                delta = _delta(index, text, output, params.include_stop_str_in_output)
-                if echo is not None:
-                    delta.text, echo = echo.text + delta.text, None
-                if reader is not None:
-                    reader.read(delta)
-                yield delta
-                if delta.finish_reason is not None:
-                    return
+        with record.choice(request) as seen:
+            async with aclosing(self._client.generate(request)) as outputs:
+                async for output in outputs:
+                    seen.note(output)
+                    delta = _delta(index, text, output, params.include_stop_str_in_output)
+                    if echo is not None:
+                        delta.text, echo = echo.text + delta.text, None
+                    if reader is not None:
+                        reader.read(delta)
+                    if delta.finish_reason is not None:
+                        seen.reason = delta.finish_reason
+                    yield delta
+                    if delta.finish_reason is not None:
+                        self.metrics.delivered(seen)
+                        return
 
     # ---- preparing --------------------------------------------------------------------------------------------------
 

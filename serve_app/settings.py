@@ -32,6 +32,9 @@ class HttpSettings:
     max_prompts: int = _setting(1024, "most prompts of one request")
     request_timeout_s: float | None = _setting(None, "longest time for a whole answer; default: any")
     keep_alive_s: float = _setting(15.0, "a stream that waits for its first token sends a comment this often")
+    otlp_traces_endpoint: str | None = _setting(
+        None, "OTLP/HTTP endpoint for a span of each request (extra otel), such as http://127.0.0.1:4318/v1/traces"
+    )
     drain_timeout_s: float = _setting(30.0, "how long running requests may take to end when the server stops")
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from actors.link import EngineBusy
+from actors.metrics import Figures, Snapshot, all_at_zero
 from runtime.core.config import ModelInfo
 from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
@@ -58,11 +60,18 @@ class FakeEngine:
         self.group, self.delay_s, self.busy, self.fails_after, self.reason = group, delay_s, busy, fails_after, reason
         self.requests: list[Request] = []
         self.num_running = 0
+        self.reported = all_at_zero(max_model_len)
         self.aborted: list[str] = []
         self.aborts: list[str] = []  # ids that were named
 
     def health(self) -> str:
         return self.reason
+
+    async def report(self, figures: dict[int, Figures]) -> dict[int, Snapshot]:
+        """As one engine that has counted nothing itself."""
+        for new in figures.values():
+            self.reported.add(new)
+        return {0: Snapshot(self.reported, {"block_size": "9"})}
 
     def abort(self, request_id: str) -> None:
         self.aborts.append(request_id)
@@ -104,6 +113,7 @@ class FakeEngine:
             output = RequestOutput(request.request_id, ids[at : at + self.group], num_cached=3 if at == 0 else 0)
             if at == 0:
                 output.prompt_logprobs = scores
+            output.sampled_at = time.time()
             if params.logprobs is not None:
                 output.logprobs = [
                     TokenLogprobs(i, -0.5, 1, tuple((65 + k, -1.5 - k) for k in range(params.logprobs)))

@@ -76,6 +76,7 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
         "api_key": ("k0", "k1"), "api_key_file": str(tmp_path / "keys"), "cors_origin": ("https://a.example",),
         "max_body_bytes": 1000, "max_header_bytes": 2000, "max_n": 3, "max_stop": 2, "max_prompts": 5,
         "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0,
+        "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
     }  # fmt: skip
     assert set(values) == {f.name for f in fields(HttpSettings)}, "a new field needs a value here"
     argv = ["serve", "some/model"]

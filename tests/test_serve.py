@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -84,6 +86,27 @@ def test_the_openai_client_reads_plain_and_streamed_answers(url):
     assert "".join(c.choices[0].text for c in parts) == whole.choices[0].text
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         client.completions.create(model=MODEL, prompt=[5] * 2000)
+
+
+def test_metrics_tell_of_all_fronts_and_the_engine(url):
+    def scrape():
+        text = httpx.get(f"{url}/metrics").text
+        families = text_string_to_metric_families(text)
+        return {s.name + s.labels.get("finished_reason", ""): s.value for f in families for s in f.samples}
+
+    before = scrape()
+    body = {"prompt": [7, 8, 9, 10, 11], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:  # connections of their own: both fronts get some
+        answers = list(pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body), range(16)))
+    assert {answer.status_code for answer in answers} == {200}
+    time.sleep(1.2)  # the front that is not asked reports once a second
+    after = scrape()
+    new = {name: after[name] - before[name] for name in after}
+    assert new["vllm:request_success_totallength"] == new["vllm:e2e_request_latency_seconds_count"] == 16
+    assert new["vllm:prompt_tokens_total"] == new["vllm:request_prompt_tokens_sum"] == 16 * 5
+    assert new["vllm:generation_tokens_total"] == new["vllm:request_generation_tokens_sum"] == 16 * 6
+    assert new["vllm:inter_token_latency_seconds_count"] == 16 * 5
+    assert after["vllm:num_requests_running"] == after["vllm:kv_cache_usage_perc"] == 0
 
 
 async def read_all(url, counts):

@@ -40,14 +40,16 @@ class EngineCore:
         """End a request; an unknown id is no error."""
         self.scheduler.abort(request_id)
 
-    def submit(self) -> None:
-        """Fill the pipeline. Called right after `collect`, and before its output is looked at, the runners compute
-        meanwhile.
+    def submit(self) -> list[RequestState]:
+        """Fill the pipeline; returns the requests that were admitted. Called right after `collect`, and before its
+        output is looked at, the runners compute meanwhile.
 
         Raises, as `collect` does, what the executor raises when a runner is lost; `recover` then continues."""
-        scheduler = self.scheduler
+        scheduler, admitted = self.scheduler, []
         while scheduler.num_in_flight < self.depth and (plan := scheduler.schedule()) is not None:
+            admitted += scheduler.admitted
             self.executor.submit(plan)
+        return admitted
 
     def collect(self) -> StepOutput | None:
         """Wait for the oldest step in flight; None if there is none."""

@@ -83,6 +83,7 @@ class Scheduler:
         self.pool = BlockPool(info.num_kv_blocks, self.cache.evict)
         self.requests: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # in order of admission
+        self.admitted: list[RequestState] = []  # by the last plan
         self.num_preemptions = 0
         self.prompt_tokens_cached = self.prompt_tokens_total = 0
         self._waiting: list[tuple[tuple[int, int, int], RequestState]] = []  # a heap; entries of ended requests stay
@@ -209,6 +210,7 @@ class Scheduler:
         scored: list[ScoredRow] = []
         new: list[NewSlot] = []
         budget = self.budget
+        self.admitted = []
         if self.speculation is not None:
             self.speculation.begin(len(self.running))
 
@@ -264,6 +266,7 @@ class Scheduler:
         may_admit = not (static and self._batch_closed)
         while may_admit and (budget > 0 or static) and (admitted := self._next_admitted(budget)) is not None:
             state = admitted
+            self.admitted.append(state)
             new.append(self._open_slot(state))
             count = min(budget, state.num_total - state.num_computed)
             if count > 0:  # a static batch may open more slots than this step's budget computes

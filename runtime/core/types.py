@@ -83,6 +83,7 @@ class Request:
     seed: int = 0  # 63 bits; the key of this request's noise (C4)
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
+    engine: int = 0  # which of a replica's engines has it
 
 
 class TokenLogprobs(NamedTuple):
@@ -123,6 +124,9 @@ class RequestOutput:
     error: str = ""  # one sentence, with FinishReason.ERROR
     # All of them with the first output, if asked for; entry i is about prompt token i + 1.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    queued_s: float = 0.0  # with the first token: from the engine's queue to a slot
+    prefill_s: float = 0.0  # with the first token: from a slot to it
+    sampled_at: float = 0.0  # when the last token here was sampled, by the engine's wall clock; 0: there is none
 
 
 @dataclass(slots=True)

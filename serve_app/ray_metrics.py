@@ -1,0 +1,89 @@
+"""Figures through ray.util.metrics, under the names that vLLM has there (vllm_..., which Ray exports as ray_vllm_...):
+Ray's shipped "Serve LLM" dashboard reads them.
+
+That dashboard joins them with Serve's own request counter by worker, so they are published by the fronts: each its own
+requests, and one of them what only the engines know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray.util import metrics as ray_metrics
+
+from actors.metrics import METRICS, Figures, Histogram, Snapshot
+
+_AT_ONCE = 200  # observations
+_LABELS = ("model_name", "engine", "ReplicaId")
+
+
+class RayMetrics:
+    """The metrics of one replica's process."""
+
+    def __init__(self, model: str, replica_id: str) -> None:
+        self._tags = {"model_name": model, "ReplicaId": replica_id}
+        self._metrics: dict[str, Any] = {}
+        self._last: dict[int, Figures] = {}  # by engine: its own figures when they were last published
+
+    async def publish(self, engine: int, new: Figures) -> None:
+        """What was newly counted."""
+        tags = {**self._tags, "engine": str(engine)}
+        for name, values in new.numbers.items():
+            label = METRICS[name].label
+            for label_value, value in values.items():
+                labelled = {**tags, label: label_value} if label else tags
+                if METRICS[name].kind == "gauge":
+                    self._metric(name).set(value, labelled)
+                elif value > 0:
+                    self._metric(name).inc(value, labelled)
+        for name, histogram in new.histograms.items():
+            # Ray takes one observation at a time (2 us): streams must not wait for all of a busy second's. Of those
+            # that share a bucket it gets the mean; it keeps no more of them than their bucket.
+            for count, total in zip(histogram.counts, histogram.sums, strict=True):
+                for i in range(count):
+                    self._metric(name, histogram).observe(total / count, tags)
+                    if i % _AT_ONCE == _AT_ONCE - 1:
+                        await asyncio.sleep(0)
+
+    async def publish_engine(self, engine: int, snapshot: Snapshot) -> None:
+        """What an engine counts itself, and has since it was last published; a new engine's all.
+
+        What was counted before this process first looked is left to the one that told of it then."""
+        own = Figures(
+            {name: dict(v) for name, v in snapshot.figures.numbers.items() if METRICS[name].owner == "engine"},
+            {name: h for name, h in snapshot.figures.histograms.items() if METRICS[name].owner == "engine"},
+        )
+        last, self._last[engine] = self._last.get(engine), own
+        new = Figures()
+        if last is not None:
+            new.add(own)
+            if not _is_behind(own, last):
+                new.add(last, -1)
+        for name, metric in METRICS.items():
+            if metric.kind == "gauge":
+                new.numbers[name] = own.numbers[name]
+        await self.publish(engine, new)
+        tags = {**self._tags, "engine": str(engine), **snapshot.cache_config}
+        self._metric("vllm:cache_config_info", labels=tuple(tags)).set(1, tags)
+
+    def _metric(self, name: str, histogram: Histogram | None = None, labels: tuple[str, ...] = ()) -> Any:
+        if (found := self._metrics.get(name)) is None:
+            metric = METRICS.get(name)
+            label = (metric.label,) if metric is not None and metric.label else ()
+            about = (name.replace(":", "_"), metric.help if metric else "The KV cache, in labels.")
+            keys = {"tag_keys": labels or (*_LABELS, *label)}
+            if histogram is not None:
+                found = ray_metrics.Histogram(*about, boundaries=list(histogram.bounds), **keys)
+            elif metric is None or metric.kind == "gauge":
+                found = ray_metrics.Gauge(*about, **keys)
+            else:
+                found = ray_metrics.Counter(*about, **keys)
+            self._metrics[name] = found
+        return found
+
+
+def _is_behind(now: Figures, last: Figures) -> bool:
+    """Whether the engine began anew since: it has taken fewer steps than it had."""
+    step = "callboard:step_seconds"
+    return sum(now.histograms[step].counts) < sum(last.histograms[step].counts)
