@@ -23,6 +23,7 @@ import msgspec
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.scheduler import RequestState, Scheduler
+from runtime.core.speculation import MOST_GUESSES
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip # noqa: E501
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -42,6 +43,8 @@ class Metric(NamedTuple):
     label_values: tuple[str, ...] = ("",)  # those that are there from the start, at zero
 
 
+_POSITIONS = tuple(map(str, range(MOST_GUESSES)))
+
 METRICS = {
     "vllm:num_requests_running": Metric("engine", "gauge", "Requests that hold a slot."),
     "vllm:num_requests_waiting": Metric("engine", "gauge", "Requests in the queue, preempted ones included."),
@@ -51,12 +54,15 @@ METRICS = {
     "vllm:prompt_tokens": Metric("engine", "counter", "Prompt tokens of admitted requests."),
     "vllm:generation_tokens": Metric("engine", "counter", "Tokens sampled for requests."),
     "vllm:num_preemptions": Metric("engine", "counter", "Times that a request lost its slot to another."),
-    # Nothing speculates yet: whoever does will count here, with a label value for each position of a draft.
     "vllm:spec_decode_num_drafts": Metric("engine", "counter", "Drafts that were verified."),
     "vllm:spec_decode_num_draft_tokens": Metric("engine", "counter", "Tokens of these drafts."),
     "vllm:spec_decode_num_accepted_tokens": Metric("engine", "counter", "Tokens of these drafts that were accepted."),
     "vllm:spec_decode_num_accepted_tokens_per_pos": Metric(
-        "engine", "counter", "Accepted tokens by their position in the draft.", label="position", label_values=()
+        "engine",
+        "counter",
+        "Accepted tokens by their position in the draft.",
+        label="position",
+        label_values=_POSITIONS,
     ),
     "vllm:inter_token_latency_seconds": Metric(
         "engine", "histogram", "Between two tokens of a request, as sampled; once a token.", _TOKEN_S
@@ -256,8 +262,13 @@ class EngineMeter:
             "vllm:prompt_tokens": scheduler.prompt_tokens_total,
             "vllm:generation_tokens": self._num_tokens,
             "vllm:num_preemptions": scheduler.num_preemptions,
+            "vllm:spec_decode_num_drafts": scheduler.num_drafts,
+            "vllm:spec_decode_num_draft_tokens": scheduler.num_draft_tokens,
+            "vllm:spec_decode_num_accepted_tokens": sum(scheduler.accepted_at),
         }.items():
             total.count(name, by=value)
+        for position, value in enumerate(scheduler.accepted_at):
+            total.count("vllm:spec_decode_num_accepted_tokens_per_pos", str(position), by=value)
         total.count("callboard:restarts", "runners", num_rebuilds)
         return Snapshot(total, self._cache_config)
 

@@ -30,7 +30,7 @@ from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult, num_scored
 from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
 from runtime.core.prompt_scores import ScoredRow, are_finite, take_scores
-from runtime.core.speculation import Speculation
+from runtime.core.speculation import MOST_GUESSES, Speculation
 from runtime.core.types import CallboardError, FinishReason, PromptLogprobs, Request, StepOutput, TokenLogprobs
 
 _NEVER = 1 << 62
@@ -42,8 +42,8 @@ class RequestState:
 
     __slots__ = (
         "acceptance", "blocks", "epoch", "identities", "key", "limit", "next_full", "num_accepted", "num_cached",
-        "num_computed", "num_guessed", "num_total", "owner", "params", "prompt_len", "request", "scores", "slot",
-        "stop_ids", "tokens", "verifying",
+        "num_computed", "num_guessed", "num_right", "num_total", "owner", "params", "prompt_len", "request", "scores",
+        "slot", "stop_ids", "tokens", "verifying",
     )  # fmt: skip
 
     def __init__(self, request: Request, limit: int, stop_ids: frozenset[int], key: tuple[int, int, int]) -> None:
@@ -61,6 +61,7 @@ class RequestState:
         self.identities: list[bytes] = []  # of the leading full blocks, as far as computed
         self.next_full = _NEVER  # num_computed that completes the next block to register
         self.verifying = 0  # guesses in flight: no row is planned before it is known which of them were right
+        self.num_right = 0  # guesses of the row in flight that were right, as far as its tokens are committed
         self.num_guessed = self.num_accepted = 0
         self.acceptance = -1.0  # speculation's estimate; below 0: none yet
         # Prompt log-probabilities so far, a part a step; None: not asked for, or delivered.
@@ -85,6 +86,8 @@ class Scheduler:
         self.running: list[RequestState] = []  # in order of admission
         self.admitted: list[RequestState] = []  # by the last plan
         self.num_preemptions = 0
+        self.num_drafts = self.num_draft_tokens = 0
+        self.accepted_at = [0] * MOST_GUESSES  # accepted guesses by their place in a row
         self.prompt_tokens_cached = self.prompt_tokens_total = 0
         self._waiting: list[tuple[tuple[int, int, int], RequestState]] = []  # a heap; entries of ended requests stay
         self._num_waiting = 0
@@ -300,7 +303,10 @@ class Scheduler:
         most = min(budget - 1, state.limit - state.num_total - 1, free)
         guesses = speculation.guess(state, most) if most > 0 else []
         if guesses:
+            self.num_drafts += 1
+            self.num_draft_tokens += len(guesses)
             state.num_guessed += len(guesses)
+            state.num_right = 0
             self._extend(state, state.num_total + len(guesses))
         return guesses
 
@@ -474,6 +480,8 @@ class Scheduler:
         state.num_total = len(state.tokens)
         state.num_computed = state.num_total - 1
         if token == guess:
+            self.accepted_at[state.num_right] += 1
+            state.num_right += 1
             state.num_accepted += 1
             self.speculation.learn(state, True)
             return
