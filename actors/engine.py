@@ -41,7 +41,7 @@ from actors.runner import SWITCH_INTERVAL_S, ModelRunnerActor
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
-from runtime.core.scheduler import RequestState
+from runtime.core.request_state import RequestState
 from runtime.core.types import CallboardError, FinishReason, StepOutput
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.scheduler import RequestState, Scheduler
+from runtime.core.request_state import RequestState
+from runtime.core.scheduler import Scheduler
 from runtime.core.speculation import MOST_GUESSES
 
 _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)  # fmt: skip # noqa: E501

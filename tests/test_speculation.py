@@ -154,7 +154,7 @@ def test_the_count_follows_acceptance_and_cost():
 
 
 def test_ngram_looks_up_what_followed():
-    from runtime.core.scheduler import RequestState
+    from runtime.core.request_state import RequestState
 
     def state(tokens):
         return RequestState(Request("r", tokens, len(tokens), SAMPLING["greedy"]), 99, frozenset(), (0, 0, 0))

@@ -11,7 +11,8 @@ from typing import Any
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
-from runtime.core.scheduler import RequestState, Scheduler
+from runtime.core.request_state import RequestState
+from runtime.core.scheduler import Scheduler
 from runtime.core.speculation import Ngram, Speculation
 from runtime.core.types import Request, StepOutput
 

@@ -6,15 +6,13 @@ A prompt may take several steps, and a preemption starts it again; what came bef
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from runtime.core.plan import StepResult
+from runtime.core.request_state import RequestState
 from runtime.core.types import PromptLogprobs
-
-if TYPE_CHECKING:
-    from runtime.core.scheduler import RequestState
 
 
 class ScoredRow(NamedTuple):

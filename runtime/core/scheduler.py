@@ -18,7 +18,6 @@ This file is hot: it sequences the block pool and the prefix cache, and does no 
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from heapq import heappop, heappush
 from typing import Any
@@ -30,43 +29,11 @@ from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult, num_scored
 from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
 from runtime.core.prompt_scores import ScoredRow, are_finite, take_scores
+from runtime.core.request_state import NEVER, RequestState
 from runtime.core.speculation import MOST_GUESSES, Speculation
-from runtime.core.types import CallboardError, FinishReason, PromptLogprobs, Request, StepOutput, TokenLogprobs
+from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
 
-_NEVER = 1 << 62
 _ESTIMATE_WEIGHT = 0.05  # of the newest finished request in the running estimate of output lengths
-
-
-class RequestState:
-    """One live request: the scheduler's only mutable record of it."""
-
-    __slots__ = (
-        "acceptance", "blocks", "epoch", "identities", "key", "limit", "next_full", "num_accepted", "num_cached",
-        "num_computed", "num_guessed", "num_right", "num_total", "owner", "params", "prompt_len", "request", "scores",
-        "slot", "stop_ids", "tokens", "verifying",
-    )  # fmt: skip
-
-    def __init__(self, request: Request, limit: int, stop_ids: frozenset[int], key: tuple[int, int, int]) -> None:
-        self.request, self.params, self.prompt_len = request, request.params, request.prompt_len
-        self.tokens = array("i", request.token_ids)  # known ids
-        self.limit = limit  # most tokens, prompt included, and one that is never sampled if max_tokens is 0
-        self.stop_ids = stop_ids
-        self.key = key  # (priority, job length or 0, arrival): the order of service
-        self.epoch = 0
-        self.slot = -1  # -1: waiting
-        self.num_computed = 0
-        self.num_total = len(self.tokens)
-        self.num_cached = -1  # prompt tokens that the prefix cache gave at first admission; -1: not admitted yet
-        self.blocks: list[int] = []
-        self.identities: list[bytes] = []  # of the leading full blocks, as far as computed
-        self.next_full = _NEVER  # num_computed that completes the next block to register
-        self.verifying = 0  # guesses in flight: no row is planned before it is known which of them were right
-        self.num_right = 0  # guesses of the row in flight that were right, as far as its tokens are committed
-        self.num_guessed = self.num_accepted = 0
-        self.acceptance = -1.0  # speculation's estimate; below 0: none yet
-        # Prompt log-probabilities so far, a part a step; None: not asked for, or delivered.
-        self.scores: list[PromptLogprobs] | None = None if self.params.prompt_logprobs is None else []
-        self.owner: Any = None  # whoever submitted it; the scheduler only carries it
 
 
 class Scheduler:
@@ -168,7 +135,7 @@ class Scheduler:
         state.blocks = []
         state.num_computed = 0
         state.num_total = len(state.tokens)
-        state.next_full = _NEVER
+        state.next_full = NEVER
         state.verifying = 0
         if state.scores:
             state.scores = []
@@ -408,7 +375,7 @@ class Scheduler:
         They may be matched from this step on, even by a row of the same step: runners store the K/V of all rows of a
         layer before any row attends. If another request got there first, this one moves to its block: one copy
         remains, and whoever holds a block holds its ancestors (block_pool.py)."""
-        if state.next_full == _NEVER:
+        if state.next_full == NEVER:
             return
         size = self.block_size
         num_full = min(state.num_computed, len(state.tokens)) // size

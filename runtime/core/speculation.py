@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from runtime.core.scheduler import RequestState
+from runtime.core.request_state import RequestState
 
 MOST_GUESSES = 7  # of one row: with the known token before them, eight rows are what few-row products take at once
 _PRIOR = 0.6  # a request's acceptance before anything is known of it, and where it drifts back to while it rests
