@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -49,6 +50,17 @@ def ray_session() -> Iterator[None]:
     if serve := sys.modules.get("ray.serve"):
         serve.shutdown()
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def serve_url(ray_session: None) -> str:
+    """Serve, which keeps its port for as long as it runs; applications come and go on it."""
+    from ray import serve
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
+    return f"http://127.0.0.1:{port}"
 
 
 TINY_TOKENS = [

@@ -110,13 +110,15 @@ def main() -> None:
             for rows in batches:
                 case = f"{name}, decode of {rows}"
                 steps._decode(rows)
+            case = f"{name}, 7 guesses"
+            steps._decode(1, 8)
             for tokens in PREFILLS:
                 case = f"{name}, prefill of {tokens}"
                 new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, SamplingParams(top_p=0.9))
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, starts=start, counts=count, samples=one)
                 steps._stage(plan)
-                token_ids, logits, where = steps._run(plan, np.zeros(1, np.int64), slot, count)
+                token_ids, logits, where, _ = steps._run(plan, np.zeros(1, np.int64), slot, count)
                 steps.sampler.resample(logits, token_ids, slot, count, *where, steps.tokens, steps.params)
 
 

@@ -1,7 +1,6 @@
 """lm-eval scores a model over HTTP as it does in transformers: the same GGUF file behind both, the same local tasks."""
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -45,17 +44,14 @@ metric_list: [{metric: word_perplexity}]
 
 
 @pytest.fixture(scope="module")
-def url(ray_session):
+def url(serve_url):
     from ray import serve
 
     from serve_app.app import AppArgs, build_app
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     args = AppArgs(served_model_name=MODEL, dtype="float32", max_num_seqs=8, kv_cache_memory=0.2, max_model_len=1024)
     serve.run(build_app(args), name="callboard")
-    yield f"http://127.0.0.1:{port}"
+    yield serve_url
     serve.delete("callboard")
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,16 +31,13 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def url(ray_session):
+def url(serve_url):
     """The application as `serve run` builds it, in deterministic mode so that tokens can be compared exactly."""
     import ray
     from ray import serve
 
     from serve_app.app import AppArgs, build_app
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     args = AppArgs(
         served_model_name=MODEL,
         deterministic=True,
@@ -51,7 +47,7 @@ def url(ray_session):
         num_fronts=2,
     )
     serve.run(build_app(args), name="callboard")
-    yield f"http://127.0.0.1:{port}"
+    yield serve_url
     serve.delete("callboard")
     assert ray.is_initialized()
 
