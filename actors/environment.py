@@ -27,6 +27,7 @@ SINGLE_MACHINE = FAST_SERVE | {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # an odd name; on Linux it makes Ray's daemons listen on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # after 5 s Ray kills a proxy that a busy machine starts slowly
 }
 
 # For ray.init(runtime_env=...) on one machine: called in each of Ray's worker processes before anything else.
