@@ -37,7 +37,6 @@ _T = TypeVar("_T")
 
 _BESIDE_THE_LOOP_BYTES = 64 << 10  # bodies from here on are parsed and tokenised in a thread: it takes milliseconds
 
-_JSON = (b"content-type", b"application/json")
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),

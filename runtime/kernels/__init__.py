@@ -25,8 +25,6 @@ from runtime.kernels.prefill_attention import prefill_attention
 from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.kernels.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
 
-_FEW = 8  # tokens of a row up to which split keys serve it better than tiles of queries
-
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
@@ -56,12 +54,13 @@ def select(
 
 
 def _attend(q: torch.Tensor, kv: torch.Tensor, parts: list[PagedRows], deterministic: bool) -> torch.Tensor:
-    """[num_tokens, num_heads * head_dim]: rows of few tokens and longer ones, whose tokens follow each other in q."""
+    """[num_tokens, num_heads * head_dim]: rows of one token, or of guesses in a graph, and longer ones, whose
+    tokens follow each other in q. Other short rows do not take the first kernel: each length would compile it anew."""
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])
     at = 0
     for rows in parts:
         end = at + rows.num_tokens
-        attend = decode_attention if rows.max_count <= _FEW else prefill_attention
+        attend = decode_attention if rows.max_count == 1 or rows.settled else prefill_attention
         attend(q[at:end], kv, rows, scale=q.shape[2] ** -0.5, deterministic=deterministic, out=out[at:end])
         at = end
     return out

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from runtime.core.plan import EMPTY, Int32s, StepPlan, StepResult, last_tokens
-from runtime.core.speculation import MOST_GUESSES
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.staging import apply_runs
@@ -156,14 +155,13 @@ class DeviceSteps:
     def _run(
         self, plan: StepPlan, sampling: np.ndarray, slots: Int32s, positions: Int32s
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor], Logprobs | None]:
-        """A step of any rows, those of one token (or of guesses) first on the device. Token ids and logits of the
+        """A step of any rows, those of one token first on the device. Token ids and logits of the
         samples in the plan's order, and where their slots and positions are on the device; log-probabilities of
         prompts."""
-        few = MOST_GUESSES + 1 if len(plan.given_ids) else 1
-        order = np.argsort(plan.counts > few, kind="stable")
+        order = np.argsort(plan.counts > 1, kind="stable")
         rows, starts, counts = plan.slots[order], plan.starts[order], plan.counts[order]
         ends = np.cumsum(counts, dtype=np.int32)
-        size, num_short, num_tokens, most = len(rows), int((counts <= few).sum()), int(ends[-1]), int(counts.max())
+        size, num_short, num_tokens, most = len(rows), int((counts == 1).sum()), int(ends[-1]), int(counts.max())
         firsts = np.concatenate((np.zeros(1, np.int32), ends))
         first = np.empty(size, np.int32)  # where each row's token at position 0 would be
         first[order] = ends - (starts + counts)

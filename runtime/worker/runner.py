@@ -148,8 +148,8 @@ class ModelRunner:
             self._run_rows([min(count, longest)])
         logger.info("kernels: built and run once")
         if isinstance(self.steps, DeviceSteps) and self.config.cuda_graphs and self.numerics.device.type == "cuda":
-            most_guesses = 0 if self.config.draft is None else self.config.num_draft_tokens or MOST_GUESSES
-            self.steps.capture_graphs(most_guesses)
+            fixed = 0 if self.config.draft is None else self.config.num_draft_tokens
+            self.steps.capture_graphs(MOST_GUESSES if fixed is None else fixed)
             logger.info("CUDA graphs: %d", sum(map(len, self.steps.graphs.values())))
         if self.config.draft is not None:
             step_us, latency_us = self._time_steps()
