@@ -12,6 +12,7 @@ import numpy as np
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import StepResult, decode_plan, decode_result, encode_plan, encode_result
+from runtime.core.speculation import Drafter
 from runtime.core.types import FinishReason, Request, TokenLogprobs
 
 EOS = 0
@@ -44,7 +45,7 @@ def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]
             return out, FinishReason.LENGTH
 
 
-class Oracle:
+class Oracle(Drafter):
     """A Drafter that knows the sequence, and is wrong in a share of its guesses."""
 
     def __init__(self, share_right: float) -> None:
@@ -64,7 +65,7 @@ class Oracle:
         pass
 
 
-class Recorded:
+class Recorded(Drafter):
     """A Drafter that has the answers by request id, and is wrong in a share of its guesses."""
 
     def __init__(self, answers: dict[str, list[int]], share_right: float, vocab_size: int) -> None:
@@ -115,8 +116,13 @@ class FakeRunner:
     def close(self) -> None:
         self.queue.clear()
 
+    def correct(self, token_ids) -> None:
+        """The last step has sampled other tokens."""
+        for (tokens, position), token in zip(self.sampled, token_ids.tolist(), strict=True):
+            tokens[position] = token
+
     def collect(self) -> StepResult:
-        plan = decode_plan(self.queue.pop(0))
+        plan, self.sampled = decode_plan(self.queue.pop(0)), []
         for slot in plan.freed.tolist():
             del self.tokens[slot], self.tables[slot]
             self.prompts.pop(slot, None)
@@ -152,6 +158,7 @@ class FakeRunner:
                     sampled[position + 1] = sample(state)
             tokens |= sampled
             out += sampled.values()
+            self.sampled += [(tokens, position) for position in sampled]
         self.rows[len(plan.slots)] += 1
         top = np.array([top for _, _, top in scores]).reshape(len(scores), num_top, 2)
         result = StepResult(

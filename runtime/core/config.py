@@ -65,7 +65,7 @@ class EngineConfig:
             (self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2"),
             (self.pipeline_depth in (1, 2), "pipeline_depth", "1 or 2"),
             (self.draft in (None, "ngram"), "draft", "ngram"),
-            (self.num_draft_tokens is None or 0 <= self.num_draft_tokens <= 7, "num_draft_tokens", "between 0 and 7"),
+            (self.num_draft_tokens is None or 0 <= self.num_draft_tokens <= 8, "num_draft_tokens", "between 0 and 8"),
             (self.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
             (self.max_queued_requests >= 1, "max_queued_requests", "at least 1"),
             (self.max_queued_tokens >= 1, "max_queued_tokens", "at least 1"),

@@ -53,8 +53,10 @@ class EngineCore:
         return admitted
 
     def collect(self) -> StepOutput | None:
-        """Wait for the oldest step in flight; None if there is none."""
+        """Wait for the oldest step in flight; None if there is none, after waiting for guesses that are due."""
         if not self.scheduler.num_in_flight:
+            if self.scheduler.speculation is not None:
+                self.scheduler.speculation.drafter.wait()
             return None
         output = self.scheduler.commit(self.executor.collect())
         self.steps_done += 1

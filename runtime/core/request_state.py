@@ -14,9 +14,9 @@ class RequestState:
     """One live request: the scheduler's only mutable record of it."""
 
     __slots__ = (
-        "acceptance", "blocks", "epoch", "identities", "key", "limit", "next_full", "num_accepted", "num_cached",
-        "num_computed", "num_guessed", "num_right", "num_total", "owner", "params", "prompt_len", "request", "scores",
-        "slot", "stop_ids", "tokens", "verifying",
+        "acceptance", "blocks", "epoch", "final_len", "given_from", "identities", "key", "limit", "next_full",
+        "num_accepted", "num_cached", "num_computed", "num_guessed", "num_right", "num_total", "owner", "params",
+        "prompt_len", "request", "scores", "slot", "stop_ids", "tokens", "upto", "verifying",
     )  # fmt: skip
 
     def __init__(self, request: Request, limit: int, stop_ids: frozenset[int], key: tuple[int, int, int]) -> None:
@@ -29,6 +29,10 @@ class RequestState:
         self.slot = -1  # -1: waiting
         self.num_computed = 0
         self.num_total = len(self.tokens)
+        # A draft's mirror of a request (runtime/core/draft.py) samples ahead of what is known to be right:
+        self.upto = limit  # no row is planned that would sample beyond so many tokens
+        self.final_len = NEVER  # tokens that will not be taken back; only they are hashed (C5)
+        self.given_from = NEVER  # known tokens from here on were not sampled by the runner: a row must bring them
         self.num_cached = -1  # prompt tokens that the prefix cache gave at first admission; -1: not admitted yet
         self.blocks: list[int] = []
         self.identities: list[bytes] = []  # of the leading full blocks, as far as computed

@@ -19,6 +19,7 @@ This file is hot: it sequences the block pool and the prefix cache, and does no 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Any
 
@@ -113,6 +114,19 @@ class Scheduler:
         if state is not None:
             self._end(state)
 
+    def rewrite(self, state: RequestState, length: int, token_ids: Sequence[int]) -> None:
+        """`token_ids` follow the first `length` tokens of a request, whatever it has or has in flight there; none of
+        that is hashed. Its next row brings them."""
+        if state.slot < 0:
+            self.num_waiting_tokens += length + len(token_ids) - len(state.tokens)
+        else:
+            state.epoch += 1
+            state.num_computed = min(state.num_computed, length)
+            state.given_from = min(state.given_from, length)
+        del state.tokens[length:], state.identities[length // self.block_size :]
+        state.tokens.extend(token_ids)
+        state.num_total = len(state.tokens)
+
     def requeue_all(self) -> None:
         """The runners are gone with all they held: every live request is recomputed from its known tokens (C8)."""
         self._forget_runners()
@@ -135,7 +149,7 @@ class Scheduler:
         state.blocks = []
         state.num_computed = 0
         state.num_total = len(state.tokens)
-        state.next_full = NEVER
+        state.next_full = state.given_from = NEVER
         state.verifying = 0
         if state.scores:
             state.scores = []
@@ -168,7 +182,9 @@ class Scheduler:
     # ---- planning -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute before a result comes in."""
+        """The next step, or None if there is nothing to compute before a result, or guesses, come in.
+
+        While guesses are being verified nothing is planned, so that all rows stay in one step."""
         rows: list[RequestState] = []
         slots: list[int] = []
         starts: list[int] = []
@@ -181,10 +197,10 @@ class Scheduler:
         new: list[NewSlot] = []
         budget = self.budget
         self.admitted = []
-        if self.speculation is not None:
-            self.speculation.begin(len(self.running))
+        if self.speculation is not None and self.speculation.gather(self.running):
+            return None
 
-        def give(state: RequestState, count: int, guesses: list[int] | tuple[()] = ()) -> None:
+        def give(state: RequestState, count: int, guesses: Sequence[int] = ()) -> None:
             rows.append(state)
             slots.append(state.slot)
             starts.append(state.num_computed)
@@ -196,13 +212,17 @@ class Scheduler:
             if is_last:
                 state.num_total += 1
                 self._batch_closed = True
+            if guesses:
+                state.verifying = len(guesses)
+                sampled.extend((state, state.epoch, guess) for guess in guesses)
+            elif state.num_computed > state.given_from:
+                guesses = state.tokens[max(starts[-1], state.given_from) : state.num_computed]
+                state.given_from = NEVER if is_last else state.num_computed
+            if guesses:
+                given.extend([0] * (len(rows) - 1 - len(given)) + [len(guesses)])
+                given_ids.extend(guesses)
             if is_last and state.params.max_tokens:
-                samples.append(1 + len(guesses))
-                if guesses:
-                    state.verifying = len(guesses)
-                    given.extend([0] * (len(rows) - 1 - len(given)) + [len(guesses)])
-                    given_ids.extend(guesses)
-                    sampled.extend((state, state.epoch, guess) for guess in guesses)
+                samples.append(1 + state.verifying)
                 sampled.append((state, state.epoch, -1))
             else:
                 samples.append(0)
@@ -213,7 +233,7 @@ class Scheduler:
             if budget <= 0:
                 break
             count = state.num_total - state.num_computed
-            if state.num_total >= state.limit or state.slot < 0 or state.verifying:
+            if state.num_total >= state.upto or state.slot < 0 or state.verifying:
                 continue  # its last token is on the way, or it was preempted a moment ago, or waits for its guesses
             if count > budget:
                 if not self.config.chunked_prefill:
@@ -378,7 +398,7 @@ class Scheduler:
         if state.next_full == NEVER:
             return
         size = self.block_size
-        num_full = min(state.num_computed, len(state.tokens)) // size
+        num_full = min(state.num_computed, len(state.tokens), state.final_len) // size
         identities = self._identify(state, num_full)
         for at in range(state.next_full // size - 1, num_full):
             block = state.blocks[at]

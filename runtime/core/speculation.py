@@ -6,32 +6,83 @@ itself samples there; nothing is resampled, and with or without guesses the toke
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
 from typing import Protocol
 
 from runtime.core.request_state import RequestState
 
-MOST_GUESSES = 7  # of one row: with the known token before them, eight rows are what few-row products take at once
-_PRIOR = 0.6  # a request's acceptance before anything is known of it, and where it drifts back to while it rests
-_WEIGHT = 0.1  # of the newest guess in a request's estimate
+MOST_GUESSES = 8  # of one row
+_FITTING = 7  # most that the estimate chooses: with the known token, eight rows are what few-row products take at once
+_BEST = 0.975  # acceptance that no drafter is believed to exceed
+_PRIOR = 0.6  # acceptance before anything is known, and where a request's drifts back to while it rests
+_WEIGHT, _OVERALL_WEIGHT = 0.1, 0.01  # of the newest guess in a request's estimate, and in that of all requests
 _REST = 0.02  # of the prior, per token decoded without guesses: after some 50 tokens it is tried again
 
 
 class Drafter(Protocol):
-    """Where guesses come from. Called by the step thread alone, and never waits."""
+    """Where guesses come from. Called by the step thread alone. One that has its guesses at once, as these defaults
+    have it, only needs `guess` and `forget`."""
 
-    def guess(self, state: RequestState, most: int) -> list[int]:
-        """Up to `most` tokens that may follow the request's known ones; empty if it has no idea."""
+    @property
+    def overhead_us(self) -> float:
+        """What a round of guesses takes beyond the drafter's steps; infinite while it cannot guess."""
+        return 0.0
+
+    def step_us(self, num_rows: int) -> float:
+        """What one more guess for each of so many rows takes."""
+        return 0.0
+
+    def follows(self, state: RequestState, wanted: int) -> bool:
+        """Whether guesses for this request can be asked for; if not yet, the drafter begins to see to it."""
+        return True
+
+    def ask(self, state: RequestState, wanted: int) -> None:
+        """A followed request has no token in flight, and up to `wanted` guesses are worth having for its next row."""
+        return
+
+    def is_due(self) -> bool:
+        """Whether what was asked for is on its way, and should be waited for."""
+        return False
+
+    def wait(self) -> None:
+        """Until nothing is due any more."""
+        return
+
+    @abstractmethod
+    def guess(self, state: RequestState, most: int) -> list[int] | None:
+        """Up to `most` tokens that may follow the request's known ones; empty: it has no idea; None: it does not tell.
+        Never waits."""
         ...
 
+    @abstractmethod
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
         ...
 
 
-class Ngram:
+class StepTimes:
+    """Time of a step by its size, between what was measured, and beyond it in proportion."""
+
+    def __init__(self, step_us: Sequence[tuple[int, float]]) -> None:
+        """step_us: (size, microseconds), rising; empty: a microsecond each."""
+        self._points = tuple(step_us) or ((1, 1.0),)
+
+    def us(self, size: int) -> float:
+        """Microseconds."""
+        points = self._points
+        if size <= points[0][0]:
+            return points[0][1]
+        for (a, low), (b, high) in pairwise(points):
+            if size <= b:
+                return low + (high - low) * (size - a) / (b - a)
+        return points[-1][1] * size / points[-1][0]
+
+
+class Ngram(Drafter):
     """Prompt lookup: what followed the last time that the request's last tokens stood anywhere in it, prompt included
     (https://github.com/apoorvumang/prompt-lookup-decoding). A repetition may run on into its own guesses."""
 
@@ -70,27 +121,44 @@ class Speculation:
     ) -> None:
         """`fixed` guesses always, or by estimate. step_us: (tokens, time of a step of so many rows), rising."""
         self.drafter, self._fixed, self._latency_us = drafter, fixed, latency_us
-        self._step_us = tuple(step_us)
+        self._times = StepTimes(step_us)
+        self.acceptance = _PRIOR  # running estimate over all requests
         self._num_rows = 1
+        self._overhead_us = drafter.overhead_us
         self._best = lru_cache(maxsize=4096)(self._compute_best)
 
     def begin(self, num_rows: int) -> None:
         """A step of about so many rows is being planned."""
-        self._num_rows = num_rows
+        self._num_rows, self._overhead_us = num_rows, self.drafter.overhead_us
+
+    def gather(self, running: Sequence[RequestState]) -> bool:
+        """A step is about to be planned: ask for its guesses. True: they should be waited for, or those in flight, so
+        that all rows stay in one step."""
+        drafter = self.drafter
+        self.begin(len(running))
+        if any(state.verifying for state in running):
+            return True
+        if self._count_at(_BEST) > 0:
+            for state in running:
+                if (count := self._count(state)) <= 0 or not drafter.follows(state, count):
+                    continue
+                is_known = state.num_total == len(state.tokens) == state.num_computed + 1
+                if is_known and (count := min(count, state.limit - state.num_total - 1)) > 0:
+                    drafter.ask(state, count)
+        return drafter.is_due()
 
     def holds(self, state: RequestState) -> bool:
         """Whether a request whose last token is in flight is left out of this step, to be guessed for in the next."""
-        pays = self._count(state) > 0
-        if not pays:
+        count = self._count(state)
+        if count <= 0:
             state.acceptance += _REST * (_PRIOR - state.acceptance)
-        return pays
+        return count > 0 and self.drafter.follows(state, count)
 
     def guess(self, state: RequestState, most: int) -> list[int]:
         """At most `most` tokens that may follow the request's known ones; empty if that would not pay."""
         count = min(most, self._count(state))
-        if count <= 0:
+        if count <= 0 or (guesses := self.drafter.guess(state, count)) is None:
             return []
-        guesses = self.drafter.guess(state, count)
         if not guesses:
             self.learn(state, False)
         return guesses
@@ -98,31 +166,27 @@ class Speculation:
     def learn(self, state: RequestState, right: bool) -> None:
         """A guess was right, or wrong, or there was none; those after a wrong one tell nothing."""
         state.acceptance += _WEIGHT * (right - state.acceptance)
+        self.acceptance += _OVERALL_WEIGHT * (right - self.acceptance)
 
     def _count(self, state: RequestState) -> int:
-        if self._fixed is not None:
-            return self._fixed
         if state.acceptance < 0:
-            state.acceptance = _PRIOR
-        return self._best(self._num_rows, round(state.acceptance * 40))
+            state.acceptance = self.acceptance
+        return self._count_at(state.acceptance)
 
-    def _compute_best(self, num_rows: int, acceptance_40ths: int) -> int:
+    def _count_at(self, acceptance: float) -> int:
+        if self._fixed is not None:
+            return self._fixed if self._overhead_us < inf else 0
+        return self._best(self._num_rows, self._overhead_us, round(acceptance * 40))
+
+    def _compute_best(self, num_rows: int, overhead_us: float, acceptance_40ths: int) -> int:
         """The count that yields the most tokens a second, were all rows alike; 0 if plain steps do."""
-        rate = min(acceptance_40ths / 40, 0.975)
-        best, most = 0, 1 / self._cost(num_rows)
-        for count in range(1, MOST_GUESSES + 1):
+        rate = min(acceptance_40ths / 40, _BEST)
+        step_us = self.drafter.step_us(num_rows)
+        best, most = 0, 1 / self._times.us(num_rows)
+        for count in range(1, _FITTING + 1):
             tokens = (1 - rate ** (count + 1)) / (1 - rate)
-            speed = tokens / (self._latency_us + self._cost(num_rows * (1 + count)))
+            guessing_us = self._latency_us + max(0.0, overhead_us + count * step_us)
+            speed = tokens / (guessing_us + self._times.us(num_rows * (1 + count)))
             if speed > most:
                 best, most = count, speed
         return best
-
-    def _cost(self, num_tokens: int) -> float:
-        """Microseconds, between what was measured and beyond it in proportion."""
-        points = self._step_us or ((1, 1.0),)
-        if num_tokens <= points[0][0]:
-            return points[0][1]
-        for (a, low), (b, high) in pairwise(points):
-            if num_tokens <= b:
-                return low + (high - low) * (num_tokens - a) / (b - a)
-        return points[-1][1] * num_tokens / points[-1][0]

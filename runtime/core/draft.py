@@ -1,0 +1,200 @@
+"""A draft model's side of speculation: it mirrors the engine's requests and samples ahead of them.
+
+    engine                                     draft
+    Open(7, tokens t0..t9)      ---------->    mirror 7: t0..t9, then guesses g10 g11 g12 ...
+                                <----------    Chain(7, length 10, [g10, g11, g12])
+    verifies; g10, g11 were right, then t12
+    Commit(7, base 10, [g10, g11, t12])  -->   g12 != t12: rewind to 12, go on with t12, g13, g14 ...
+                                <----------    Chain(7, length 13, [g13, g14, g15])
+
+Only token ids travel: both models sample with the same noise by position (C4), so a guess is right if it equals the
+target's own sample. Nothing here is needed for a right answer (C8). A chain names the length that it continues, and a
+commit starts where the last chain did: frames may be lost, repeated or late, and what follows makes it good.
+
+A mirror is an ordinary request of an ordinary scheduler, with blocks, prefix cache and preemption, that never ends by
+itself: it pauses `wanted` tokens (and some ahead) beyond those known to be final, and may be rewritten from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.executor import Executor
+from runtime.core.request_state import RequestState
+from runtime.core.scheduler import Scheduler
+from runtime.core.types import CallboardError, Request
+
+_DEPTH = 4  # steps in flight: those of a chain are launched without waiting for their tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Mirror `request`, whose tokens are all final, and guess `wanted` tokens. `stream` is the engine's number for it,
+    never used for another request. A second one replaces the mirror."""
+
+    stream: int
+    request: Request
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The request's tokens from position `base_len` on are final, and `wanted` guesses may follow. `base_len` is at
+    most what the draft has acknowledged; what it knows already is skipped."""
+
+    stream: int
+    base_len: int
+    token_ids: list[int]
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Engine to draft, one frame a step: at most one entry a stream."""
+
+    opened: list[Open] = field(default_factory=list)
+    committed: list[Commit] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Draft to engine: `token_ids` may follow the stream's first `length` tokens, which the draft has as final. None:
+    it has no guess now; and with length 0 it does not know the stream (any more)."""
+
+    stream: int
+    length: int
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class _Mirror:
+    """What a draft knows of a stream besides its tokens."""
+
+    owner: Hashable
+    stream: int
+    wanted: int
+    owes: bool = True  # no chain was sent since the last commit
+
+
+class DraftCore:
+    """Mirrors of one or several engines' requests. Not thread-safe: one thread calls everything."""
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, executor: Executor, ahead: int) -> None:
+        """`ahead` guesses are made beyond those wanted, for when all of them are right."""
+        self.scheduler = Scheduler(config, info)
+        self.executor, self.ahead = executor, ahead
+        self.outbox: dict[Hashable, list[Chain]] = {}  # by owner; the caller sends them and empties it
+        self._streams: dict[tuple[Hashable, int], RequestState] = {}
+        self._num_opened = 0
+
+    def take(self, owner: Hashable, told: Told) -> None:
+        """Apply a frame of the engine `owner`."""
+        for stream in told.closed:
+            self._close(owner, stream)
+        for opened in told.opened:
+            self._close(owner, opened.stream)
+            self._open(owner, opened)
+        for commit in told.committed:
+            self._commit(owner, commit)
+
+    def forget(self, owner: Hashable) -> None:
+        """The engine is gone, and its requests with it."""
+        for _, stream in [key for key in self._streams if key[0] == owner]:
+            self._close(owner, stream)
+        self.outbox.pop(owner, None)
+
+    def step(self) -> bool:
+        """Launch steps as far as mirrors want guesses, and wait for the oldest. False: there is nothing to compute."""
+        scheduler = self.scheduler
+        while scheduler.num_in_flight < _DEPTH and (plan := scheduler.schedule()) is not None:
+            self.executor.submit(plan)
+        if not scheduler.num_in_flight:
+            return False
+        output = scheduler.commit(self.executor.collect())
+        for state, _ in output.finished:  # its logits were not finite
+            del self._streams[state.owner.owner, state.owner.stream]
+        for state in output.states:
+            self._offer(state)
+        return True
+
+    def _open(self, owner: Hashable, opened: Open) -> None:
+        self._num_opened += 1
+        request = replace(
+            opened.request,
+            request_id=str(self._num_opened),
+            params=replace(opened.request.params, logprobs=None, prompt_logprobs=None),
+        )
+        if max(request.token_ids) >= self.scheduler.info.vocab_size:
+            return  # padding of the target's vocabulary
+        try:
+            state = self.scheduler.add(request, _Mirror(owner, opened.stream, opened.wanted))
+        except CallboardError:
+            return  # longer than the draft's context: no chain ever comes
+        state.stop_ids = frozenset()  # the target decides what ends it
+        state.final_len = len(state.tokens)
+        self._streams[owner, opened.stream] = state
+        self._aim(state)
+
+    def _close(self, owner: Hashable, stream: int) -> None:
+        state = self._streams.pop((owner, stream), None)
+        if state is not None:
+            self.scheduler.abort(state.request.request_id)
+
+    def _commit(self, owner: Hashable, commit: Commit) -> None:
+        state = self._streams.get((owner, commit.stream))
+        if state is None:
+            self._say(owner, Chain(commit.stream, 0, []))
+            return
+        mirror: _Mirror = state.owner
+        new = commit.token_ids[state.final_len - commit.base_len :] if commit.base_len <= state.final_len else []
+        if new and max(new) >= self.scheduler.info.vocab_size:
+            self._close(owner, commit.stream)
+            return
+        at = state.final_len
+        for token in new:
+            if at == len(state.tokens) or state.tokens[at] != token:
+                self.scheduler.rewrite(state, at, new[at - state.final_len :])
+                break
+            at += 1
+        state.final_len += len(new)
+        mirror.wanted, mirror.owes = commit.wanted, True
+        self._aim(state)
+        if state.slot < 0 or state.upto <= state.final_len or commit.base_len > state.final_len:
+            mirror.owes = False  # not soon, or not at all, or not without what is between
+            self._say(owner, Chain(commit.stream, state.final_len, []))
+        else:
+            self._offer(state)
+
+    def _aim(self, state: RequestState) -> None:
+        """A request's last token is never guessed: nothing would be verified after it."""
+        state.upto = min(state.final_len + state.owner.wanted + self.ahead, state.limit - 1)
+
+    def _offer(self, state: RequestState) -> None:
+        """Send the chain when it is as long as wanted, and again when it has become as long as it may."""
+        mirror: _Mirror = state.owner
+        num, most = len(state.tokens) - state.final_len, state.upto - state.final_len
+        if (mirror.owes and num >= min(mirror.wanted, most)) or (num == most > mirror.wanted + 1):
+            mirror.owes = False
+            self._say(mirror.owner, Chain(mirror.stream, state.final_len, state.tokens[state.final_len :].tolist()))
+
+    def _say(self, owner: Hashable, chain: Chain) -> None:
+        self.outbox.setdefault(owner, []).append(chain)
+
+
+class LocalWire:
+    """A draft in the engine's own process: it computes while the engine waits, and a step whenever it looks."""
+
+    def __init__(self, core: DraftCore) -> None:
+        self._core = core
+
+    def send(self, told: Told) -> None:
+        self._core.take(None, told)
+
+    def receive(self, timeout_s: float) -> list[Chain]:
+        """Whatever `timeout_s`: nothing else could happen meanwhile."""
+        while self._core.step() and timeout_s > 0 and not self._core.outbox:
+            pass
+        return self._core.outbox.pop(None, [])

@@ -1,0 +1,216 @@
+"""The engine's side of a draft model: what it is told, what it answers, and how long that is waited for.
+
+A round is: the last step's tokens are committed, the draft is told, the next step waits until the guesses are there or
+late, and verifies what came. The wait is bounded by a few times what the draft takes, and there is none while it does
+not answer: rows then go on plainly, and it is tried again from time to time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from runtime.core.draft import Chain, Commit, Open, Told
+from runtime.core.request_state import RequestState
+from runtime.core.speculation import StepTimes
+from runtime.core.types import Request
+
+_PATIENCE = 3.0  # times what a round is expected to take, and
+_PATIENCE_US = 2000.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # without guesses after a late answer, doubling
+_HUNG = 7  # late answers in a row, some seconds altogether
+_WEIGHT = 0.1  # of the newest round in the estimate of what rounds take beyond the draft's steps
+_FIRST_OVERHEAD_US = 300.0
+_COARSE_US = 50.0  # what the estimate is rounded to
+
+T = TypeVar("T")
+
+
+class DraftWire(Protocol):
+    """A connection to a draft. Both methods raise OSError when the draft is gone."""
+
+    def send(self, told: Told) -> None:
+        """Never blocks for longer than the draft needs to read."""
+        ...
+
+    def receive(self, timeout_s: float) -> list[Chain]:
+        """What has come; nothing has, it waits, at most `timeout_s`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Followed:
+    """What the draft was told of a request, and its last chain."""
+
+    stream: int
+    acked: int = -1  # final tokens that the draft has; -1: it has not answered yet
+    asked: int = -1  # known tokens when guesses were last asked for
+    chain: list[int] = field(default_factory=list)  # what may follow the first `acked` tokens
+
+
+class DraftClient:
+    """A Drafter (speculation.py) that is a model somewhere else, or away. One thread calls everything."""
+
+    def __init__(self, vocab_size: int, clock: Callable[[], float]) -> None:
+        """`vocab_size` is the target's; `clock` counts seconds."""
+        self.vocab_size, self._clock = vocab_size, clock
+        self.num_late = 0  # rounds in which some answer came too late
+        self._wire: DraftWire | None = None
+        self._detach()
+
+    def attach(self, wire: DraftWire, step_us: Sequence[tuple[int, float]]) -> None:
+        """Go on with this draft, which knows nothing yet. step_us: (rows, time of its step), rising."""
+        self._detach()
+        self._wire, self._times = wire, StepTimes(step_us)
+
+    def _detach(self) -> None:
+        self._wire = None
+        self._times = StepTimes(())
+        self._followed: dict[str, _Followed] = {}  # by request id
+        self._streams: dict[int, _Followed] = {}
+        self._num_streams = 0
+        self._told = Told()  # not sent yet
+        self._due: set[int] = set()  # streams whose answer the next step waits for
+        self._asked_at = self._deadline = self._paused_until = 0.0
+        self._num_asked = self._wanted = 0  # streams and guesses of the round
+        self._overhead_us = _FIRST_OVERHEAD_US
+        self._late_in_a_row = 0
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a draft, answering or not."""
+        return self._wire is not None
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether the draft has been silent for so long that a new one should take its place."""
+        return self._late_in_a_row >= _HUNG
+
+    # ---- Drafter --------------------------------------------------------------------------------------------------
+
+    @property
+    def overhead_us(self) -> float:
+        """What a round takes beyond the draft's steps; below 0 where it runs ahead, infinite while there is none."""
+        if self._wire is None or self._clock() < self._paused_until:
+            return float("inf")
+        return round(self._overhead_us / _COARSE_US) * _COARSE_US
+
+    def step_us(self, num_rows: int) -> float:
+        return self._times.us(num_rows)
+
+    def follows(self, state: RequestState, wanted: int) -> bool:
+        """Whether the draft mirrors the request; if not, it is told of it."""
+        followed = self._followed.get(state.request.request_id)
+        if followed is None:
+            self._num_streams += 1
+            followed = _Followed(self._num_streams)
+            self._followed[state.request.request_id] = self._streams[followed.stream] = followed
+            origin, tokens = state.request, state.tokens.tolist()
+            request = Request("", tokens, state.prompt_len, state.params, origin.seed, 0, origin.cache_salt)
+            self._told.opened.append(Open(followed.stream, request, wanted))
+        return followed.acked >= 0
+
+    def ask(self, state: RequestState, wanted: int) -> None:
+        """A request that the draft follows has no token in flight, and its next row could bring `wanted` guesses."""
+        followed, known = self._followed[state.request.request_id], len(state.tokens)
+        if followed.asked == known:
+            return
+        followed.asked = known
+        new = state.tokens[followed.acked :].tolist()
+        self._told.committed.append(Commit(followed.stream, followed.acked, new, wanted))
+        if len(self._guesses(followed, state)) < wanted:
+            self._due.add(followed.stream)
+
+    def is_due(self) -> bool:
+        """Say what there is to say, hear what there is to hear. True: some answers should be waited for."""
+        told, now = self._told, self._clock()
+        if told.opened or told.committed or told.closed:
+            self._told = Told()
+            if told.committed:
+                self._begin_round(told, now)
+            self._try(lambda wire: wire.send(told))
+        self._hear(0.0)
+        if self._due and now >= self._deadline:
+            self._give_up()
+        return bool(self._due)
+
+    def wait(self) -> None:
+        """Until the answers that are due have come, or are late."""
+        if not self._due:
+            return
+        while self._due and (left := self._deadline - self._clock()) > 0:
+            self._hear(left)
+        if self._due:
+            self._give_up()
+        else:
+            self._learn((self._clock() - self._asked_at) * 1e6)
+
+    def guess(self, state: RequestState, most: int) -> list[int] | None:
+        """What follows the request's known tokens in its last chain; None if it was not asked for."""
+        followed = self._followed.get(state.request.request_id)
+        if followed is None or followed.asked != len(state.tokens):
+            return None
+        return self._guesses(followed, state)[:most]
+
+    def forget(self, state: RequestState) -> None:
+        """The request has ended."""
+        followed = self._followed.pop(state.request.request_id, None)
+        if followed is not None:
+            self._end(followed)
+
+    # ---- rounds ---------------------------------------------------------------------------------------------------
+
+    def _guesses(self, followed: _Followed, state: RequestState) -> list[int]:
+        """Of a chain that was made on the assumption of tokens that have come true, the rest; of any other, nothing."""
+        chain, since = followed.chain, state.tokens[followed.acked :].tolist()
+        return chain[len(since) :] if chain[: len(since)] == since else []
+
+    def _begin_round(self, told: Told, now: float) -> None:
+        self._asked_at = now
+        self._num_asked, self._wanted = len(told.committed), max(c.wanted for c in told.committed)
+        expected_us = max(0.0, self._overhead_us) + self._wanted * self.step_us(self._num_asked)
+        self._deadline = now + (_PATIENCE * expected_us + _PATIENCE_US) / 1e6
+        if not self._due:
+            self._learn(0.0)  # it had run ahead
+
+    def _learn(self, took_us: float) -> None:
+        beyond = took_us - self._wanted * self.step_us(self._num_asked)
+        self._overhead_us += _WEIGHT * (beyond - self._overhead_us)
+
+    def _give_up(self) -> None:
+        self._due.clear()
+        self.num_late += 1
+        pause = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**self._late_in_a_row)
+        self._late_in_a_row += 1
+        self._paused_until = self._clock() + pause
+
+    def _hear(self, timeout_s: float) -> None:
+        for chain in self._try(lambda wire: wire.receive(timeout_s)) or ():
+            self._late_in_a_row, self._paused_until = 0, 0.0
+            followed = self._streams.get(chain.stream)
+            if followed is None or chain.length < followed.acked:
+                continue  # its request has ended, or it comes out of turn
+            if chain.length == 0:  # the draft does not know it: told anew
+                self._end(followed)
+                self._followed = {k: v for k, v in self._followed.items() if v is not followed}
+                continue
+            ends = (i for i, token in enumerate(chain.token_ids) if token >= self.vocab_size)
+            followed.acked, followed.chain = chain.length, chain.token_ids[: next(ends, None)]
+            if chain.length >= followed.asked:
+                self._due.discard(chain.stream)
+
+    def _end(self, followed: _Followed) -> None:
+        del self._streams[followed.stream]
+        self._due.discard(followed.stream)
+        self._told.closed.append(followed.stream)
+
+    def _try(self, use: Callable[[DraftWire], T]) -> T | None:
+        """With the wire, if there is one; a broken one is let go of, and all guesses with it."""
+        if self._wire is None:
+            return None
+        try:
+            return use(self._wire)
+        except OSError:
+            self._detach()
+            return None
