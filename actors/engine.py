@@ -19,9 +19,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from actors.channel import RayRpc, SocketExecutor
+from actors.draft import DraftActor, DraftKeeper, SocketDraft
 from actors.environment import freeze_garbage
 from actors.frames import (
     Abort,
@@ -36,9 +38,12 @@ from actors.frames import (
 )
 from actors.link_server import Connection, LinkServer, Stream
 from actors.metrics import EngineMeter, Figures, Snapshot
-from actors.placement import runner_options
+from actors.names import NAMESPACE, living_actors, new_name
+from actors.placement import draft_options, runner_options
 from actors.runner import SWITCH_INTERVAL_S, ModelRunnerActor
+from actors.wires import Meeting
 from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.draft_client import DraftClient, DraftWire, speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.request_state import RequestState
@@ -46,6 +51,7 @@ from runtime.core.types import CallboardError, FinishReason, StepOutput
 
 logger = logging.getLogger(__name__)
 
+_MEETING_S = 30.0  # for a draft that has loaded its model to connect
 _MAX_LOSSES = 3  # runners lost in a row without a finished step: the requests in them are at fault
 
 
@@ -75,7 +81,7 @@ class EngineLoop:
         self.num_rebuilds = 0
         self.reason = "The engine is loading its model."
         self.executor, self.info = start_runners()
-        self.core = EngineCore(config, self.info, self.executor)
+        self.core = EngineCore(config, self.info, self.executor, speculation_of(config, self.info, time.monotonic))
         self._meter = EngineMeter(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
         self.reason = ""
@@ -115,6 +121,8 @@ class EngineLoop:
             "blocks_total": s.pool.num_blocks - 1,
             "blocks_available": s.pool.num_available,
             "blocks_cached_idle": s.pool.num_cached_idle,
+            "draft_tokens": s.num_draft_tokens,
+            "accepted_draft_tokens": sum(s.accepted_at),
             "prompt_tokens": s.prompt_tokens_total,
             "prompt_tokens_cached": s.prompt_tokens_cached,
             "connections": len(self._connections),
@@ -134,6 +142,18 @@ class EngineLoop:
         done: Future[None] = Future()
         self._inbox.put(partial(self._drain, reason, done))
         return done
+
+    @property
+    def draft(self) -> DraftClient | None:
+        """What the step thread knows of the draft model, if there should be one."""
+        speculation = self.core.scheduler.speculation
+        client = speculation.drafter if speculation is not None else None
+        return client if isinstance(client, DraftClient) else None
+
+    def attach_draft(self, wire: DraftWire, step_us: tuple[tuple[int, float], ...]) -> None:
+        """Let a draft that knows nothing yet guess from now on."""
+        assert self.draft is not None
+        self._inbox.put(partial(self.draft.attach, wire, step_us))
 
     def join(self) -> None:
         """Wait until the step thread has ended."""
@@ -379,9 +399,15 @@ class EngineActor:
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0}
 
     def __init__(
-        self, config: EngineConfig, group: PlacementGroup, gpu: bool, supervisor_pid: int, num_restarts: int
+        self,
+        config: EngineConfig,
+        group: PlacementGroup,
+        gpu: bool,
+        supervisor_pid: int,
+        num_restarts: int,
+        application: str,
     ) -> None:
-        self._supervisor_pid, self._num_restarts = supervisor_pid, num_restarts
+        self._supervisor_pid, self._num_restarts, self._application = supervisor_pid, num_restarts, application
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._config, self._group, self._gpu = config, group, gpu
         self._runners: list[Any] = []
@@ -389,7 +415,11 @@ class EngineActor:
 
     async def start(self) -> ModelInfo:
         """Load the model. Raises CallboardError with the sentence of the runner that could not."""
+        if self._config.has_draft_model:  # before the runner, which takes what memory is left
+            await asyncio.to_thread(self._load_draft)
         self._loop = await asyncio.to_thread(EngineLoop, self._config, self._start_runners, self._num_restarts)
+        if self._config.has_draft_model:
+            self._keeper = await asyncio.to_thread(DraftKeeper, self._start_draft)
         self._loaded = True
         self._watch = asyncio.create_task(self._check_progress())
         freeze_garbage()
@@ -425,6 +455,11 @@ class EngineActor:
         """Process ids of the runners, by rank."""
         return [pid for _, pid in await asyncio.gather(*(r.where.remote() for r in self._runners))]
 
+    async def draft_pid(self) -> int:
+        """Process id of the draft model's actor."""
+        _, pid = await self._draft.where.remote()
+        return int(pid)
+
     async def supervisor_pid(self) -> int:
         """Process id of the supervising replica."""
         return self._supervisor_pid
@@ -446,6 +481,9 @@ class EngineActor:
             await asyncio.sleep(1.0)
             if not self._loop.check_progress():
                 os._exit(1)  # the supervisor starts another engine, and the links resubmit
+            if self._loop.draft is not None and self._loop.draft.is_hung:
+                logger.error("the draft does not answer")
+                ray.kill(self._draft)
 
     def _start_runners(self) -> tuple[Executor, ModelInfo]:
         """A fresh group of runners, loaded and connected; what was left of the old one is killed."""
@@ -454,7 +492,7 @@ class EngineActor:
             ray.kill(runner)
         actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
         self._runners = [
-            actor.options(**runner_options(self._group, rank, self._gpu)).remote()
+            actor.options(**runner_options(config, self._group, rank, self._gpu)).remote()
             for rank in range(config.tensor_parallel_size)
         ]
         infos: list[ModelInfo] = _all([r.load.remote(config, rank) for rank, r in enumerate(self._runners)])
@@ -468,6 +506,37 @@ class EngineActor:
                 runner.attach.remote(executor.address(rank, "" if node == here else _host()))
             executor.accept()
         return executor, infos[0]
+
+    def _load_draft(self) -> None:
+        """A draft actor with its model loaded; if engines share one, the oldest that lives."""
+        actor: Any = ray.remote(**DraftActor.REMOTE)(DraftActor)
+        options = draft_options(self._config, self._group, self._gpu)
+        if not self._config.draft_shared:
+            self._draft = actor.options(**options).remote()
+        elif not (living := living_actors(f"{self._application}/draft")):
+            name = new_name(f"{self._application}/draft")
+            mine = actor.options(**options, name=name, namespace=NAMESPACE).remote()
+            oldest = living_actors(f"{self._application}/draft")[0]  # another engine may have been faster
+            self._draft = mine if oldest == name else ray.get_actor(oldest, NAMESPACE)
+        else:
+            self._draft = ray.get_actor(living[0], NAMESPACE)
+        (self._draft_us,) = _all([self._draft.load.remote(self._config)])
+
+    def _start_draft(self, on_loss: Callable[[], None]) -> None:
+        """Connect to the draft, or to a new one if that is gone."""
+        try:
+            ((node, _),) = _all([self._draft.where.remote()])
+        except RayError:
+            self._load_draft()
+            ((node, _),) = _all([self._draft.where.remote()])
+        meeting = Meeting(1)
+        here = ray.get_runtime_context().get_node_id()
+        self._draft.attach.remote(meeting.address(0, "" if node == here else _host()))
+        wires = meeting.accept(_MEETING_S)
+        if not wires:
+            raise CallboardError(f"The draft did not connect within {_MEETING_S:.0f} s.")
+        self._draft.forever.remote().future().add_done_callback(lambda _: on_loss())
+        self._loop.attach_draft(SocketDraft(wires[0]), self._draft_us)
 
 
 def _host() -> str:

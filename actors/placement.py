@@ -2,6 +2,8 @@
 
     bundle 0        the supervising replica and the engine actor      CPU
     bundle 1 + r    the model runner of rank r                        CPU, and one GPU where the model runs on GPUs
+                    a draft model, beside rank 0                      a share of its CPU and, if it uses one, its GPU
+    last bundle     a draft model with draft_device=own               CPU and GPU
 
 Serve makes the group with the replica and removes it with the replica, so whatever dies, nothing is left behind.
 """
@@ -21,17 +23,26 @@ SUPERVISOR_CPUS = 0.1
 ENGINE_CPUS = 0.4
 RUNNER_CPUS = 1.0
 FRONT_CPUS = 0.5
+DRAFT_CPUS = 0.4  # of its runner's, where it has no bundle of its own
+_DRAFT_GPUS = 0.1  # so too
 
 
 def uses_gpu(config: EngineConfig, cluster_resources: dict[str, float]) -> bool:
     """Whether the runners get GPUs: asked for, or there are any. Raises CallboardError if there are too few."""
-    num_gpus = int(cluster_resources.get("GPU", 0))
-    if config.device == "cuda" and num_gpus < config.tensor_parallel_size:
+    num_gpus, needed, what = int(cluster_resources.get("GPU", 0)), config.tensor_parallel_size, ""
+    if has_own_gpu(config):
+        needed, what = needed + 1, " and draft_device=own"
+    if config.device == "cuda" and num_gpus < needed:
         raise CallboardError(
-            f"device=cuda with tensor_parallel_size={config.tensor_parallel_size} needs that many GPUs, but the Ray "
-            f"cluster has {num_gpus}; use device=cpu or add GPUs."
+            f"device=cuda with tensor_parallel_size={config.tensor_parallel_size}{what} needs {needed} GPUs, but the "
+            f"Ray cluster has {num_gpus}; use device=cpu or add GPUs."
         )
-    return config.device == "cuda" or (config.device == "auto" and num_gpus >= config.tensor_parallel_size)
+    return config.device == "cuda" or (config.device == "auto" and num_gpus >= needed)
+
+
+def has_own_gpu(config: EngineConfig) -> bool:
+    """Whether there is a draft model that wants a GPU for itself."""
+    return config.has_draft_model and config.draft_device == "own"
 
 
 def default_fronts(cluster_resources: dict[str, float]) -> int:
@@ -44,7 +55,8 @@ def default_fronts(cluster_resources: dict[str, float]) -> int:
 def bundles(config: EngineConfig, gpu: bool) -> list[dict[str, float]]:
     """The placement group of one engine."""
     runner = {"CPU": RUNNER_CPUS, "GPU": 1.0} if gpu else {"CPU": RUNNER_CPUS}
-    return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS}, *({**runner} for _ in range(config.tensor_parallel_size))]
+    num_runners = config.tensor_parallel_size + (gpu and has_own_gpu(config))
+    return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS}, *({**runner} for _ in range(num_runners))]
 
 
 def engine_options(group: PlacementGroup) -> dict[str, Any]:
@@ -52,10 +64,23 @@ def engine_options(group: PlacementGroup) -> dict[str, Any]:
     return {"num_cpus": ENGINE_CPUS, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
 
 
-def runner_options(group: PlacementGroup, rank: int, gpu: bool) -> dict[str, Any]:
+def runner_options(config: EngineConfig, group: PlacementGroup, rank: int, gpu: bool) -> dict[str, Any]:
     """Ray options of the runner of `rank`; Ray pins the process to its GPU."""
+    shares = config.has_draft_model and rank == 0 and not (gpu and has_own_gpu(config))
+    shares_gpu = shares and config.draft_device != "cpu"
     return {
-        "num_cpus": RUNNER_CPUS,
-        "num_gpus": 1 if gpu else 0,
+        "num_cpus": RUNNER_CPUS - DRAFT_CPUS * shares,
+        "num_gpus": (1.0 - _DRAFT_GPUS * shares_gpu) if gpu else 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 1 + rank),
+    }
+
+
+def draft_options(config: EngineConfig, group: PlacementGroup, gpu: bool) -> dict[str, Any]:
+    """Ray options of the draft model's actor."""
+    own = gpu and has_own_gpu(config)
+    shared_gpus = 0.0 if config.draft_device == "cpu" else _DRAFT_GPUS
+    return {
+        "num_cpus": RUNNER_CPUS if own else DRAFT_CPUS,
+        "num_gpus": (1.0 if own else shared_gpus) if gpu else 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 1 + config.tensor_parallel_size if own else 1),
     }

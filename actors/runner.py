@@ -11,12 +11,15 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
-from actors.channel import Address, serve_steps
+from actors.channel import serve_steps
 from actors.environment import freeze_garbage
+from actors.wires import Address
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import decode_plan, encode_result
 from runtime.loading.resolve import resolve
@@ -29,7 +32,7 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005  # a thread that a step waits for must not wait 5 ms for another to give up the GIL
 
 
-class _Phases(logging.Handler):
+class Phases(logging.Handler):
     """Keeps what is logged, with the time at which it was."""
 
     def __init__(self) -> None:
@@ -39,6 +42,15 @@ class _Phases(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.note(record.getMessage())
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """While the runtime's logs are listened to."""
+        runtime_log = logging.getLogger("runtime")
+        runtime_log.setLevel(logging.INFO)
+        runtime_log.addHandler(self)
+        yield
+        runtime_log.removeHandler(self)
 
     def note(self, text: str) -> None:
         self.lines.append(f"{time.monotonic() - self._start:6.1f} s  {text}")
@@ -54,19 +66,16 @@ class ModelRunnerActor:
     }
 
     def __init__(self) -> None:
-        self._phases = _Phases()
+        self._phases = Phases()
 
     def load(self, config: EngineConfig, rank: int) -> ModelInfo:
         """Load this rank's share of the model; raises CallboardError if that fails."""
-        runtime_log = logging.getLogger("runtime")
-        runtime_log.setLevel(logging.INFO)
-        runtime_log.addHandler(self._phases)
-        from runtime.worker.runner import ModelRunner
+        with self._phases.heard():
+            from runtime.worker.runner import ModelRunner
 
-        self._phases.note("libraries imported")
-        path = resolve(config.model, config.revision, progress=False)
-        self._runner: ModelRunner = ModelRunner(config, path, rank, config.tensor_parallel_size)
-        runtime_log.removeHandler(self._phases)
+            self._phases.note("libraries imported")
+            path = resolve(config.model, config.revision, progress=False)
+            self._runner: ModelRunner = ModelRunner(config, path, rank, config.tensor_parallel_size)
         freeze_garbage()
         self._phases.note("ready")
         return self._runner.info

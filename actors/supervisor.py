@@ -1,8 +1,7 @@
 """The supervisor: keeps one engine actor alive from within the Serve replica that owns its placement group.
 
-A dead engine is replaced by a new one, where the replicas' links find it: as Ray keeps a dead actor's name, each has
-a name of its own, "NAME#TIME", and the newest counts. An engine that cannot be started three times in a row is given
-up: `failed` tells why, and Serve replaces the whole replica.
+A dead engine is replaced by a new one, where the replicas' links find it: the newest of its name counts. An engine that
+cannot be started three times in a row is given up: `failed` tells why, and Serve replaces the whole replica.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from ray.util.placement_group import PlacementGroup
 from actors.engine import EngineActor
 from actors.frames import LinkAddress
 from actors.link import EngineLink
+from actors.names import NAMESPACE, living_actors, new_name
 from actors.placement import engine_options
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "callboard"
 _MAX_FAILURES = 3
 _PAUSE_S = 1.0  # between attempts to start an engine
 _DRAIN_POLL_S = 0.1
@@ -57,9 +56,10 @@ class Supervisor:
 
     async def _start_engine(self) -> Any:
         actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
-        name = f"{self._name}#{time.time_ns()}"
-        options = engine_options(self._group) | {"name": name, "namespace": NAMESPACE}
-        engine = actor.options(**options).remote(self._config, self._group, self._gpu, os.getpid(), self.num_restarts)
+        options = engine_options(self._group) | {"name": new_name(self._name), "namespace": NAMESPACE}
+        application = self._name.partition("/")[0]
+        start = self._config, self._group, self._gpu, os.getpid(), self.num_restarts, application
+        engine = actor.options(**options).remote(*start)
         try:
             await engine.start.remote()
         except RayError as e:
@@ -101,12 +101,10 @@ def plain_error(error: RayError) -> CallboardError:
 
 def find_engine(name: str) -> Any:
     """The newest living engine actor `name`; raises CallboardError if there is none."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    prefix = f"{name}#"
-    names = [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
+    names = living_actors(name)
     if not names:
         raise CallboardError(f"There is no engine {name!r} in this Ray cluster.")
-    return ray.get_actor(max(names, key=lambda n: int(n.removeprefix(prefix))), NAMESPACE)
+    return ray.get_actor(names[-1], NAMESPACE)
 
 
 def link_to(name: str) -> EngineLink:

@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.models import CONFIGS, spec_of
 from runtime.core.config import EngineConfig
+from runtime.core.draft_client import speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Request, SamplingParams
@@ -78,7 +79,8 @@ class Engine:
     def __init__(self, model: str, config: EngineConfig) -> None:
         self.config = config
         self.runner = ModelRunner.dummy(config, spec_of(model))
-        self.core = EngineCore(config, self.runner.info, InProcess(self.runner))
+        speculation = speculation_of(config, self.runner.info, time.perf_counter)
+        self.core = EngineCore(config, self.runner.info, InProcess(self.runner), speculation)
         self.rng = np.random.default_rng(0)
         self._num_requests = 0
 

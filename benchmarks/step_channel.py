@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from actors.channel import Address, RayRpc, SocketExecutor, serve_steps
+from actors.channel import RayRpc, SocketExecutor, serve_steps
+from actors.wires import Address
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess

@@ -8,6 +8,7 @@ for answer in llm.generate(["Once upon a time", "def fibonacci(n):"], SamplingPa
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from tqdm import tqdm
 
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
+from runtime.core.draft import LocalWire
+from runtime.core.draft_client import DraftClient, speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
@@ -58,15 +61,20 @@ class LLM:
 
     def __init__(self, model: str = DEFAULT_MODEL, **config: Any) -> None:
         """Fetches the model if need be and loads it. Raises CallboardError with one sentence if that fails."""
-        from runtime.worker.runner import ModelRunner  # torch loads here, not with the module
+        from runtime.worker.draft_runner import load_draft  # torch loads here, not with the module
+        from runtime.worker.runner import ModelRunner
 
         self.config = EngineConfig(model=model, **config)
         if self.config.tensor_parallel_size != 1:
             raise CallboardError("LLM runs in one process; for tensor_parallel_size above 1 use `callboard serve`.")
         path = resolve(model, self.config.revision)
         self.tokenizer = Tokenizer.load(path)
+        draft = load_draft(self.config) if self.config.has_draft_model else None  # it takes less memory than is free
         self.runner = ModelRunner(self.config, path)
-        self.engine = EngineCore(self.config, self.runner.info, InProcess(self.runner))
+        speculation = speculation_of(self.config, self.runner.info, time.monotonic)
+        self.engine = EngineCore(self.config, self.runner.info, InProcess(self.runner), speculation)
+        if draft is not None and speculation is not None and isinstance(speculation.drafter, DraftClient):
+            speculation.drafter.attach(LocalWire(draft), draft.scheduler.info.step_us)
         self._num_requests = 0
 
     def generate(

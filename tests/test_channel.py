@@ -19,8 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import channel
-from actors.channel import Address, RayRpc, RunnerFault, RunnersLost, SocketExecutor, connect, serve_steps
+from actors import wires
+from actors.channel import RayRpc, RunnerFault, RunnersLost, SocketExecutor, serve_steps
+from actors.wires import Address, connect
 from runtime.core.executor import InProcess
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
 from runtime.core.types import SamplingParams
@@ -134,18 +135,18 @@ def processes(num_ranks: int, host: str = ""):
 # ---- frames -------------------------------------------------------------------------------------------------------
 
 
-def pair(kind: str) -> tuple[channel.Wire, channel.Wire]:
+def pair(kind: str) -> tuple[wires.Wire, wires.Wire]:
     if kind == "unix":
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     else:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             a = socket.create_connection(listener.getsockname())
             b, _ = listener.accept()
-    return channel._wire(a), channel._wire(b)
+    return wires._wire(a), wires._wire(b)
 
 
 KINDS = pytest.mark.parametrize("kind", ["unix", "tcp"])
-packets = st.builds(lambda n, more: max(1, n * (channel._PACKET - 1) + more), st.integers(0, 3), st.integers(-2, 2))
+packets = st.builds(lambda n, more: max(1, n * (wires._PACKET - 1) + more), st.integers(0, 3), st.integers(-2, 2))
 
 
 @KINDS
@@ -166,9 +167,9 @@ def test_frames_of_any_size_keep_their_bounds(kind, sizes):
 def test_a_frame_cut_off_by_a_death_is_the_end(kind):
     a, b = pair(kind)
     if kind == "unix":
-        a.sock.send(channel._MORE + bytes(100))
+        a.sock.send(wires._MORE + bytes(100))
     else:
-        a.sock.send(channel._LENGTH.pack(1000) + bytes(100))
+        a.sock.send(wires._LENGTH.pack(1000) + bytes(100))
     a.sock.close()
     assert b.receive() is None
     b.sock.close()
@@ -176,13 +177,13 @@ def test_a_frame_cut_off_by_a_death_is_the_end(kind):
 
 @KINDS
 def test_an_oversize_frame_is_refused_before_it_is_read(kind, monkeypatch):
-    monkeypatch.setattr(channel, "_MAX_FRAME", 1 << 20)
+    monkeypatch.setattr(wires, "_MAX_FRAME", 1 << 20)
     a, b = pair(kind)
     with ThreadPoolExecutor(1) as pool:
         if kind == "unix":
             pool.submit(a.send, bytes(2 << 20))
         else:
-            a.sock.send(channel._LENGTH.pack((1 << 32) - 1))
+            a.sock.send(wires._LENGTH.pack((1 << 32) - 1))
         with pytest.raises(OSError, match="exceeds the limit of 1048576"):
             b.receive()
         b.sock.close()  # a sender that still waits for room ends with it
@@ -421,7 +422,7 @@ def test_waiting_costs_no_cpu(num_ranks):
 
 @HOSTS
 def test_a_runner_whose_result_is_too_large_is_lost(host, monkeypatch):
-    monkeypatch.setattr(channel, "_MAX_FRAME", 1 << 20)
+    monkeypatch.setattr(wires, "_MAX_FRAME", 1 << 20)
     with Group(1, host, num_out=1 << 19) as group:
         group.executor.submit(plan_of(0))
         with pytest.raises(RunnersLost, match="exceeds the limit") as error:

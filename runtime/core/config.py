@@ -43,8 +43,19 @@ class EngineConfig:
     cuda_graphs: bool = _toggle(True, "replay decode steps as one CUDA graph each (kernel_backend triton)")
     packed_weights: bool = _toggle(True, "pre-pack the linear layers for oneDNN on a CPU")
     draft: str | None = _toggle(
-        None, "who guesses tokens for the model to verify, several a step: ngram looks them up in the request itself"
+        None,
+        "who guesses tokens for the model to verify, several a step: a smaller model with the same tokenizer, given as "
+        "`model` is, or ngram, which looks them up in the request itself",
     )
+    draft_device: Literal["auto", "shared", "own", "cpu"] = _toggle(
+        "auto",
+        "where a draft model runs: beside the model on its device (auto, shared), on a GPU of its own, or on a CPU",
+    )
+    draft_ahead: int | None = _toggle(
+        None, "guesses that a draft model goes on with while the model verifies; default: 1, on a GPU of its own 8"
+    )
+    draft_kv_cache_memory: float = _toggle(1.0, "GiB for a draft model's KV cache")
+    draft_shared: bool = _toggle(False, "all engines of the application ask one draft model")
     num_draft_tokens: int | None = _toggle(None, "guesses a row; default: what pays, by acceptance and step time")
     tensor_parallel_size: int = _toggle(1, "GPUs that share one model replica")
     num_threads: int | None = _toggle(None, "CPU threads of a runner; default: the cores it may use")
@@ -64,7 +75,8 @@ class EngineConfig:
             (0.1 <= self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "between 0.1 and 1"),
             (self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2"),
             (self.pipeline_depth in (1, 2), "pipeline_depth", "1 or 2"),
-            (self.draft in (None, "ngram"), "draft", "ngram"),
+            (self.draft_ahead is None or 0 <= self.draft_ahead <= 64, "draft_ahead", "between 0 and 64"),
+            (self.draft_kv_cache_memory > 0, "draft_kv_cache_memory", "above 0 GiB"),
             (self.num_draft_tokens is None or 0 <= self.num_draft_tokens <= 8, "num_draft_tokens", "between 0 and 8"),
             (self.tensor_parallel_size >= 1, "tensor_parallel_size", "at least 1"),
             (self.max_queued_requests >= 1, "max_queued_requests", "at least 1"),
@@ -88,6 +100,28 @@ class EngineConfig:
     def _budget(self, default: int) -> int:
         return default if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether guesses come from a model."""
+        return self.draft is not None and self.draft != "ngram"
+
+    def draft_config(self) -> EngineConfig:
+        """The draft model's own settings."""
+        return replace(
+            self,
+            model=self.draft or "",
+            revision=None,
+            draft=None,
+            device="cpu" if self.draft_device == "cpu" else self.device,
+            tensor_parallel_size=1,
+            gpu_memory_utilization=1.0,  # the model leaves a share free, and it comes second
+            num_kv_blocks=None,
+            kv_cache_memory=self.draft_kv_cache_memory,
+            batching="continuous",
+            kv_layout="paged",
+            policy="fcfs",
+        )
+
     def sized_for(self, device: str) -> EngineConfig:
         """With the batch limits that suit a device type, where none are given."""
         seqs, tokens = (256, 8192) if device == "cuda" else (64, 512)
@@ -105,6 +139,7 @@ _CHOICES = {
     "batching": ("continuous", "static"),
     "kv_layout": ("paged", "contiguous"),
     "policy": ("fcfs", "sjf"),
+    "draft_device": ("auto", "shared", "own", "cpu"),
     "channel": ("socket", "rpc"),
 }
 

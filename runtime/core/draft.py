@@ -185,7 +185,8 @@ class DraftCore:
 
 
 class LocalWire:
-    """A draft in the engine's own process: it computes while the engine waits, and a step whenever it looks."""
+    """A draft in the engine's own process (draft_client.DraftWire), which computes while the engine looks: it is never
+    late."""
 
     def __init__(self, core: DraftCore) -> None:
         self._core = core
@@ -195,6 +196,6 @@ class LocalWire:
 
     def receive(self, timeout_s: float) -> list[Chain]:
         """Whatever `timeout_s`: nothing else could happen meanwhile."""
-        while self._core.step() and timeout_s > 0 and not self._core.outbox:
+        while self._core.step():
             pass
         return self._core.outbox.pop(None, [])

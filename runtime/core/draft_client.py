@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.draft import Chain, Commit, Open, Told
 from runtime.core.request_state import RequestState
-from runtime.core.speculation import StepTimes
+from runtime.core.speculation import Drafter, Ngram, Speculation, StepTimes
 from runtime.core.types import Request
 
 _PATIENCE = 3.0  # times what a round is expected to take, and
@@ -49,7 +50,7 @@ class _Followed:
     chain: list[int] = field(default_factory=list)  # what may follow the first `acked` tokens
 
 
-class DraftClient:
+class DraftClient(Drafter):
     """A Drafter (speculation.py) that is a model somewhere else, or away. One thread calls everything."""
 
     def __init__(self, vocab_size: int, clock: Callable[[], float]) -> None:
@@ -214,3 +215,11 @@ class DraftClient:
         except OSError:
             self._detach()
             return None
+
+
+def speculation_of(config: EngineConfig, info: ModelInfo, clock: Callable[[], float]) -> Speculation | None:
+    """What the settings ask for: a draft model has yet to be attached. None: no guesses, and no cost."""
+    if config.draft is None:
+        return None
+    drafter: Drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else Ngram()
+    return Speculation(drafter, config.num_draft_tokens, info.step_us, info.latency_us)

@@ -13,7 +13,7 @@ from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
-from runtime.core.speculation import Ngram, Speculation
+from runtime.core.speculation import Speculation
 from runtime.core.types import Request, StepOutput
 
 
@@ -24,7 +24,7 @@ class EngineCore:
         self, config: EngineConfig, info: ModelInfo, executor: Executor, speculation: Speculation | None = None
     ) -> None:
         self.depth = config.pipeline_depth
-        self.scheduler = Scheduler(config, info, speculation or speculation_of(config, info))
+        self.scheduler = Scheduler(config, info, speculation)
         self.executor = executor
         self.steps_done = 0
 
@@ -71,10 +71,3 @@ class EngineCore:
         """Go on with fresh runners behind `executor`: every live request is recomputed (C8)."""
         self.executor = executor
         self.scheduler.requeue_all()
-
-
-def speculation_of(config: EngineConfig, info: ModelInfo) -> Speculation | None:
-    """What the settings ask for; None: no guesses, and no cost."""
-    if config.draft is None:
-        return None
-    return Speculation(Ngram(), config.num_draft_tokens, info.step_us, info.latency_us)

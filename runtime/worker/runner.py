@@ -152,13 +152,13 @@ class ModelRunner:
             self.steps.capture_graphs(MOST_GUESSES if fixed is None else fixed)
             logger.info("CUDA graphs: %d", sum(map(len, self.steps.graphs.values())))
         if self.config.draft is not None:
-            step_us, latency_us = self._time_steps()
-            self.info = replace(self.info, step_us=step_us, latency_us=latency_us)
-        self.steps.cache[:, :, :, 0] = 0
-        self.reset()
+            self.time_steps()
+        else:
+            self._clear()
 
-    def _time_steps(self) -> tuple[tuple[tuple[int, float], ...], float]:
-        """What speculation weighs (ModelInfo.step_us, latency_us): decode steps of rising size, on the null block."""
+    def time_steps(self) -> None:
+        """Measure what speculation weighs (ModelInfo.step_us, latency_us): decode steps of rising size, on the null
+        block."""
 
         def seconds(num_rows: int, num_steps: int) -> float:
             starts, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
@@ -175,7 +175,13 @@ class ModelRunner:
         latency_us = min(seconds(1, 1) for _ in range(3)) * 1e6 - best[1]
         rising = np.maximum.accumulate(list(best.values())).tolist()
         logger.info("decode steps: %s us", ", ".join(f"{n} rows {us:.0f}" for n, us in zip(sizes, rising, strict=True)))
-        return tuple(zip(sizes, rising, strict=True)), max(0.0, latency_us) if self.asynchronous else 0.0
+        latency_us = max(0.0, latency_us) if self.asynchronous else 0.0
+        self.info = replace(self.info, step_us=tuple(zip(sizes, rising, strict=True)), latency_us=latency_us)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.steps.cache[:, :, :, 0] = 0
+        self.reset()
 
     def reset(self) -> None:
         """Forget all requests, as after an engine's restart; the cache's contents are nobody's."""

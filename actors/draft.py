@@ -1,0 +1,193 @@
+"""The draft actor: one process with a small model whose guesses engines verify (protocol: runtime/core/draft.py).
+
+    engine's step thread                     draft's thread
+    DraftClient - SocketDraft  --- Told -->  DraftLoop - DraftCore - ModelRunner
+                               <-- Chains -
+
+Frames are msgpack over the engine's own kind of socket (wires.py). A draft is a cache of what engines know (C8): it is
+never restarted on its own, knows nothing when it starts, and whatever happens to it costs speed alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import msgspec
+import ray
+
+from actors.environment import freeze_garbage
+from actors.runner import SWITCH_INTERVAL_S, Phases
+from actors.wires import Address, Wire, connect
+from runtime.core.config import EngineConfig
+from runtime.core.draft import Chain, DraftCore, Told
+
+logger = logging.getLogger(__name__)
+
+StepTimes = tuple[tuple[int, float], ...]
+
+_UNREAD_MS = 200  # a draft that does not read for so long is let go
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between attempts to start a draft that does not start, doubling
+
+
+class SocketDraft:
+    """The engine's end of the socket to a draft (draft_client.DraftWire)."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Chain])
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(wire.sock, select.POLLIN)
+        self._writable.register(wire.sock, select.POLLOUT)
+
+    def send(self, told: Told) -> None:
+        self._wire.send(self._encoder.encode(told), self._make_room)
+
+    def _make_room(self) -> None:
+        if not self._writable.poll(_UNREAD_MS):
+            raise TimeoutError("the draft does not read")
+
+    def receive(self, timeout_s: float) -> list[Chain]:
+        chains: list[Chain] = []
+        while self._readable.poll(0 if chains else timeout_s * 1000):
+            frame = self._wire.receive()
+            if frame is None:
+                raise ConnectionResetError("the draft has closed its connection")
+            chains += self._decoder.decode(frame)
+        return chains
+
+
+class DraftLoop:
+    """The draft's thread: hears all engines, computes, answers. It ends the process if a step fails."""
+
+    def __init__(self, core: DraftCore, on_failure: Callable[[], None]) -> None:
+        self._core, self._on_failure = core, on_failure
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Told)
+        self._wires: dict[int, Wire] = {}  # by file descriptor, which is the engine's name in the core
+        self._poll = select.poll()
+        self._bell, self._ring = socket.socketpair()
+        self._poll.register(self._bell, select.POLLIN)
+        self._new: list[Wire] = []
+        threading.Thread(target=self._run, name="draft-step", daemon=True).start()
+
+    def attach(self, wire: Wire) -> None:
+        """Serve one more engine, until it goes away. Any thread may call this."""
+        self._new.append(wire)
+        self._ring.send(b"!")
+
+    def _run(self) -> None:
+        try:
+            while True:
+                busy = self._core.step()
+                for fd, chains in self._core.outbox.items():
+                    self._answer(fd, chains)
+                self._core.outbox.clear()
+                for fd, _ in self._poll.poll(0 if busy else None):
+                    self._hear(fd)
+        except Exception:
+            logger.exception("a draft's step failed")
+            self._on_failure()
+
+    def _answer(self, fd: Any, chains: list[Chain]) -> None:
+        with suppress(OSError):  # its end is heard next
+            self._wires[fd].send(self._encoder.encode(chains))
+
+    def _hear(self, fd: int) -> None:
+        if fd == self._bell.fileno():
+            self._bell.recv(1 << 10)
+            while self._new:
+                wire = self._new.pop()
+                self._wires[wire.sock.fileno()] = wire
+                self._poll.register(wire.sock, select.POLLIN)
+            return
+        try:
+            frame = self._wires[fd].receive()
+        except OSError:
+            frame = None
+        if frame is not None:
+            self._core.take(fd, self._decoder.decode(frame))
+            return
+        self._core.forget(fd)
+        self._poll.unregister(fd)
+        self._wires.pop(fd).sock.close()
+
+
+class DraftActor:
+    """One draft model, for one engine or several. Its methods run in threads, since `forever` never returns."""
+
+    REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0, "max_concurrency": 8}
+
+    def __init__(self) -> None:
+        self._phases = Phases()
+        self._loading = threading.Lock()
+        self._loop: DraftLoop | None = None
+
+    def load(self, config: EngineConfig) -> StepTimes:
+        """Load the draft of an engine with `config`, once; returns its step's times (ModelInfo.step_us).
+
+        Raises CallboardError if the model cannot be loaded or has another vocabulary than the engine's."""
+        with self._loading:
+            if self._loop is None:
+                with self._phases.heard():
+                    from runtime.worker.draft_runner import load_draft
+
+                    self._phases.note("libraries imported")
+                    core = load_draft(config)
+                    freeze_garbage()
+                    self._phases.note("ready")
+                sys.setswitchinterval(SWITCH_INTERVAL_S)
+                self._step_us = core.scheduler.info.step_us
+                self._loop = DraftLoop(core, lambda: os._exit(1))
+        return self._step_us
+
+    def attach(self, address: Address) -> None:
+        """Connect to an engine and serve it until it goes away."""
+        assert self._loop is not None, "load comes first"
+        self._loop.attach(connect(address))
+
+    def where(self) -> tuple[str, int]:
+        """Ray's id of this node, and this process's id."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def phases(self) -> list[str]:
+        """What `load` did, a line each, after the seconds since it began."""
+        return self._phases.lines
+
+    def forever(self) -> None:
+        """Never returns; a call to it fails when this process dies."""
+        threading.Event().wait()
+
+
+class DraftKeeper:
+    """Starts another draft whenever the last one is gone, from a thread of its own."""
+
+    def __init__(self, start: Callable[[Callable[[], None]], None]) -> None:
+        """`start(on_loss)` starts a draft and attaches it; raises what a failed start raises."""
+        self._start, self._lost = start, threading.Event()
+        self.num_restarts = 0
+        start(self._lost.set)
+        threading.Thread(target=self._keep, name="draft-keeper", daemon=True).start()
+
+    def _keep(self) -> None:
+        pause = _RETRY_S
+        while True:
+            self._lost.wait()
+            self._lost.clear()
+            logger.warning("the draft is gone; starting another")
+            self.num_restarts += 1
+            try:
+                self._start(self._lost.set)
+                pause = _RETRY_S
+            except Exception as e:  # whatever it is: the engine goes on without a draft
+                logger.warning("the draft did not start: %s", e)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_RETRY_S)
+                self._lost.set()

@@ -1,0 +1,45 @@
+"""A draft model as its engine's settings want it: a ModelRunner with mirrors of the engine's requests on top."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from runtime.core.config import EngineConfig
+from runtime.core.draft import DraftCore
+from runtime.core.executor import InProcess
+from runtime.core.types import CallboardError
+from runtime.loading.checkpoint import open_checkpoint
+from runtime.loading.resolve import resolve
+from runtime.models import describe
+from runtime.text.tokenizer import Tokenizer
+from runtime.worker.runner import ModelRunner
+
+_AHEAD_ON_ITS_OWN = 8
+
+
+def load_draft(config: EngineConfig) -> DraftCore:
+    """Load the draft model of an engine with `config`, in this process.
+
+    Raises CallboardError as ModelRunner does, and if its token ids are not those of the engine's model."""
+    path = resolve(config.draft or "", None, progress=False)
+    _check_vocabulary(config, Tokenizer.load(path))
+    spec, _ = describe(open_checkpoint(path).config)
+    own = config.draft_config()
+    if own.max_model_len is not None:
+        own = replace(own, max_model_len=min(own.max_model_len, spec.max_positions))
+    runner = ModelRunner(own, path)
+    runner.time_steps()
+    ahead = config.draft_ahead
+    if ahead is None:
+        ahead = _AHEAD_ON_ITS_OWN if config.draft_device == "own" else 1
+    return DraftCore(runner.config, runner.info, InProcess(runner), ahead)
+
+
+def _check_vocabulary(config: EngineConfig, draft: Tokenizer) -> None:
+    """Ids beyond the tokenizer, which pad a model's vocabulary, may differ: they are never guessed (draft_client)."""
+    target = Tokenizer.load(resolve(config.model, config.revision, progress=False))
+    if draft.ids() != target.ids():
+        raise CallboardError(
+            f"The draft {config.draft} has another vocabulary ({draft.vocab_size} tokens) than the model "
+            f"{config.model} ({target.vocab_size} tokens); choose a draft with the model's tokenizer."
+        )

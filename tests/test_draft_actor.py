@@ -1,0 +1,65 @@
+"""A real draft process beside a real engine: guesses come, and its death or silence is only slower (C8)."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+from test_actors import Server, wait_for
+
+from runtime.core.config import DEFAULT_MODEL
+from runtime.core.types import CallboardError
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+
+
+async def accepted(server):
+    return (await server.engine().stats.remote())["accepted_draft_tokens"]
+
+
+async def test_a_killed_or_stopped_draft_changes_no_token():
+    """The draft is the model itself, so that every guess is right while it lives."""
+    async with Server("plain") as server:
+        undisturbed = await server.generate()
+    async with Server("drafted", draft=DEFAULT_MODEL, num_draft_tokens=3, draft_kv_cache_memory=0.1) as server:
+        assert await server.generate() == undisturbed
+        before = await accepted(server)
+        assert before > 0.6 * 8 * 60, "three of four tokens were guessed"
+
+        for signal_number in (signal.SIGKILL, signal.SIGSTOP):
+            progress: list[int] = []
+            reading = asyncio.create_task(server.generate(progress))
+            await wait_for(lambda progress=progress: sum(progress) > 40, 60)
+            pid = await server.engine().draft_pid.remote()
+            os.kill(pid, signal_number)
+            assert await reading == undisturbed
+            assert server.link.health() == ""
+            if signal_number == signal.SIGSTOP:
+                os.kill(pid, signal.SIGCONT)
+            end = time.monotonic() + 60
+            while True:  # it is back, or another in its place
+                before = await accepted(server)
+                assert await server.generate() == undisturbed
+                if await accepted(server) > before + 100:
+                    break
+                assert time.monotonic() < end
+
+
+async def test_two_engines_share_a_draft():
+    config = {"draft": DEFAULT_MODEL, "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1, "draft_shared": True}
+    async with Server("shared/engine/0", **config) as a, Server("shared/engine/1", **config) as b:
+        assert await a.engine().draft_pid.remote() == await b.engine().draft_pid.remote()
+        first, second = await asyncio.gather(a.generate(), b.generate())
+        assert first == second
+        assert await accepted(a) > 100
+        assert await accepted(b) > 100
+
+
+async def test_a_draft_with_another_vocabulary_is_refused(tmp_path):
+    from benchmarks.make_random_model import main
+
+    main([str(tmp_path / "other")])
+    with pytest.raises(CallboardError, match=r"another vocabulary .* than the model .* \(49152 tokens\)"):
+        async with Server("other", draft=str(tmp_path / "other")):
+            pass
