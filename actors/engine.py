@@ -121,12 +121,14 @@ class EngineLoop:
             "blocks_total": s.pool.num_blocks - 1,
             "blocks_available": s.pool.num_available,
             "blocks_cached_idle": s.pool.num_cached_idle,
+            "drafts": s.num_drafts,
             "draft_tokens": s.num_draft_tokens,
             "accepted_draft_tokens": sum(s.accepted_at),
             "prompt_tokens": s.prompt_tokens_total,
             "prompt_tokens_cached": s.prompt_tokens_cached,
             "connections": len(self._connections),
             "streams": [len(c.streams) for c in list(self._connections)],  # live requests of each
+            **({} if s.speculation is None else s.speculation.stats()),
         }
 
     def report(self, figures: Figures) -> Snapshot:

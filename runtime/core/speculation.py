@@ -127,6 +127,10 @@ class Speculation:
         self._overhead_us = drafter.overhead_us
         self._best = lru_cache(maxsize=4096)(self._compute_best)
 
+    def stats(self) -> dict[str, float]:
+        """What the count is chosen by."""
+        return {"acceptance": self.acceptance, "draft_overhead_us": self.drafter.overhead_us}
+
     def begin(self, num_rows: int) -> None:
         """A step of about so many rows is being planned."""
         self._num_rows, self._overhead_us = num_rows, self.drafter.overhead_us

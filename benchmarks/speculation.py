@@ -1,0 +1,118 @@
+"""Decoding with and without guesses: the engine, its runner and its draft as actors, requests over a link.
+
+For each draft an engine is started, and for each batch size its requests decode together; the first round of a batch is
+not measured. Tokens a second count from when every request has its first token to the end of the first that ends. The
+texts of all drafts are compared.
+
+    python -m benchmarks.speculation MODEL --drafts none DRAFT ngram --batches 1 8 64
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from actors.environment import SINGLE_MACHINE
+
+os.environ.update(SINGLE_MACHINE)  # before `import ray`
+
+import ray
+
+from actors.link import EngineLink
+from actors.placement import bundles, uses_gpu
+from actors.supervisor import Supervisor, find_engine, link_to
+from benchmarks.measure import Results, engine_config, middle, new_parser
+from runtime.core.config import EngineConfig
+from runtime.core.types import Request, SamplingParams
+
+
+async def run_batch(
+    link: EngineLink, prompts: list[list[int]], params: SamplingParams
+) -> tuple[float, list[list[int]]]:
+    """Tokens a second of all requests together while all of them decode; their tokens."""
+    arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
+
+    async def one(i: int) -> None:
+        request = Request(f"{time.time_ns()}-{i}", prompts[i], len(prompts[i]), params, seed=i)
+        async for output in link.generate(request):
+            if output.error:
+                raise RuntimeError(output.error)
+            arrivals[i].append((time.perf_counter(), len(output.token_ids)))
+            tokens[i] += output.token_ids
+
+    await asyncio.gather(*(one(i) for i in range(len(prompts))))
+    start, end = max(a[0][0] for a in arrivals), min(a[-1][0] for a in arrivals)
+    count = sum(n for a in arrivals for at, n in a if start < at <= end)
+    return count / (end - start), tokens
+
+
+async def measure(config: EngineConfig, args: Any, results: Results, texts: dict[Any, str]) -> None:
+    gpu = uses_gpu(config, ray.cluster_resources())
+    group = ray.util.placement_group(bundles(config, gpu), "STRICT_PACK")
+    ray.get(group.ready(), timeout=60)
+    name = f"speculation-{time.time_ns()}"
+    supervisor = Supervisor(config, name, group, gpu)
+    began = time.perf_counter()
+    await supervisor.start()
+    start_s = time.perf_counter() - began
+    link = link_to(name)
+    await link.start()
+    engine = find_engine(name)
+    rng = np.random.default_rng(0)
+    for batch in args.batches:
+        prompts = rng.integers(0, link.info.vocab_size - 300, (batch, args.prompt_len)).tolist()
+        for temperature in args.temperatures:
+            params = SamplingParams(max_tokens=args.output_len, temperature=temperature, ignore_eos=True)
+            await run_batch(link, prompts, replace(params, max_tokens=args.output_len // 2))
+            before = await engine.stats.remote()
+            rates = []
+            for _ in range(args.repeats):
+                rate, tokens = await run_batch(link, prompts, params)
+                rates.append(rate)
+            after = await engine.stats.remote()
+            grown = {k: after[k] - before[k] for k in ("steps", "drafts", "draft_tokens", "accepted_draft_tokens")}
+            text = hashlib.sha256(repr(tokens).encode()).hexdigest()[:12]
+            first = texts.setdefault((batch, temperature), text)
+            num_tokens = batch * args.output_len * args.repeats
+            median, spread = middle(rates)
+            results.add(
+                config, batch=batch, temperature=temperature, prompt_len=args.prompt_len, output_len=args.output_len,
+                decode_tok_s=median, spread=spread, tokens_a_step=num_tokens / grown["steps"] / batch,
+                guesses_a_row=grown["draft_tokens"] / max(1, grown["drafts"]),
+                accepted_share=grown["accepted_draft_tokens"] / max(1, grown["draft_tokens"]),
+                text=text, same_text=text == first, start_s=start_s,
+                **{k: after[k] for k in ("acceptance", "draft_overhead_us") if k in after},
+            )  # fmt: skip
+    link.close()
+    supervisor._watch.cancel()
+    ray.kill(engine)
+    ray.util.remove_placement_group(group)
+
+
+async def main() -> None:
+    parser = new_parser(__doc__, model=False)
+    parser.add_argument("model", help="as EngineConfig.model")
+    parser.add_argument("--drafts", nargs="+", default=["none"], help="as EngineConfig.draft, or none")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0])
+    parser.add_argument("--prompt-len", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=384)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    results, texts = Results("speculation", args.out), {}
+    ray.init(include_dashboard=False, log_to_driver=False)
+    for draft in args.drafts:
+        settings = [*args.set] if draft == "none" else [*args.set, f"draft={draft}"]
+        await measure(engine_config(settings, model=args.model), args, results, texts)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
