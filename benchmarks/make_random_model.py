@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,12 +36,26 @@ _CHAT_TEMPLATE = (
 )
 
 
-def write_weights(folder: Path, config: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
-    """All tensors of the model in shards of at most 4 GiB, and their index."""
+def write_folder(folder: Path, config: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
+    """A model folder with an invented tokenizer; `read` gives a parameter by its name in the config's DecoderSpec."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
+    bos, eos = (f"<|{_ids(ends[k])[0]}|>" for k in ("bos_token_id", "eos_token_id"))
+    settings = {"bos_token": bos, "eos_token": eos, "chat_template": _CHAT_TEMPLATE}
+    for name, content in (
+        ("config.json", config),
+        ("generation_config.json", ends),
+        ("tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    ):
+        (folder / name).write_text(json.dumps(content, indent=1))
+    make_tokenizer(config).save(str(folder / "tokenizer.json"))
+    _write_weights(folder, config, read)
+
+
+def _write_weights(folder: Path, config: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
+    """All tensors of the model in shards of at most 4 GiB, and their index; two shards are written at a time."""
     spec, names = describe(config)
-    sources = checkpoint_names(spec, names)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = torch.Generator(device).manual_seed(seed)
+    sources, dtype = checkpoint_names(spec, names), getattr(torch, config["torch_dtype"])
     shards: list[dict[str, str]] = [{}]  # parameter -> tensor
     size = 0
     for parameter, shape in spec.shapes().items():
@@ -49,16 +65,20 @@ def write_weights(folder: Path, config: dict[str, Any], dtype: torch.dtype, seed
             size = 0
         shards[-1][parameter] = sources[parameter]
         size += nbytes
-    weight_map = {}
-    with tqdm(total=len(sources), unit="tensor") as bar:
+    weight_map, saved = {}, []
+    with tqdm(total=len(sources), unit="tensor") as bar, ThreadPoolExecutor(2) as pool:
         for i, shard in enumerate(shards, 1):
+            if i > 2:
+                saved[i - 3].result()  # or there would be more shards in memory
             tensors = {}
             for parameter, name in shard.items():
-                tensors[name] = random_parameter(parameter, spec.shapes()[parameter], generator).to("cpu", dtype)
+                tensors[name] = read(parameter).to("cpu", dtype)
                 bar.update()
             file_name = f"model-{i:05}-of-{len(shards):05}.safetensors"
-            save_file(tensors, folder / file_name, metadata={"format": "pt"})
+            saved.append(pool.submit(save_file, tensors, folder / file_name, metadata={"format": "pt"}))
             weight_map |= dict.fromkeys(tensors, file_name)
+        for done in saved:
+            done.result()
     (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
 
 
@@ -87,18 +107,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     config = CONFIGS[args.model] | {"torch_dtype": args.dtype}
-    args.folder.mkdir(parents=True, exist_ok=True)
-    ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
-    bos, eos = (f"<|{_ids(ends[k])[0]}|>" for k in ("bos_token_id", "eos_token_id"))
-    settings = {"bos_token": bos, "eos_token": eos, "chat_template": _CHAT_TEMPLATE}
-    for name, content in (
-        ("config.json", config),
-        ("generation_config.json", ends),
-        ("tokenizer_config.json", settings | {"tokenizer_class": "PreTrainedTokenizerFast"}),
-    ):
-        (args.folder / name).write_text(json.dumps(content, indent=1))
-    make_tokenizer(config).save(str(args.folder / "tokenizer.json"))
-    write_weights(args.folder, config, getattr(torch, args.dtype), args.seed)
+    shapes = describe(config)[0].shapes()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(args.seed)
+    write_folder(args.folder, config, lambda name: random_parameter(name, shapes[name], generator))
 
 
 if __name__ == "__main__":

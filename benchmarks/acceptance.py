@@ -1,0 +1,100 @@
+"""How often a draft samples what its target sampled, without an engine: both run as the steps of a runner alone.
+
+Both sample with the same noise at a position (C4), so a guess is right exactly if the draft, after the target's own
+tokens, samples the token that the target has there. One pass over a finished text therefore tells all of its guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from runtime.core.plan import Int32s, NewSlot, StepPlan
+from runtime.core.types import SamplingParams
+from runtime.models.decoder import Decoder
+from runtime.worker.device_steps import DeviceSteps
+from runtime.worker.host_steps import HostSteps
+
+_BLOCK_SIZE = 16  # as served
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and what was sampled after it."""
+
+    token_ids: list[int]
+    prompt_len: int
+    seed: int
+    temperature: float
+
+    @property
+    def output(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+
+def extend(decoder: Decoder, prompts: Sequence[Text], num_tokens: int) -> tuple[list[Text], np.ndarray]:
+    """The texts with `num_tokens` more tokens, sampled in one batch with no regard to EOS, and the log-probabilities
+    of these, [num_texts, num_tokens] in nats before temperature."""
+    steps = _steps(decoder, len(prompts), max(len(p.token_ids) for p in prompts) + num_tokens)
+    news = [_new_slot(slot, prompt) for slot, prompt in enumerate(prompts)]
+    lengths = np.array([len(p.token_ids) for p in prompts], np.int32)
+    slots, ones = np.arange(len(prompts), dtype=np.int32), np.ones(len(prompts), np.int32)
+    first = StepPlan(0, new=news, tables=_tables(steps, len(prompts)), slots=slots, starts=lengths * 0, counts=lengths)
+    plans = [first, *(StepPlan(i, slots=slots, starts=lengths + i - 1, counts=ones) for i in range(1, num_tokens))]
+    for plan in plans:
+        plan.samples = ones
+    results = [wait() for wait in [steps.launch(plan) for plan in plans]]
+    sampled = np.stack([result.token_ids for result in results], 1).tolist()
+    texts = [replace(p, token_ids=[*p.token_ids, *new]) for p, new in zip(prompts, sampled, strict=True)]
+    return texts, np.stack([result.logprobs for result in results], 1)
+
+
+def find_matches(decoder: Decoder, texts: Sequence[Text]) -> list[np.ndarray]:
+    """For each token of each output, whether the decoder samples it too after all tokens before it."""
+    steps = _steps(decoder, 1, max(len(text.token_ids) for text in texts))
+    waits = []
+    for i, text in enumerate(texts):
+        counts, samples = np.array([[len(text.token_ids) - 1], [len(text.output)]], np.int32)
+        zero = np.zeros(1, np.int32)
+        plan = StepPlan(i, new=[_new_slot(0, text)], slots=zero, starts=zero, counts=counts, samples=samples)
+        plan.tables = _tables(steps, 1)
+        waits.append(steps.launch(plan))
+    return [wait().token_ids == text.output for wait, text in zip(waits, texts, strict=True)]
+
+
+def tokens_a_round(matches: Sequence[np.ndarray], num_guesses: int) -> float:
+    """The mean yield of a round that verifies `num_guesses`: those before the first wrong one, and the target's own
+    token. Rounds that a text's end cuts short do not count."""
+    num_rounds = num_tokens = 0
+    for right in matches:
+        at = 0
+        while at + num_guesses < len(right):
+            wrong = np.flatnonzero(~right[at : at + num_guesses])
+            at += (step := 1 + (int(wrong[0]) if len(wrong) else num_guesses))
+            num_tokens, num_rounds = num_tokens + step, num_rounds + 1
+    return num_tokens / num_rounds if num_rounds else 0.0
+
+
+def _steps(decoder: Decoder, num_slots: int, max_len: int) -> DeviceSteps | HostSteps:
+    """With a KV cache in which every slot has room for `max_len` tokens."""
+    spec, numerics = decoder.spec, decoder.numerics
+    num_blocks = 1 + num_slots * -(-max_len // _BLOCK_SIZE)
+    shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, _BLOCK_SIZE, spec.head_dim)
+    cache = torch.zeros(shape, dtype=numerics.dtype, device=numerics.device)
+    kind = DeviceSteps if numerics.backend == "triton" else HostSteps
+    return kind(decoder, cache, num_slots, max_len, ())
+
+
+def _tables(steps: DeviceSteps | HostSteps, num_slots: int) -> Int32s:
+    """StepPlan.tables that give each slot its share of the blocks; block 0 is nobody's."""
+    num_blocks = -(-steps.max_model_len // _BLOCK_SIZE)
+    slots, index = np.divmod(np.arange(num_slots * num_blocks, dtype=np.int32), np.int32(num_blocks))
+    return np.stack((slots, index, slots * num_blocks + index + 1))
+
+
+def _new_slot(slot: int, text: Text) -> NewSlot:
+    params = SamplingParams(temperature=text.temperature, ignore_eos=True, logprobs=0)
+    return NewSlot(slot, np.array(text.token_ids, np.int32), text.prompt_len, text.seed, params)

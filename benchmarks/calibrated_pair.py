@@ -1,0 +1,222 @@
+"""Makes a target and a draft of random weights that agree as often as wanted: what speculation is timed with.
+
+    python -m benchmarks.calibrated_pair /tmp/pair --draft small --acceptance 0.8
+
+OUT/target has the shape of Llama-3.1-8B, OUT/draft one of DRAFTS. The target contains the draft: the first dimensions
+of its residual stream are the draft's, the corners of its first layers' matrices are the draft's layers, and so are
+the first columns of its head. Everything else in it is noise, and what writes into the residual stream is scaled by
+epsilon: at 0 the two are one model (the norms of the wider stream make up for the width), with more of it they agree
+less. Epsilon is found by bisection on samples of both (benchmarks.acceptance), half of them greedy, half at
+temperature 1; the figures printed are of other prompts. What such a pair lacks of a trained one: stretches of text that
+are easy to guess, and others that are not.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.acceptance import Text, extend, find_matches, tokens_a_round
+from benchmarks.make_random_model import write_folder
+from benchmarks.measure import Results, new_parser
+from benchmarks.models import CONFIGS
+from runtime.core.config import EngineConfig
+from runtime.models import describe
+from runtime.models.decoder import Decoder, Numerics
+from runtime.models.spec import DecoderSpec
+from runtime.worker.runner import choose_numerics
+
+TARGET = CONFIGS["llama-3.1-8b"]
+DRAFTS: dict[str, dict[str, Any]] = {  # four query heads a kv head, and heads of the same size, as the target's
+    "small": {
+        "num_hidden_layers": 2, "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "intermediate_size": 4096,
+    },
+    "1b": {
+        "num_hidden_layers": 16, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "intermediate_size": 8192,
+    },
+}  # fmt: skip
+TINY_TARGET = TARGET | {
+    "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+TINY_DRAFT = {
+    "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "intermediate_size": 128,
+}  # fmt: skip
+
+TEMPERATURES = (0.0, 1.0)
+PROMPT_LEN, OUTPUT_LEN = 128, 64
+
+_EMBED_STD = 0.4  # beside layers that write about 0.6 each: the next token must not be read off the last one alone
+_QUERY_GAIN = 2.0  # attention that picks some positions, not a mean of all
+_FREEZING = 0.95  # see _head_gain
+_NOISY = (".out.weight", ".down.weight")  # what writes into the residual stream
+
+
+class Pair:
+    """The weights of both, in memory; the target's for every epsilon."""
+
+    def __init__(self, target: dict[str, Any], draft: dict[str, Any], numerics: Numerics, seed: int = 0) -> None:
+        """`draft` is what sets the draft's config.json apart from the target's."""
+        ratio = target["hidden_size"] / draft["hidden_size"]
+        # Norms divide by the mean square over dimensions of which the draft's are 1 / ratio and the others zero.
+        eps = target["rms_norm_eps"] * ratio
+        dtype_name = str(numerics.dtype).removeprefix("torch.")
+        self.target_config = target | {"torch_dtype": dtype_name}
+        self.draft_config = self.target_config | draft | {"tie_word_embeddings": True, "rms_norm_eps": eps}
+        self.target_spec, self.draft_spec = (describe(c)[0] for c in (self.target_config, self.draft_config))
+        self.numerics = numerics
+        self._generator = torch.Generator(numerics.device).manual_seed(seed)
+        width = draft["hidden_size"]
+        self._draft = {n: self._draw(n, shape, width) for n, shape in self.draft_spec.shapes().items()}
+        self._target: dict[str, torch.Tensor] = {}
+        for name, shape in self.target_spec.shapes().items():
+            weight = self._target[name] = self._draw(name, shape, width)
+            if name.endswith("norm"):
+                weight *= ratio**-0.5
+            if name == "embed":
+                weight.zero_()
+            self._put_draft(name, weight)
+
+    def _draw(self, name: str, shape: tuple[int, ...], width: int) -> torch.Tensor:
+        """A random parameter of either model; `width` is that of the draft, whose dimensions hold all but noise."""
+        noise = torch.randn(shape, generator=self._generator, device=self.numerics.device)
+        if name == "final_norm":  # of either sign, or a tied head would name the token that it has just read
+            noise.sign_().mul_(_head_gain(self.target_spec.vocab_size, width))
+        elif name.endswith("norm"):
+            noise.mul_(0.1).add_(1.0)
+        elif name in ("embed", "head"):
+            noise.mul_(_EMBED_STD)
+        else:
+            fan_in = shape[1] if name.endswith(_NOISY) else width
+            noise.mul_((_QUERY_GAIN if name.endswith(".q.weight") else 1.0) * fan_in**-0.5)
+        return noise.to(self.numerics.dtype)
+
+    def _put_draft(self, name: str, weight: torch.Tensor) -> None:
+        """The draft's parameter into the corner of the target's, if it has one."""
+        inner = self._draft.get("embed" if name == "head" else name)
+        if inner is None:
+            return
+        if inner.dim() == 1:
+            inner = inner * (self.draft_spec.hidden_size / self.target_spec.hidden_size) ** 0.5
+        weight[tuple(slice(n) for n in inner.shape)] = inner
+
+    def draft(self, name: str) -> torch.Tensor:
+        """A parameter of the draft."""
+        return self._draft[name]
+
+    def target(self, epsilon: float) -> Callable[[str], torch.Tensor]:
+        """The target's parameters by name."""
+
+        def read(name: str) -> torch.Tensor:
+            if not name.endswith(_NOISY):
+                return self._target[name]
+            weight = self._target[name] * epsilon
+            self._put_draft(name, weight)
+            return weight
+
+        return read
+
+    def decoder(self, epsilon: float | None) -> Decoder:
+        """The target, or without an epsilon the draft."""
+        num_positions = PROMPT_LEN + OUTPUT_LEN
+        if epsilon is None:
+            return Decoder(self.draft_spec, self.numerics, num_positions, self.draft)
+        return Decoder(self.target_spec, self.numerics, num_positions, self.target(epsilon))
+
+    def measure(self, epsilon: float, num_prompts: int, seed: int) -> dict[str, Any]:
+        """How both agree on `num_prompts` texts at each of TEMPERATURES, which the target begins anew."""
+        rng = np.random.default_rng(seed)
+        prompts = [
+            Text(rng.integers(2, self.target_spec.vocab_size, PROMPT_LEN).tolist(), PROMPT_LEN, rng_seed, temperature)
+            for temperature in TEMPERATURES
+            for rng_seed in rng.integers(0, 1 << 62, num_prompts).tolist()
+        ]
+        texts, logprobs = extend(self.decoder(epsilon), prompts, OUTPUT_LEN)
+        matches = find_matches(self.decoder(None), texts)
+        free(self.numerics)
+        halves = {f"{t:g}": slice(i * num_prompts, (i + 1) * num_prompts) for i, t in enumerate(TEMPERATURES)}
+        # At temperature 1 tokens are drawn from the distribution itself: the mean of -log p is its entropy.
+        return {
+            "acceptance": {t: float(np.mean(matches[half])) for t, half in halves.items()},
+            "tokens_a_round_of_4": {t: tokens_a_round(matches[half], 4) for t, half in halves.items()},
+            "entropy_bits": float(-logprobs[halves["1"]].mean() / math.log(2)),
+            "distinct_tokens": {
+                t: float(np.mean([len(set(text.output)) for text in texts[half]])) for t, half in halves.items()
+            },
+        }
+
+
+def _head_gain(vocab_size: int, width: int) -> float:
+    """So that logits have a standard deviation of _FREEZING * sqrt(2 ln vocab).
+
+    N Gaussian logits are a random energy model: their softmax has ln N - std^2 / 2 nats and falls onto a few tokens
+    at std = sqrt(2 ln N). Somewhat below it has a few bits, and gaps between the best two of about a nat, with the
+    noise of temperature 1 as without: acceptance is nearly that of greedy."""
+    return _FREEZING * math.sqrt(2 * math.log(vocab_size)) / (_EMBED_STD * math.sqrt(width))
+
+
+def calibrate(pair: Pair, wanted: float, *, num_prompts: int = 16, tolerance: float = 0.01) -> float:
+    """The epsilon at which the mean acceptance over TEMPERATURES is `wanted`, by bisection of its logarithm."""
+    low, high = 1e-3, 1.0
+    for _ in range(10):
+        epsilon = math.sqrt(low * high)
+        start = time.perf_counter()
+        acceptance = float(np.mean(list(pair.measure(epsilon, num_prompts, seed=1)["acceptance"].values())))
+        print(f"# epsilon {epsilon:.4f}: acceptance {acceptance:.3f} ({time.perf_counter() - start:.1f} s)", flush=True)
+        if abs(acceptance - wanted) <= tolerance:
+            break
+        low, high = (epsilon, high) if acceptance > wanted else (low, epsilon)
+    return epsilon
+
+
+def num_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
+    return sum(math.prod(shape) for shape in spec.shapes().values()) * numerics.dtype.itemsize
+
+
+def free(numerics: Numerics) -> None:
+    """Decoders have reference cycles through their kernels' closures; a GPU wants their memory back at once."""
+    if numerics.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = new_parser(__doc__, model=False)
+    parser.add_argument("folder", type=Path, help="gets the folders target and draft")
+    parser.add_argument("--draft", choices=list(DRAFTS), default="small")
+    parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="a pair for tests on a CPU")
+    args = parser.parse_args()
+    start = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"# {time.perf_counter() - start:5.1f} s  {text}", flush=True)
+
+    numerics = choose_numerics(EngineConfig())
+    shapes = (TINY_TARGET, TINY_DRAFT) if args.tiny else (TARGET, DRAFTS[args.draft])
+    pair = Pair(*shapes, numerics, args.seed)
+    say("weights drawn")
+    epsilon = calibrate(pair, args.acceptance)
+    figures = pair.measure(epsilon, num_prompts=32, seed=2)
+    say(f"epsilon {epsilon:.4f} found")
+    write_folder(args.folder / "draft", pair.draft_config, pair.draft)
+    write_folder(args.folder / "target", pair.target_config, pair.target(epsilon))
+    say(f"written to {args.folder}")
+    sizes = {"target_bytes": num_bytes(pair.target_spec, numerics), "draft_bytes": num_bytes(pair.draft_spec, numerics)}
+    draft = "tiny" if args.tiny else args.draft
+    Results("calibrated_pair", args.out).add(draft=draft, wanted=args.acceptance, epsilon=epsilon, **sizes, **figures)
+
+
+if __name__ == "__main__":
+    main()
