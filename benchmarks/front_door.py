@@ -37,7 +37,7 @@ from ray import serve  # noqa: E402
 from actors.channel import SocketExecutor, serve_steps  # noqa: E402
 from actors.engine import EngineLoop  # noqa: E402
 from actors.frames import LinkAddress  # noqa: E402
-from actors.names import NAMESPACE
+from actors.names import NAMESPACE  # noqa: E402
 from actors.supervisor import link_to  # noqa: E402
 from runtime.core.config import DEFAULT_MODEL, EngineConfig, ModelInfo  # noqa: E402
 from runtime.core.executor import Executor  # noqa: E402
