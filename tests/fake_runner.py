@@ -116,13 +116,11 @@ class FakeRunner:
     def close(self) -> None:
         self.queue.clear()
 
-    def correct(self, token_ids) -> None:
-        """The last step has sampled other tokens."""
-        for (tokens, position), token in zip(self.sampled, token_ids.tolist(), strict=True):
-            tokens[position] = token
+    def sample(self, state: int) -> int:
+        return sample(state)
 
     def collect(self) -> StepResult:
-        plan, self.sampled = decode_plan(self.queue.pop(0)), []
+        plan = decode_plan(self.queue.pop(0))
         for slot in plan.freed.tolist():
             del self.tokens[slot], self.tables[slot]
             self.prompts.pop(slot, None)
@@ -147,7 +145,8 @@ class FakeRunner:
             for position in range(start + count - guesses, start + count):
                 tokens[position] = next(given_ids)
             sampled = {}
-            for position in range(start, start + count):
+            assert plan.repeats == 1 or count == samples == 1
+            for position in range(start, start + count + plan.repeats - 1):
                 before = position - 1
                 state = 0 if before < 0 else int(self.memory[table[before // self.size], before % self.size])
                 state = mix(state, tokens[position])
@@ -155,10 +154,11 @@ class FakeRunner:
                 if slot in self.prompts and position + 1 < self.prompts[slot][0]:
                     scores.append(score(state, num_top))
                 if position >= start + count - samples:
-                    sampled[position + 1] = sample(state)
+                    sampled[position + 1] = self.sample(state)
+                if plan.repeats > 1:
+                    tokens |= sampled
             tokens |= sampled
             out += sampled.values()
-            self.sampled += [(tokens, position) for position in sampled]
         self.rows[len(plan.slots)] += 1
         top = np.array([top for _, _, top in scores]).reshape(len(scores), num_top, 2)
         result = StepResult(

@@ -23,13 +23,8 @@ class WrongAtTimes(FakeRunner):
     share = 0.0
     rng = np.random.default_rng(0)
 
-    def collect(self):
-        result = super().collect()
-        wrong = self.rng.random(len(result.token_ids)) < self.share
-        if wrong.any():
-            result.token_ids = np.where(wrong, (result.token_ids + 1) % VOCAB, result.token_ids)
-            self.correct(result.token_ids)
-        return result
+    def sample(self, state):
+        return (super().sample(state) + (self.rng.random() < self.share)) % VOCAB
 
 
 def info(**kw):

@@ -48,6 +48,7 @@ def plans(draw):
         *(draw(column) for _ in range(4)),
         draw(column | st.just(np.zeros(0, np.int32))),
         draw(arrays),
+        draw(st.integers(1, 9)),
     )
 
 

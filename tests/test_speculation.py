@@ -203,3 +203,23 @@ def test_ngram_looks_up_what_followed():
     assert ngram.guess(known, 2) == []
     known.tokens.extend([5, 6])
     assert ngram.guess(known, 2) == [7, 8], "tokens that came later are found too"
+
+
+def test_what_rounds_really_take_is_learned():
+    """A round that takes long beyond all estimates is given up, by size of the batch, and tried again later."""
+    now = [0.0]
+    speculation = Speculation(Ngram(), None, ((1, 1000.0), (64, 1500.0), (512, 4000.0)), 50.0, lambda: now[0])
+    state = type("State", (), {"acceptance": 0.8})()
+
+    def step(rows, round_us, plain_us):
+        speculation.begin(rows)
+        count = speculation._count(state)
+        now[0] += (round_us if count else plain_us) / 1e6
+        speculation.stepped(rows, rows * (1 + count), count)
+        return count > 0
+
+    assert all(step(1, 1300.0, 1000.0) for _ in range(100))
+    large = [step(48, 9000.0, 1400.0) for _ in range(3000)]
+    assert sum(large[:20]) >= 1
+    assert 1 <= sum(large[1000:]) <= 60, "tried again, but rarely"
+    assert all(step(1, 1300.0, 1000.0) for _ in range(100)), "another size of the batch is another matter"

@@ -26,7 +26,8 @@ from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.core.types import CallboardError, Request
 
-_DEPTH = 4  # steps in flight: those of a chain are launched without waiting for their tokens
+_DEPTH = 2  # plans in flight
+_MOST_REPEATS = 64  # steps of a plan: a chain is one plan, and what is guessed ahead of it another
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class DraftCore:
     def __init__(self, config: EngineConfig, info: ModelInfo, executor: Executor, ahead: int) -> None:
         """`ahead` guesses are made beyond those wanted, for when all of them are right."""
         self.scheduler = Scheduler(config, info)
+        self.scheduler.most_repeats = _MOST_REPEATS
         self.executor, self.ahead = executor, ahead
         self.outbox: dict[Hashable, list[Chain]] = {}  # by owner; the caller sends them and empties it
         self._streams: dict[tuple[Hashable, int], RequestState] = {}
@@ -116,7 +118,7 @@ class DraftCore:
         output = scheduler.commit(self.executor.collect())
         for state, _ in output.finished:  # its logits were not finite
             del self._streams[state.owner.owner, state.owner.stream]
-        for state in output.states:
+        for state in dict.fromkeys(output.states):
             self._offer(state)
         return True
 
@@ -169,15 +171,19 @@ class DraftCore:
             self._offer(state)
 
     def _aim(self, state: RequestState) -> None:
-        """A request's last token is never guessed: nothing would be verified after it."""
-        state.upto = min(state.final_len + state.owner.wanted + self.ahead, state.limit - 1)
+        """What is wanted first, what is ahead of it when that is sent. A request's last token is never guessed: nothing
+        would be verified after it."""
+        mirror: _Mirror = state.owner
+        ahead = 0 if mirror.owes else self.ahead
+        state.upto = min(state.final_len + mirror.wanted + ahead, state.limit - 1)
 
     def _offer(self, state: RequestState) -> None:
         """Send the chain when it is as long as wanted, and again when it has become as long as it may."""
         mirror: _Mirror = state.owner
         num, most = len(state.tokens) - state.final_len, state.upto - state.final_len
-        if (mirror.owes and num >= min(mirror.wanted, most)) or (num == most > mirror.wanted + 1):
+        if (mirror.owes and num >= most) or (num == most > mirror.wanted + 1):
             mirror.owes = False
+            self._aim(state)
             self._say(mirror.owner, Chain(mirror.stream, state.final_len, state.tokens[state.final_len :].tolist()))
 
     def _say(self, owner: Hashable, chain: Chain) -> None:

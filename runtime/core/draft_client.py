@@ -22,10 +22,8 @@ _PATIENCE_DECAY = 0.9  # falls with every answer in time
 _PATIENCE_US = 1000.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # without guesses after a late answer, doubling
 _HUNG = 7  # late answers in a row, some seconds altogether
-_WEIGHT = 0.1  # of the newest round in the estimate of what rounds take beyond the draft's steps
+_WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
-_REST = 0.002  # of that, per step without a round: what was too slow for a while is tried again
-_COARSE_US = 50.0  # what the estimate is rounded to
 
 T = TypeVar("T")
 
@@ -93,11 +91,8 @@ class DraftClient(Drafter):
     # ---- Drafter --------------------------------------------------------------------------------------------------
 
     @property
-    def overhead_us(self) -> float:
-        """What a round takes beyond the draft's steps; below 0 where it runs ahead, infinite while there is none."""
-        if self._wire is None or self._clock() < self._paused_until:
-            return float("inf")
-        return round(self._overhead_us / _COARSE_US) * _COARSE_US
+    def is_ready(self) -> bool:
+        return self._wire is not None and self._clock() >= self._paused_until
 
     def step_us(self, num_rows: int) -> float:
         return self._times.us(num_rows)
@@ -128,8 +123,6 @@ class DraftClient(Drafter):
     def is_due(self) -> bool:
         """Say what there is to say, hear what there is to hear. True: some answers should be waited for."""
         told, now = self._told, self._clock()
-        if not self._due and not told.committed:
-            self._overhead_us += _REST * (_FIRST_OVERHEAD_US - self._overhead_us)
         if told.opened or told.committed or told.closed:
             self._told = Told()
             if told.committed:
@@ -176,8 +169,6 @@ class DraftClient(Drafter):
         self._num_asked, self._wanted = len(told.committed), max(c.wanted for c in told.committed)
         expected_us = max(0.0, self._overhead_us) + self._wanted * self.step_us(self._num_asked)
         self._deadline = now + (self._patience * expected_us + _PATIENCE_US) / 1e6
-        if not self._due:
-            self._learn(0.0)  # it had run ahead
 
     def _learn(self, took_us: float) -> None:
         beyond = took_us - self._wanted * self.step_us(self._num_asked)
@@ -228,4 +219,5 @@ def speculation_of(config: EngineConfig, info: ModelInfo, clock: Callable[[], fl
     if config.draft is None:
         return None
     drafter: Drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else Ngram()
-    return Speculation(drafter, config.num_draft_tokens, info.step_us, info.latency_us)
+    latency_us = info.latency_us + (_FIRST_OVERHEAD_US if config.has_draft_model else 0.0)
+    return Speculation(drafter, config.num_draft_tokens, info.step_us, latency_us, clock)

@@ -17,7 +17,7 @@ The wire form is a header of int32 counts and then the arrays, back to back, lit
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,17 @@ class StepPlan:
     samples: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] sample after so many of the row's last tokens
     given: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] so many of the last are in given_ids; or []
     given_ids: Int32s = field(default_factory=lambda: EMPTY)  # [sum of given] row after row
+    # Rows of one token each that are all sampled run so often, each time a position on: the plan of a draft, which has
+    # nobody to ask in between. Samples are row after row, [num_rows * repeats]; none has log-probabilities.
+    repeats: int = 1
+
+    def unrolled(self) -> list[StepPlan]:
+        """The plans of one step each that do the same."""
+        rest = [
+            StepPlan(self.step_id, slots=self.slots, starts=self.starts + i, counts=self.counts, samples=self.samples)
+            for i in range(1, self.repeats)
+        ]
+        return [replace(self, repeats=1), *rest]
 
 
 @dataclass(slots=True)
@@ -88,6 +99,12 @@ class StepResult:
         return PromptLogprobs(*(a[rows].tobytes() for a in (*own, *top)))
 
 
+def joined(results: list[StepResult]) -> StepResult:
+    """The result of a plan from those of its unrolled steps."""
+    token_ids = np.stack([result.token_ids for result in results], axis=1).reshape(-1)
+    return StepResult(results[0].step_id, token_ids)
+
+
 def num_scored(start: int, count: int, prompt_len: int) -> int:
     """Prompt tokens whose log-probabilities a row gives: those that follow its own, up to the prompt's last."""
     return max(0, min(start + count, prompt_len - 1) - start)
@@ -101,7 +118,7 @@ def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32
     return rows, ((plan.starts + plan.counts - sizes)[rows] + within).astype(np.int32)
 
 
-_PLAN = struct.Struct("<4sq6i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, len(given), given_ids
+_PLAN = struct.Struct("<4sq7i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_ids, repeats
 _SLOT = struct.Struct("<3iqi3fi3f6i")
 _RESULT = struct.Struct("<4sq4i")
 
@@ -168,7 +185,7 @@ def encode_plan(plan: StepPlan) -> bytes:
     """The plan as one frame."""
     given = len(plan.given), len(plan.given_ids)
     sizes = (len(plan.freed), len(plan.new), plan.tables.shape[1], len(plan.slots), *given)
-    parts = [_PLAN.pack(b"CBP1", plan.step_id, *sizes), plan.freed.tobytes(), plan.tables.tobytes()]
+    parts = [_PLAN.pack(b"CBP1", plan.step_id, *sizes, plan.repeats), plan.freed.tobytes(), plan.tables.tobytes()]
     parts += [a.tobytes() for a in (plan.slots, plan.starts, plan.counts, plan.samples, plan.given, plan.given_ids)]
     for new in plan.new:
         parts += _encode_slot(new)
@@ -180,7 +197,7 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
 
     Raises CallboardError if the frame is not a plan or is cut off."""
     r = _Reader(data, "plan")
-    magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_given_ids = r.unpack(_PLAN)
+    magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_given_ids, repeats = r.unpack(_PLAN)
     if magic != b"CBP1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step plan.")
     freed = r.ints(num_freed)
@@ -189,7 +206,7 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
     given, given_ids = r.ints(num_given), r.ints(num_given_ids)
     new = [_decode_slot(r) for _ in range(num_new)]
     r.end()
-    return StepPlan(step_id, freed, new, tables, slots, starts, counts, samples, given, given_ids)
+    return StepPlan(step_id, freed, new, tables, slots, starts, counts, samples, given, given_ids, repeats)
 
 
 def _decode_slot(r: _Reader) -> NewSlot:

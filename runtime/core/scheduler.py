@@ -53,6 +53,7 @@ class Scheduler:
         self.requests: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # in order of admission
         self.admitted: list[RequestState] = []  # by the last plan
+        self.most_repeats = 1  # of a plan (StepPlan.repeats)
         self.num_preemptions = 0
         self.num_drafts = self.num_draft_tokens = 0
         self.accepted_at = [0] * MOST_GUESSES  # accepted guesses by their place in a row
@@ -69,6 +70,7 @@ class Scheduler:
     def _forget_runners(self) -> None:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[tuple[int, list[tuple[RequestState, int, int]], list[ScoredRow]]] = deque()
+        self._shapes: deque[tuple[int, int, int]] = deque()
         self._freed: list[int] = []
         self._writes: list[tuple[int, int, int]] = []  # slot, index in its table, block: not sent yet
 
@@ -266,8 +268,15 @@ class Scheduler:
 
         if not rows:
             return None
+        repeats = 1
+        if self.most_repeats > 1 and len(sampled) == sum(counts) == len(rows):
+            repeats += self._go_on(rows)
+            sampled = [entry for entry in sampled for _ in range(repeats)]
         self._step_id += 1
         self._in_flight.append((self._step_id, sampled, scored))
+        if self.speculation is not None:  # how many rows, tokens and guesses, if it is a step of nothing else
+            decodes = len(sampled) == sum(counts) and not new
+            self._shapes.append((len(rows), len(sampled), max(given, default=0)) if decodes else (0, 0, 0))
         plan = StepPlan(
             self._step_id,
             np.array(self._freed, np.int32) if self._freed else EMPTY,
@@ -277,12 +286,26 @@ class Scheduler:
             np.array(starts, np.int32),
             np.array(counts, np.int32),
             np.array(samples, np.int32),
+            repeats=repeats,
         )
         if given:
             plan.given = np.array(given + [0] * (len(rows) - len(given)), np.int32)
             plan.given_ids = np.array(given_ids, np.int32)
         self._freed, self._writes = [], []
         return plan
+
+    def _go_on(self, rows: list[RequestState]) -> int:
+        """How many more tokens all of these rows may sample in the same plan, one by one; with blocks for them."""
+        more = min(self.most_repeats - 1, *(state.upto - state.num_total for state in rows))
+        while more > 0 and self.pool.num_available < sum(
+            max(0, self._blocks_for(state.num_computed + more) - len(state.blocks)) for state in rows
+        ):
+            more -= 1
+        for state in rows if more > 0 else ():
+            self._extend(state, state.num_computed + more)
+            state.num_computed += more
+            state.num_total += more
+        return max(0, more)
 
     def _guesses(self, speculation: Speculation, state: RequestState, budget: int) -> list[int]:
         """What may follow a request's known tokens, with blocks for it: no more than fits without taking others'."""
@@ -423,6 +446,8 @@ class Scheduler:
                 f"The runners answered step {result.step_id} with {len(result.token_ids)} tokens where step {step_id} "
                 f"with {len(sampled)} was due; they must be restarted."
             )
+        if self.speculation is not None:
+            self.speculation.stepped(*self._shapes.popleft())
         states: list[RequestState] = []
         token_ids: list[int] = []
         finished: list[tuple[RequestState, FinishReason]] = []

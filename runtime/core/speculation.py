@@ -7,19 +7,22 @@ itself samples there; nothing is resampled, and with or without guesses the toke
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from math import inf
 from typing import Protocol
 
 from runtime.core.request_state import RequestState
 
 MOST_GUESSES = 8  # of one row
 _FITTING = 7  # most that the estimate chooses: with the known token, eight rows are what few-row products take at once
-_BEST = 0.975  # acceptance that no drafter is believed to exceed
+_MOST_ACCEPTANCE = 0.975  # that is believed
 _PRIOR = 0.6  # acceptance before anything is known, and where a request's drifts back to while it rests
 _WEIGHT, _OVERALL_WEIGHT = 0.1, 0.01  # of the newest guess in a request's estimate, and in that of all requests
+_BEYOND_WEIGHT = 0.2  # of the newest step in the estimate of what steps take beyond the model's time
+_REST_BEYOND = 0.0005  # of its first value, per step: what did not pay for a while is tried again
+_COARSE_US = 50.0  # what that estimate is rounded to
+_OUTLIER = 10.0
 _REST = 0.02  # of the prior, per token decoded without guesses: after some 50 tokens it is tried again
 
 
@@ -28,9 +31,9 @@ class Drafter(Protocol):
     have it, only needs `guess` and `forget`."""
 
     @property
-    def overhead_us(self) -> float:
-        """What a round of guesses takes beyond the drafter's steps; infinite while it cannot guess."""
-        return 0.0
+    def is_ready(self) -> bool:
+        """Whether it can guess now."""
+        return True
 
     def step_us(self, num_rows: int) -> float:
         """What one more guess for each of so many rows takes."""
@@ -111,29 +114,44 @@ class Ngram(Drafter):
 
 
 class Speculation:
-    """How many guesses a request gets: as many as its acceptance so far and the cost of a step let pay.
+    """How many guesses a request gets: as many as its acceptance so far and the time of a step let pay.
 
-    A request with guesses cannot be planned before its last result is in, so each of its steps costs `latency_us` that
-    two steps in flight would hide."""
+    What steps with and without guesses take beyond the model's and the drafter's own time (waiting, planning, a GPU
+    that two processes share) is learned from the time between results, by size of the batch."""
 
     def __init__(
-        self, drafter: Drafter, fixed: int | None, step_us: Sequence[tuple[int, float]], latency_us: float
+        self,
+        drafter: Drafter,
+        fixed: int | None,
+        step_us: Sequence[tuple[int, float]],
+        latency_us: float,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        """`fixed` guesses always, or by estimate. step_us: (tokens, time of a step of so many rows), rising."""
-        self.drafter, self._fixed, self._latency_us = drafter, fixed, latency_us
+        """`fixed` guesses always, or by estimate. step_us: (tokens, time of a step of so many rows), rising.
+        `latency_us` is a first guess at what a round takes beyond that; without a clock, in seconds, it stays."""
+        self.drafter, self._fixed, self._clock = drafter, fixed, clock
+        self._first_us = latency_us, 0.0
         self._times = StepTimes(step_us)
         self.acceptance = _PRIOR  # running estimate over all requests
-        self._num_rows = 1
-        self._overhead_us = drafter.overhead_us
+        # What steps take beyond the estimate: with guesses, without; by the number of bits of the number of rows.
+        self._beyond_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
+        self._stepped_at = 0.0
+        self._num_rows, self._rounded = 1, (latency_us, 0.0)
         self._best = lru_cache(maxsize=4096)(self._compute_best)
 
     def stats(self) -> dict[str, float]:
-        """What the count is chosen by."""
-        return {"acceptance": self.acceptance, "draft_overhead_us": self.drafter.overhead_us}
+        """What the count is chosen by, in a batch of the last step's size."""
+        return {"acceptance": self.acceptance, "round_beyond_us": self._rounded[0], "step_beyond_us": self._rounded[1]}
 
     def begin(self, num_rows: int) -> None:
         """A step of about so many rows is being planned."""
-        self._num_rows, self._overhead_us = num_rows, self.drafter.overhead_us
+        size = num_rows.bit_length()
+        self._num_rows = num_rows
+        for beyond, first in zip(self._beyond_us, self._first_us, strict=True):
+            known = beyond.setdefault(size, first)
+            beyond[size] = known + _REST_BEYOND * (first - known)
+        round_us, step_us = (round(beyond[size] / _COARSE_US) * _COARSE_US for beyond in self._beyond_us)
+        self._rounded = round_us, step_us
 
     def gather(self, running: Sequence[RequestState]) -> bool:
         """A step is about to be planned: ask for its guesses. True: they should be waited for, or those in flight, so
@@ -142,7 +160,7 @@ class Speculation:
         self.begin(len(running))
         if any(state.verifying for state in running):
             return True
-        if self._count_at(_BEST) > 0:
+        if self._count_at(_MOST_ACCEPTANCE) > 0:
             for state in running:
                 if (count := self._count(state)) <= 0 or not drafter.follows(state, count):
                     continue
@@ -172,25 +190,42 @@ class Speculation:
         state.acceptance += _WEIGHT * (right - state.acceptance)
         self.acceptance += _OVERALL_WEIGHT * (right - self.acceptance)
 
+    def stepped(self, num_rows: int, num_tokens: int, count: int) -> None:
+        """A result has come in. If all rows were decoded: their number, their tokens, and the most guesses of one;
+        else zeros."""
+        if self._clock is None:
+            return
+        now = self._clock()
+        took_us, self._stepped_at = (now - self._stepped_at) * 1e6, now
+        if not num_rows:
+            return
+        expected_us = self._times.us(num_tokens) + (count and count * self.drafter.step_us(num_rows))
+        if took_us < _OUTLIER * expected_us:  # else there was a pause
+            beyond, size = self._beyond_us[count == 0], num_rows.bit_length()
+            known = beyond.setdefault(size, self._first_us[count == 0])
+            beyond[size] += _BEYOND_WEIGHT * (took_us - expected_us - known)
+
     def _count(self, state: RequestState) -> int:
         if state.acceptance < 0:
             state.acceptance = self.acceptance
         return self._count_at(state.acceptance)
 
     def _count_at(self, acceptance: float) -> int:
+        if not self.drafter.is_ready:
+            return 0
         if self._fixed is not None:
-            return self._fixed if self._overhead_us < inf else 0
-        return self._best(self._num_rows, self._overhead_us, round(acceptance * 40))
+            return self._fixed
+        return self._best(self._num_rows, self._rounded, round(acceptance * 40))
 
-    def _compute_best(self, num_rows: int, overhead_us: float, acceptance_40ths: int) -> int:
+    def _compute_best(self, num_rows: int, beyond_us: tuple[float, float], acceptance_40ths: int) -> int:
         """The count that yields the most tokens a second, were all rows alike; 0 if plain steps do."""
-        rate = min(acceptance_40ths / 40, _BEST)
-        step_us = self.drafter.step_us(num_rows)
-        best, most = 0, 1 / self._times.us(num_rows)
+        rate = min(acceptance_40ths / 40, _MOST_ACCEPTANCE)
+        round_us, step_us = beyond_us
+        draft_us = self.drafter.step_us(num_rows)
+        best, most = 0, 1 / max(1.0, self._times.us(num_rows) + step_us)
         for count in range(1, _FITTING + 1):
             tokens = (1 - rate ** (count + 1)) / (1 - rate)
-            guessing_us = self._latency_us + max(0.0, overhead_us + count * step_us)
-            speed = tokens / (guessing_us + self._times.us(num_rows * (1 + count)))
+            speed = tokens / max(1.0, round_us + count * draft_us + self._times.us(num_rows * (1 + count)))
             if speed > most:
                 best, most = count, speed
         return best

@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from runtime.core.plan import EMPTY, Int32s, StepPlan, StepResult, last_tokens
+from runtime.core.plan import EMPTY, Int32s, StepPlan, StepResult, joined, last_tokens
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.staging import apply_runs
@@ -83,6 +83,8 @@ class DeviceSteps:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start the step; the answer waits for its result."""
+        if plan.repeats > 1:
+            return self._launch_repeated(plan)
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
             self.scorer.remove(slot)
@@ -105,6 +107,26 @@ class DeviceSteps:
         if prompts is not None:
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
         return self._download(plan.step_id, token_ids, logprobs)
+
+    def _launch_repeated(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """With a graph and nothing to add to its samples, replays that the host only starts; else step by step."""
+        graph = self._graph_for(plan)
+        within = np.arange(1, plan.repeats + 1, dtype=np.int32)
+        slots, positions = np.repeat(plan.slots, plan.repeats), (plan.starts[:, None] + within).reshape(-1)
+        if graph is None or len(plan.freed) or not self.sampler.is_plain(slots, positions):
+            waits = [self.launch(one) for one in plan.unrolled()]
+            return lambda: joined([wait() for wait in waits])
+        self._stage(plan)
+        rows = self._rows_of_graph(1, graph.size, plan.slots, plan.starts)
+        at = self._upload([rows, slots, positions])
+        self.graph_rows[: len(rows)].copy_(at[: len(rows)])
+        moving = self.graph_rows[: len(rows)].view(2, 2, graph.size)[:, 1]  # starts, and positions of the samples
+        for i in range(plan.repeats):
+            if i:
+                moving.add_(1)
+            graph.graph.replay()
+        sampled_slots, sampled_positions = at[len(rows) :].view(2, -1).unbind(0)
+        return self._download(plan.step_id, self.tokens[sampled_slots, sampled_positions], None)
 
     # ---- to the device and back -----------------------------------------------------------------------------------
 

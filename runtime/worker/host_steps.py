@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from runtime.core.plan import StepPlan, StepResult
+from runtime.core.plan import StepPlan, StepResult, joined
 from runtime.kernels.attention import AttentionShape
 from runtime.models.decoder import Decoder
 from runtime.worker.inputs import StepInput, build_input
@@ -58,6 +58,8 @@ class HostSteps:
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """The step, deferred until its result is wanted."""
+        if plan.repeats > 1:
+            return lambda: joined([self._execute(one) for one in plan.unrolled()])
         return partial(self._execute, plan)
 
     @torch.inference_mode()
