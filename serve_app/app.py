@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import ray
@@ -113,7 +114,8 @@ class Front:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
         app_name = serve.get_replica_context().app_name
         self._engines = LinkGroup([link_to(engine_name(app_name, rank)) for rank in range(num_engines)])
-        self._service = Service(self._engines, None, served_model_name or config.model)
+        draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
+        self._service = Service(self._engines, None, served_model_name or config.model, draft)
         if settings.otlp_traces_endpoint is not None:
             from serve_app.tracing import Tracing
 
