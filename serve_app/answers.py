@@ -202,6 +202,27 @@ class CompletionLogprobs:
         return entries
 
 
+class DraftSpans:
+    """What of one completion choice's text a draft had guessed: `render` its deltas in their order, or their sum.
+
+    A character is its last token's; a text that waits (runtime.text.stream) keeps its spans with it."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, echo: Echo | None) -> None:
+        self._text = text_stream(tokenizer, request)
+        self._decoded, self._shown = 0 if echo is None else len(echo.text), 0
+        self._waiting: list[tuple[int, int]] = []
+
+    def render(self, delta: Delta) -> list[tuple[int, int]]:
+        """[start, end) in characters from the choice's beginning, as `text_offset` counts; all of it in this delta."""
+        ends = [self._decoded]
+        for token_id in delta.token_ids:
+            ends.append(ends[-1] + len(self._text.push((token_id,))))
+        self._decoded, self._shown = ends[-1], self._shown + len(delta.text)
+        spans = self._waiting + [(ends[v.at], ends[v.at + v.num_accepted]) for v in delta.verified or ()]
+        self._waiting = [(max(start, self._shown), end) for start, end in spans if end > self._shown]
+        return [(start, min(end, self._shown)) for start, end in spans if start < min(end, self._shown)]
+
+
 def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
     """A token as a text of its own; one that is only a part of a character shows its bytes, as OpenAI's do."""
     piece = tokenizer.token_bytes(token_id)

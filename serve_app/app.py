@@ -60,9 +60,12 @@ class _ServeArgs(BaseModel):
 
 
 def _model_fields(config: type) -> dict[str, Any]:
-    """The fields of a dataclass for pydantic. `serve run name=a,b` gives text where several values may be."""
+    """The fields of a dataclass for pydantic. `serve run name=a,b` gives text where several values may be; a number
+    that the engine may find itself can be "auto", as on the command line."""
     split = BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
-    types = {name: Annotated[t, split] if t == tuple[str, ...] else t for name, t in get_type_hints(config).items()}
+    auto = BeforeValidator(lambda value: None if value == "auto" else value)
+    read = {tuple[str, ...]: split, int | None: auto}
+    types = {name: Annotated[t, read[t]] if t in read else t for name, t in get_type_hints(config).items()}
     return {f.name: (types[f.name], Field(f.default, description=f.metadata["help"])) for f in fields(config)}
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from actors.link import EngineBusy, EngineClient, EngineDraining, QueueTimeout
-from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
 from runtime.text.stream import TextStream
@@ -45,6 +45,7 @@ class Job:
     echoes: list[Echo]  # of each prompt; empty unless echo was asked for
     prompt_logprobs: int | None  # alternatives to show at each position of a prompt
     return_token_ids: bool
+    return_draft_spans: bool
     continuous_usage: bool  # in every chunk of a stream that shows its usage
     speculates: bool  # a draft may guess: the usage tells how well
     ignored_fields: list[str]
@@ -59,8 +60,8 @@ class Job:
         return self.echoes[index // self.num_choices] if self.echoes else None
 
     def usage(self, num_output: list[int], num_cached: list[int], guesses: Guesses) -> dict[str, Any]:
-        """OpenAI's usage object, from what each choice took and the guesses at all of them. A prompt counts once, whatever
-        its number of choices, and what is cached of it is what the first of them found."""
+        """OpenAI's usage object, from what each choice took and the guesses at all of them. A prompt counts once,
+        whatever its number of choices, and what is cached of it is what the first of them found."""
         n = self.num_choices
         num_prompt = sum(request.prompt_len for request in self.requests[::n])
         cached = sum(min(num_cached[at : at + n]) for at in range(0, len(num_cached), n))
@@ -184,6 +185,7 @@ class Service:
             echoes=[] if chat or not request.echo else self._echoes(request, prompts),
             prompt_logprobs=request.prompt_logprobs,
             return_token_ids=bool(request.return_token_ids),
+            return_draft_spans=isinstance(request, CompletionRequest) and bool(request.return_draft_spans),
             continuous_usage=options is not None and options.continuous_usage_stats,
             speculates=self.draft is not None,
             ignored_fields=request.ignored_fields(),
@@ -382,7 +384,7 @@ def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bo
         num_used = text.num_tokens_used - num_used_before  # the tokens after them were never asked for
         token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
         if verified is not None:
-            verified = [v._replace(num_accepted=max(0, min(v.num_accepted, num_used - v.at))) for v in verified]
+            verified = [_within(v, num_used) for v in verified]
     elif output.finish_reason:
         new += text.finish()
         finish = "stop" if output.finish_reason is FinishReason.STOP else "length"
@@ -392,6 +394,12 @@ def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bo
     return Delta(
         index, new, token_ids, logprobs, finish, output.num_cached, stop_reason, output.prompt_logprobs, None, verified
     )
+
+
+def _within(verified: Verified, num_used: int) -> Verified:
+    """Of the guesses that were right, only those among the first tokens count: the others are not in the answer."""
+    at = min(verified.at, num_used)
+    return Verified(at, verified.num_guessed, min(verified.num_accepted, num_used - at))
 
 
 def _in_reasoning(request: ChatRequest, prompt: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from runtime.text.tokenizer import Tokenizer
-from serve_app.answers import CompletionLogprobs, Delta, Guesses, chat_logprobs, prompt_logprobs, usage
+from serve_app.answers import CompletionLogprobs, Delta, DraftSpans, Guesses, chat_logprobs, prompt_logprobs, usage
 from serve_app.errors import ApiError
 from serve_app.service import Job
 
@@ -41,6 +41,8 @@ def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenize
         if job.return_token_ids:
             of_prompt["prompt_token_ids"] = request.token_ids
         guesses.add(choice.verified or ())
+        if job.return_draft_spans:
+            spans = DraftSpans(tokenizer, request, job.echo(choice.index)).render(choice)
         rendered.append(
             {
                 "index": choice.index,
@@ -49,6 +51,7 @@ def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenize
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 **({"token_ids": choice.token_ids} if job.return_token_ids else {}),
+                **({"draft_spans": spans} if job.return_draft_spans else {}),
                 **({} if job.chat else of_prompt),
             }
         )
@@ -88,8 +91,13 @@ class EventStream:
             if job.logprobs and not job.chat
             else []
         )
+        self._draft_spans = (
+            [DraftSpans(tokenizer, request, job.echo(i)) for i, request in enumerate(job.requests)]
+            if job.return_draft_spans
+            else []
+        )
         self._continuous_usage = include_usage and job.continuous_usage
-        self._all_rare = job.return_token_ids or self._continuous_usage
+        self._all_rare = job.return_token_ids or job.return_draft_spans or self._continuous_usage
         self._prompts = (  # still to be shown
             {i: request.token_ids for i, request in enumerate(job.requests)} if job.return_token_ids else {}
         )
@@ -153,6 +161,8 @@ class EventStream:
             rest["token_ids"] = delta.token_ids
             if (prompt := self._prompts.pop(delta.index, None)) is not None:
                 rest["prompt_token_ids"] = prompt
+        if self._draft_spans:
+            rest["draft_spans"] = self._draft_spans[delta.index].render(delta)
         return rest
 
     def _end(self, index: int) -> bytes:

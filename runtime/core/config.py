@@ -45,7 +45,9 @@ class EngineConfig:
     draft: str | None = _toggle(
         None, "who guesses tokens for the model to verify, several a step: ngram looks them up in the request itself"
     )
-    num_draft_tokens: int | None = _toggle(None, "guesses a row; default: what pays, by acceptance and step time")
+    num_draft_tokens: int | None = _toggle(
+        None, "guesses a row; auto, the default: what pays, by acceptance and step time"
+    )
     tensor_parallel_size: int = _toggle(1, "GPUs that share one model replica")
     num_threads: int | None = _toggle(None, "CPU threads of a runner; default: the cores it may use")
     channel: Literal["socket", "rpc"] = _toggle("socket", "how plans reach the runners: sockets, or Ray calls")
