@@ -19,21 +19,11 @@ from actors.link import EngineLink
 from runtime.core.config import EngineConfig
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Speculation
-from runtime.core.types import RequestOutput, Verified
+from runtime.core.types import RequestOutput
 from serve_app.http import build_http_app
 from serve_app.service import Service
 
 WRONG = 2  # guesses of each of the scripted engine's steps that are
-
-
-class ScriptedEngine(FakeEngine):
-    """Each of its outputs is a step with one token of its own after guesses that were right."""
-
-    def _outputs(self, request):
-        for output in super()._outputs(request):
-            right = len(output.token_ids) - 1
-            output.verified = [Verified(0, right + WRONG, right)] if right > 0 else None
-            yield output
 
 
 def client_of(engine, draft: str | None = "ngram") -> openai.AsyncOpenAI:
@@ -80,7 +70,7 @@ def predictions(usage) -> tuple[int, int]:
     ],
 )
 async def test_usage_counts_the_guesses(chat: bool, fields: dict[str, Any], tokens: int, accepted: int, guessed: int):
-    engine = ScriptedEngine("abcdefghij", group=4)
+    engine = FakeEngine("abcdefghij", group=4, num_wrong=WRONG)
     plain, *chunks, last = await usages(client_of(engine), chat, **{"max_tokens": 99, **fields})
     assert plain.completion_tokens == tokens
     assert predictions(plain) == (accepted, guessed - accepted)
