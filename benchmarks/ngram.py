@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="timed answers of each prompt, after one to warm up")
     parser.add_argument("--tokens", type=int, default=128, help="of each answer")
     args = parser.parse_args()
-    llms = [LLM(draft=draft, dtype="float32", num_threads=1, prefix_cache=False) for draft in (None, "ngram")]
+    config = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": 0.1, "prefix_cache": False}
+    llms = [LLM(draft=draft, **config) for draft in (None, "ngram")]
     scheduler = llms[1].engine.scheduler
     print("| prompt | temperature | off, tok/s | n-gram, tok/s | ratio | accepted of guessed |\n" + "|---" * 6 + "|")
     for name, prompt in PROMPTS.items():
@@ -35,11 +36,8 @@ def main() -> None:
             seconds, answers = [0.0, 0.0], [[], []]  # without, with
             for seed in range(args.repeats + 1):
                 if seed == 1:
-                    seconds, num_accepted, num_guessed = (
-                        [0.0, 0.0],
-                        sum(scheduler.accepted_at),
-                        scheduler.num_draft_tokens,
-                    )
+                    seconds = [0.0, 0.0]
+                    num_accepted, num_guessed = sum(scheduler.accepted_at), scheduler.num_draft_tokens
                 params = SamplingParams(max_tokens=args.tokens, temperature=temperature, ignore_eos=True, seed=seed)
                 for i, llm in enumerate(llms):
                     start = time.process_time()
