@@ -71,6 +71,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
     sampled_at: float  # by the engine's wall clock, in seconds
     prompt_logprobs: list[tuple[int, PromptLogprobs]]  # (stream, all of its prompt), once a stream
+    verified: list[tuple[int, int, int]]  # (stream, guesses, how many were right: its first tokens here)
 
 
 class Report(msgspec.Struct, array_like=True, tag=8):

@@ -37,7 +37,7 @@ from actors.frames import (
 )
 from actors.metrics import Figures, Snapshot
 from runtime.core.config import ModelInfo
-from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 
 logger = logging.getLogger(__name__)
 
@@ -304,6 +304,11 @@ class EngineLink:
             if (stream := streams.get(number)) is not None and not stream.received:
                 output = stream.output()
                 output.num_cached, output.queued_s, output.prefill_s = num_cached, queued_s, prefill_s
+        for number, num_guessed, num_accepted in frame.verified:
+            if (stream := streams.get(number)) is not None:
+                output = stream.output()
+                output.verified = output.verified or []
+                output.verified.append(Verified(len(output.token_ids), num_guessed, num_accepted))
         columns = zip(memoryview(frame.streams).cast("i"), memoryview(frame.token_ids).cast("i"), strict=True)
         for i, (number, token) in enumerate(columns):
             if (stream := streams.get(number)) is None:

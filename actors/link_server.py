@@ -46,7 +46,10 @@ _serials = itertools.count()
 class Stream:
     """One live request of one connection: the `owner` that the scheduler carries."""
 
-    __slots__ = ("admitted_at", "arrived_at", "connection", "key", "last_at", "number", "request_id")
+    __slots__ = (
+        "admitted_at", "arrived_at", "connection", "key", "last_at", "num_accepted", "num_guessed", "number",
+        "request_id",
+    )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, request_id: str) -> None:
         self.connection, self.number, self.request_id = connection, number, request_id
@@ -54,6 +57,14 @@ class Stream:
         self.arrived_at = time.monotonic()
         self.admitted_at = 0.0  # 0: it has not been, yet
         self.last_at = 0.0  # when its last token was sampled; the very object that the step has. 0: it has none, yet
+        self.num_guessed = self.num_accepted = 0  # of its guesses, as far as its replica was told
+
+    def tell_verified(self, num_guessed: int, num_accepted: int) -> None:
+        """So many guesses have been verified by now, and so many were right; what is new goes into the frame."""
+        if num_guessed > self.num_guessed:
+            new = self.number, num_guessed - self.num_guessed, num_accepted - self.num_accepted
+            self.connection.verified.append(new)
+            self.num_guessed, self.num_accepted = num_guessed, num_accepted
 
 
 class Connection:
@@ -76,6 +87,7 @@ class Connection:
         self.started: list[tuple[int, int, float, float]] = []
         self.logprobs: dict[int, TokenLogprobs] = {}
         self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
+        self.verified: list[tuple[int, int, int]] = []
 
     def flush(self) -> None:
         """Send what the step gathered, as one numbered frame."""
@@ -90,6 +102,7 @@ class Connection:
                 self.logprobs,
                 self.sampled_at,
                 self.prompt_logprobs,
+                self.verified,
             )
         )
         self._clear()

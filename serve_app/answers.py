@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from runtime.core.types import Request, TokenLogprobs
+from runtime.core.types import Request, TokenLogprobs, Verified
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import CallDelta
@@ -66,8 +66,13 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string or the stop id that ended it
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens but the first, if asked for
     reply: Reply | None = None  # if the text was read for reasoning or tool calls and has some
+    verified: list[Verified] | None = None  # if a draft has guessed; right guesses are tokens of this delta
 
     def add(self, new: Delta) -> None:
+        if new.verified is not None:
+            at = len(self.token_ids)
+            self.verified = self.verified or []
+            self.verified += [guesses._replace(at=at + guesses.at) for guesses in new.verified]
         self.text += new.text
         self.token_ids += new.token_ids
         self.logprobs += new.logprobs
@@ -79,14 +84,34 @@ class Delta:
             self.reply.add(new.reply)
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
-    """OpenAI's usage object."""
-    return {
+@dataclass(slots=True)
+class Guesses:
+    """What a draft has guessed of some choices, and how much of it became their output."""
+
+    num_guessed: int = 0
+    num_accepted: int = 0
+
+    def add(self, verified: Iterable[Verified]) -> None:
+        for guesses in verified:
+            self.num_guessed += guesses.num_guessed
+            self.num_accepted += guesses.num_accepted
+
+
+def usage(num_prompt: int, num_output: int, num_cached: int, guesses: Guesses | None) -> dict[str, Any]:
+    """OpenAI's usage object. Without a draft (None) it has no details of the completion: zeros would look like one that
+    guesses badly. Accepted predictions are a part of completion_tokens, rejected ones are not."""
+    counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
+    if guesses is not None:
+        counts["completion_tokens_details"] = {
+            "accepted_prediction_tokens": guesses.num_accepted,
+            "rejected_prediction_tokens": guesses.num_guessed - guesses.num_accepted,
+        }
+    return counts
 
 
 def text_stream(
@@ -175,6 +200,27 @@ class CompletionLogprobs:
         for token_id, value in (*lp.top, (lp.token_id, lp.logprob)):
             entries.setdefault(_token_text(token_id, self._tokenizer), _finite(value))
         return entries
+
+
+class DraftSpans:
+    """What of one completion choice's text a draft had guessed: `render` its deltas in their order, or their sum.
+
+    A character is its last token's; a text that waits (runtime.text.stream) keeps its spans with it."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, echo: Echo | None) -> None:
+        self._text = text_stream(tokenizer, request)
+        self._decoded, self._shown = 0 if echo is None else len(echo.text), 0
+        self._waiting: list[tuple[int, int]] = []
+
+    def render(self, delta: Delta) -> list[tuple[int, int]]:
+        """[start, end) in characters from the choice's beginning, as `text_offset` counts; all of it in this delta."""
+        ends = [self._decoded]
+        for token_id in delta.token_ids:
+            ends.append(ends[-1] + len(self._text.push((token_id,))))
+        self._decoded, self._shown = ends[-1], self._shown + len(delta.text)
+        spans = self._waiting + [(ends[v.at], ends[v.at + v.num_accepted]) for v in delta.verified or ()]
+        self._waiting = [(max(start, self._shown), end) for start, end in spans if end > self._shown]
+        return [(start, min(end, self._shown)) for start, end in spans if start < min(end, self._shown)]
 
 
 def _token_text(token_id: int, tokenizer: Tokenizer) -> str:

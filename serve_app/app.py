@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import ray
@@ -59,9 +60,12 @@ class _ServeArgs(BaseModel):
 
 
 def _model_fields(config: type) -> dict[str, Any]:
-    """The fields of a dataclass for pydantic. `serve run name=a,b` gives text where several values may be."""
+    """The fields of a dataclass for pydantic. `serve run name=a,b` gives text where several values may be; a number
+    that the engine may find itself can be "auto", as on the command line."""
     split = BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
-    types = {name: Annotated[t, split] if t == tuple[str, ...] else t for name, t in get_type_hints(config).items()}
+    auto = BeforeValidator(lambda value: None if value == "auto" else value)
+    read = {tuple[str, ...]: split, int | None: auto}
+    types = {name: Annotated[t, read[t]] if t in read else t for name, t in get_type_hints(config).items()}
     return {f.name: (types[f.name], Field(f.default, description=f.metadata["help"])) for f in fields(config)}
 
 
@@ -113,7 +117,8 @@ class Front:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
         app_name = serve.get_replica_context().app_name
         self._engines = LinkGroup([link_to(engine_name(app_name, rank)) for rank in range(num_engines)])
-        self._service = Service(self._engines, None, served_model_name or config.model)
+        draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
+        self._service = Service(self._engines, None, served_model_name or config.model, draft)
         if settings.otlp_traces_endpoint is not None:
             from serve_app.tracing import Tracing
 

@@ -143,7 +143,8 @@ def _add_flags(group: argparse._ArgumentGroup, config: type) -> None:
             kind = type(choices[0])
         elif isinstance(kind, types.UnionType):  # X | None
             kind = get_args(kind)[0]
-        metavar = None if choices else {int: "N", float: "X", str: "NAME"}[kind]
+            kind = _number_or_auto if kind is int else kind
+        metavar = None if choices else {int: "N", _number_or_auto: "N|auto", float: "X", str: "NAME"}[kind]
         group.add_argument(flag, type=kind, choices=choices, default=f.default, metavar=metavar, help=text)
 
 
@@ -157,6 +158,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
+
+
+def _number_or_auto(text: str) -> int | None:
+    """auto is the default of a number that has none: the engine finds what suits."""
+    if text != "auto" and not text.removeprefix("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number or auto")
+    return None if text == "auto" else int(text)
 
 
 def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -337,7 +345,8 @@ def _announce(args: argparse.Namespace, config: EngineConfig) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
     name = args.served_model_name or config.model
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
-    print(f"Callboard serves {name} at {url}/v1", flush=True)
+    draft = f" (draft: {config.draft})" if config.draft else ""
+    print(f"Callboard serves {name}{draft} at {url}/v1", flush=True)
     print(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
 
 

@@ -28,6 +28,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    draft: str | None
 
 
 class ModelList(BaseModel):
@@ -35,10 +36,16 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
+class CompletionTokensDetails(BaseModel):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None  # only where a draft guesses
 
 
 class CompletionChoice(BaseModel):

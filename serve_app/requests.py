@@ -240,6 +240,8 @@ class CompletionRequest(_Sampling):
     echo: bool | None = None
     best_of: int | None = None
 
+    return_draft_spans: bool | None = None  # an extension: which of the text a draft had guessed
+
     def max_output(self) -> int | None:
         return self.max_tokens
 

@@ -16,13 +16,13 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from actors.link import EngineBusy, EngineClient, EngineDraining, QueueTimeout
-from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import HERMES, LLAMA3
-from serve_app.answers import Delta, Echo, text_stream, usage
+from serve_app.answers import Delta, Echo, Guesses, text_stream, usage
 from serve_app.errors import ApiError, echoed, invalid
 from serve_app.metrics import JobRecord, Origin, ServiceMetrics
 from serve_app.reply import ReplyFormat, ReplyReader
@@ -45,7 +45,9 @@ class Job:
     echoes: list[Echo]  # of each prompt; empty unless echo was asked for
     prompt_logprobs: int | None  # alternatives to show at each position of a prompt
     return_token_ids: bool
+    return_draft_spans: bool
     continuous_usage: bool  # in every chunk of a stream that shows its usage
+    speculates: bool  # a draft may guess: the usage tells how well
     ignored_fields: list[str]
     reply: ReplyFormat | None  # how a chat's text is read; None: all of it is content
 
@@ -57,21 +59,22 @@ class Job:
         """What choice `index` begins with."""
         return self.echoes[index // self.num_choices] if self.echoes else None
 
-    def usage(self, num_output: list[int], num_cached: list[int]) -> dict[str, Any]:
-        """OpenAI's usage object, from what each choice took. A prompt counts once, whatever its number of choices, and
-        what is cached of it is what the first of them found."""
+    def usage(self, num_output: list[int], num_cached: list[int], guesses: Guesses) -> dict[str, Any]:
+        """OpenAI's usage object, from what each choice took and the guesses at all of them. A prompt counts once,
+        whatever its number of choices, and what is cached of it is what the first of them found."""
         n = self.num_choices
         num_prompt = sum(request.prompt_len for request in self.requests[::n])
         cached = sum(min(num_cached[at : at + n]) for at in range(0, len(num_cached), n))
-        return usage(num_prompt, sum(num_output), cached)
+        return usage(num_prompt, sum(num_output), cached, guesses if self.speculates else None)
 
 
 class Service:
     """Answers API requests with one model, whatever brings the requests here."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, model: str) -> None:
-        """`model` is the name that clients use. Without a tokenizer the service is loading until `start`."""
-        self.model = model
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, model: str, draft: str | None = None) -> None:
+        """`model` is the name that clients use, `draft` that of what guesses for it, None if nothing does. Without a
+        tokenizer the service is loading until `start`."""
+        self.model, self.draft = model, draft
         self._client = client
         self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
@@ -130,6 +133,7 @@ class Service:
             "created": self._created,
             "owned_by": "callboard",
             "max_model_len": self.max_model_len,
+            "draft": self.draft,
         }
 
     def prepare(self, request: CompletionRequest | ChatRequest, request_id: str = "") -> Job:
@@ -181,7 +185,9 @@ class Service:
             echoes=[] if chat or not request.echo else self._echoes(request, prompts),
             prompt_logprobs=request.prompt_logprobs,
             return_token_ids=bool(request.return_token_ids),
+            return_draft_spans=isinstance(request, CompletionRequest) and bool(request.return_draft_spans),
             continuous_usage=options is not None and options.continuous_usage_stats,
+            speculates=self.draft is not None,
             ignored_fields=request.ignored_fields(),
             reply=reply,
         )
@@ -367,7 +373,7 @@ def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bo
         raise ApiError(500, output.error, type="server_error", code="engine_error")
     if output.finish_reason is FinishReason.ABORT:
         raise ApiError(499, "This request was aborted by its id.", type="request_aborted", code="request_aborted")
-    token_ids, logprobs = output.token_ids, output.logprobs
+    token_ids, logprobs, verified = output.token_ids, output.logprobs, output.verified
     # The token that ended it (EOS or a stop id) counts as output but is not part of the text.
     hide_last = output.finish_reason is FinishReason.STOP and not include_stop
     num_used_before = text.num_tokens_used
@@ -377,13 +383,23 @@ def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bo
     if text.stopped is not None:
         num_used = text.num_tokens_used - num_used_before  # the tokens after them were never asked for
         token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
+        if verified is not None:
+            verified = [_within(v, num_used) for v in verified]
     elif output.finish_reason:
         new += text.finish()
         finish = "stop" if output.finish_reason is FinishReason.STOP else "length"
         stop_reason = output.stop_token_id
     if text.stopped is not None:
         finish, stop_reason = "stop", text.stopped
-    return Delta(index, new, token_ids, logprobs, finish, output.num_cached, stop_reason, output.prompt_logprobs)
+    return Delta(
+        index, new, token_ids, logprobs, finish, output.num_cached, stop_reason, output.prompt_logprobs, None, verified
+    )
+
+
+def _within(verified: Verified, num_used: int) -> Verified:
+    """Of the guesses that were right, only those among the first tokens count: the others are not in the answer."""
+    at = min(verified.at, num_used)
+    return Verified(at, verified.num_guessed, min(verified.num_accepted, num_used - at))
 
 
 def _in_reasoning(request: ChatRequest, prompt: str) -> bool:

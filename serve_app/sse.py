@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from runtime.text.tokenizer import Tokenizer
-from serve_app.answers import CompletionLogprobs, Delta, chat_logprobs, prompt_logprobs, usage
+from serve_app.answers import CompletionLogprobs, Delta, DraftSpans, Guesses, chat_logprobs, prompt_logprobs, usage
 from serve_app.errors import ApiError
 from serve_app.service import Job
 
@@ -28,7 +28,7 @@ def error_event(error: ApiError) -> bytes:
 def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenizer) -> bytes:
     """The whole response of a request that is not streamed; `choices` hold all of each choice's deltas."""
     of_prompt: dict[str, Any] = {}
-    rendered = []
+    rendered, guesses = [], Guesses()
     for choice, request in zip(choices, job.requests, strict=True):
         if not job.logprobs:
             logprobs = None
@@ -40,6 +40,9 @@ def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenize
             of_prompt["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, tokenizer, job.prompt_logprobs)
         if job.return_token_ids:
             of_prompt["prompt_token_ids"] = request.token_ids
+        guesses.add(choice.verified or ())
+        if job.return_draft_spans:
+            spans = DraftSpans(tokenizer, request, job.echo(choice.index)).render(choice)
         rendered.append(
             {
                 "index": choice.index,
@@ -48,10 +51,12 @@ def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenize
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 **({"token_ids": choice.token_ids} if job.return_token_ids else {}),
+                **({"draft_spans": spans} if job.return_draft_spans else {}),
                 **({} if job.chat else of_prompt),
             }
         )
-    counts = job.usage([len(choice.token_ids) for choice in choices], [choice.num_cached for choice in choices])
+    num_output, num_cached = [len(choice.token_ids) for choice in choices], [choice.num_cached for choice in choices]
+    counts = job.usage(num_output, num_cached, guesses)
     return encode_json(
         {
             **_header(job, model, "chat.completion" if job.chat else "text_completion"),
@@ -80,13 +85,19 @@ class EventStream:
         self._job, self._tokenizer, self._include_usage = job, tokenizer, include_usage
         num_choices = len(job.requests)
         self._num_output, self._num_cached = [0] * num_choices, [0] * num_choices
+        self._guesses = [Guesses() for _ in job.requests]
         self._completion_logprobs = (
             [CompletionLogprobs(tokenizer, request, job.echo(i)) for i, request in enumerate(job.requests)]
             if job.logprobs and not job.chat
             else []
         )
+        self._draft_spans = (
+            [DraftSpans(tokenizer, request, job.echo(i)) for i, request in enumerate(job.requests)]
+            if job.return_draft_spans
+            else []
+        )
         self._continuous_usage = include_usage and job.continuous_usage
-        self._all_rare = job.return_token_ids or self._continuous_usage
+        self._all_rare = job.return_token_ids or job.return_draft_spans or self._continuous_usage
         self._prompts = (  # still to be shown
             {i: request.token_ids for i, request in enumerate(job.requests)} if job.return_token_ids else {}
         )
@@ -117,6 +128,8 @@ class EventStream:
             self._num_output[delta.index] += len(delta.token_ids)
             if delta.num_cached:
                 self._num_cached[delta.index] = delta.num_cached
+            if delta.verified is not None:
+                self._guesses[delta.index].add(delta.verified)
             if delta.finish_reason is not None or delta.logprobs or delta.reply is not None or self._all_rare:
                 parts.append(self._rare(delta) if self._job.reply is None else self._read(delta))
             elif delta.text:
@@ -127,7 +140,8 @@ class EventStream:
         """What comes after all text: the usage, if it was asked for, and the end mark."""
         if not self._include_usage:
             return DONE
-        counts = self._job.usage(self._num_output, self._num_cached)
+        total = Guesses(sum(g.num_guessed for g in self._guesses), sum(g.num_accepted for g in self._guesses))
+        counts = self._job.usage(self._num_output, self._num_cached, total)
         return self._head + b'],"usage":' + encode_json(counts) + b"}\n\n" + DONE
 
     def _rare(self, delta: Delta) -> bytes:
@@ -147,6 +161,8 @@ class EventStream:
             rest["token_ids"] = delta.token_ids
             if (prompt := self._prompts.pop(delta.index, None)) is not None:
                 rest["prompt_token_ids"] = prompt
+        if self._draft_spans:
+            rest["draft_spans"] = self._draft_spans[delta.index].render(delta)
         return rest
 
     def _end(self, index: int) -> bytes:
@@ -154,7 +170,8 @@ class EventStream:
         if not self._continuous_usage:
             return self._close
         num_prompt, num_output = self._job.requests[index].prompt_len, self._num_output[index]
-        counts = usage(num_prompt, num_output, self._num_cached[index])
+        guesses = self._guesses[index] if self._job.speculates else None
+        counts = usage(num_prompt, num_output, self._num_cached[index], guesses)
         return b',"usage":' + encode_json(counts) + b"}\n\n"
 
     def _read(self, delta: Delta) -> bytes:

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from actors.link import EngineBusy
 from actors.metrics import Figures, Snapshot, all_at_zero
 from runtime.core.config import ModelInfo
-from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
+from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
 from serve_app.service import Service
@@ -42,7 +42,8 @@ class FakeEngine:
     """Answers every request with the bytes of `text`, `group` tokens an output, `delay_s` apart, and then EOS.
 
     The token at each position has logprob -0.5, and `params.logprobs` alternatives of -1.5, -2.5 ...; a token t of the
-    prompt has -t / 100, and so many alternatives as `params.prompt_logprobs` asks for."""
+    prompt has -t / 100, and so many alternatives as `params.prompt_logprobs` asks for. With `num_wrong` a draft guesses
+    all tokens of an output but the last, and so many more in vain."""
 
     def __init__(
         self,
@@ -54,10 +55,12 @@ class FakeEngine:
         fails_after: int | None = None,
         reason: str = "",
         max_model_len: int = 128,
+        num_wrong: int | None = None,
     ) -> None:
         self.info = ModelInfo("f", 320, max_model_len, (EOS,), 9, 16, "float32", "cpu")
         self.script = [*text.encode(), EOS]
         self.group, self.delay_s, self.busy, self.fails_after, self.reason = group, delay_s, busy, fails_after, reason
+        self.num_wrong = num_wrong
         self.requests: list[Request] = []
         self.num_running = 0
         self.reported = all_at_zero(max_model_len)
@@ -114,6 +117,8 @@ class FakeEngine:
             if at == 0:
                 output.prompt_logprobs = scores
             output.sampled_at = time.time()
+            if self.num_wrong is not None and (right := len(output.token_ids) - 1):
+                output.verified = [Verified(0, right + self.num_wrong, right)]
             if params.logprobs is not None:
                 output.logprobs = [
                     TokenLogprobs(i, -0.5, 1, tuple((65 + k, -1.5 - k) for k in range(params.logprobs)))

@@ -24,6 +24,12 @@ def run(module: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
+def test_ngram():
+    lines = run("ngram", "--repeats", "1", "--tokens", "8").splitlines()
+    assert [line.count("|") for line in lines] == [7] * 8
+
+
 @pytest.mark.parametrize(
     ("model", "billions"),
     [

@@ -7,6 +7,7 @@ from fake_engine import MODEL, FakeEngine, byte_tokenizer
 from test_scheduler import Session
 
 from runtime.core.types import Request
+from serve_app.answers import Guesses
 from serve_app.requests import CompletionRequest
 from serve_app.service import Job, Service
 
@@ -37,7 +38,7 @@ def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int
     held = Counter(block for state in states for block in state.blocks)
     assert len(held) == 5 + 4  # alone, each would hold 6
     assert [state.num_cached for state in states] == [0, 20, 20, 20]
-    assert job.usage([6] * 4, [state.num_cached for state in states]) == {
+    assert job.usage([6] * 4, [state.num_cached for state in states], Guesses()) == {
         "prompt_tokens": 22,
         "completion_tokens": 24,
         "total_tokens": 46,
@@ -46,5 +47,6 @@ def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int
     session.finish()  # checks the tokens of each choice against a run alone, and that no block leaks
     again = prepare(n=4)
     states = submit(session, again.requests)
-    assert again.usage([6] * 4, [s.num_cached for s in states])["prompt_tokens_details"] == {"cached_tokens": 20}
+    usage = again.usage([6] * 4, [s.num_cached for s in states], Guesses())
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 20}
     session.finish()

@@ -58,7 +58,8 @@ def test_every_flag_reaches_its_field():
         "chunked_prefill": False, "prefix_cache": False, "policy": "sjf", "pipeline_depth": 1, "packed_weights": False,
         "cuda_graphs": False,
         "tensor_parallel_size": 2, "num_threads": 1, "channel": "rpc", "max_queued_requests": 7,
-        "step_timeout_s": 9.5, "draft": "ngram", "num_draft_tokens": 3, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
+        "step_timeout_s": 9.5, "draft": "ngram", "num_draft_tokens": 3, "draft_device": "cpu", "draft_ahead": 4,
+        "draft_kv_cache_memory": 0.5, "draft_shared": True, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]
@@ -67,7 +68,8 @@ def test_every_flag_reaches_its_field():
         argv += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     settings = cli._engine_settings(cli._parser().parse_args(argv))
     assert settings == {"model": "some/model", **values}
-    assert EngineConfig(**cli._engine_settings(cli._parser().parse_args(["serve"]))) == EngineConfig()
+    for argv in ([], ["--num-draft-tokens", "auto", "--max-model-len", "auto"]):
+        assert EngineConfig(**cli._engine_settings(cli._parser().parse_args(["serve", *argv]))) == EngineConfig()
 
 
 def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
@@ -97,6 +99,7 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
         (["serve", "--port", "http"], "'http' is no port"),
         (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["serve", "--num-replicas", "0"], "at least 1"),
+        (["serve", "--num-draft-tokens", "some"], "'some' must be a whole number or auto"),
         (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; it must be at least 1"),
         (["serve", "--max-body-bytes", "0"], "max_body_bytes is 0; it must be at least 1"),
         (["serve", "--bogus"], "--bogus"),
@@ -215,6 +218,7 @@ def test_app_arguments_are_engine_config_and_what_concerns_serve():
     assert AppArgs().engine_config() == EngineConfig()
     assert AppArgs().http_settings() == HttpSettings()
     assert AppArgs.model_validate({"api_key": "a,b"}).http_settings().api_keys() == ("a", "b")
+    assert AppArgs(draft="ngram", num_draft_tokens="auto").engine_config() == EngineConfig(draft="ngram")
     # `serve run` passes every value as text.
     args = AppArgs.model_validate({"model": "m", "max_num_seqs": "8", "prefix_cache": "false", "kv_cache_memory": "2"})
     assert args.engine_config() == EngineConfig(model="m", max_num_seqs=8, prefix_cache=False, kv_cache_memory=2.0)

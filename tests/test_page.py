@@ -99,7 +99,8 @@ class Server:
     def __init__(self) -> None:
         self.engine = FakeEngine(ANSWER, group=3, delay_s=0.002, max_model_len=4096)
         self.metrics_at: list[float] = []
-        app = build_http_app(Service(self.engine, byte_tokenizer(), MODEL))
+        self.service = Service(self.engine, byte_tokenizer(), MODEL)
+        app = build_http_app(self.service)
         app.router.routes.insert(0, Route("/metrics", self._metrics))
         self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
         self._thread = threading.Thread(target=self._server.run)
@@ -152,6 +153,7 @@ def server(served):
     served.answers(ANSWER)
     served.engine.requests.clear()
     served.engine.aborted.clear()
+    served.engine.group, served.engine.num_wrong, served.service.draft = 3, None, None
     return served
 
 
@@ -371,6 +373,45 @@ class TestInBrowser:
         assert "60.7 %" in chances[0]
         page.hover(".token >> nth=2")
         assert page.inner_text(".chance >> nth=0").startswith("b")
+
+    def test_guesses_are_marked(self, visit, server):
+        server.answers("abcd😀")
+        server.engine.group, server.engine.num_wrong, server.service.draft = 4, 2, "ngram"
+        page = visit()
+        assert page.get_attribute("#model", "title") == f"{MODEL}, draft ngram"
+        page.click("#tab-completion")
+        assert not page.is_visible("#draft-legend")
+        page.fill("#prompt", "go")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector("#output-note:text('9 tokens')")
+        assert page.text_content("#output") == "goabcd😀"
+        # The character's last byte is a step's own token.
+        assert page.locator("#output mark").all_text_contents() == ["abc"]
+        assert "6 guesses accepted, 4 rejected" in page.inner_text("#output-note")
+        assert page.inner_text("#draft-legend").startswith("Underlined: guessed by the draft (ngram)")
+        line = "getComputedStyle(document.querySelector('#output mark')).textDecorationLine"
+        assert page.evaluate(line) == "underline"
+        page.check("[name=logprobs]")
+        page.fill("[name=max_tokens] >> visible=true", "6")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(".token[tabindex='0']")
+        assert page.locator("#output .token").all_text_contents()[:4] == ["a", "b", "c", "d"]
+        assert page.locator("#output mark").all_text_contents() == ["a", "b", "c"]
+        page.click("#tab-chat")
+        ask(page, "go")
+        is_answered(page, 1)
+        assert "6 guesses accepted, 4 rejected" in page.inner_text(".answer footer")
+
+    def test_without_a_draft_nothing_is_asked_for(self, visit, server):
+        page = visit()
+        page.click("#tab-completion")
+        page.fill("#prompt", "go")
+        with page.expect_request("**/v1/completions") as asked:
+            page.press("#prompt", "Enter")
+        page.wait_for_selector("#output-note:text('tokens')")
+        assert "return_draft_spans" not in asked.value.post_data_json
+        assert not page.is_visible("#draft-legend")
+        assert "guesses" not in page.inner_text("#output-note")
 
     def test_engine_panel(self, visit, server):
         page = visit()

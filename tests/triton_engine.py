@@ -55,9 +55,10 @@ class Replay:
         self.count += 1
 
 
-def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, **config):
+def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats=0, **config):
     """Tokens, ranks and rounded alternatives by request, and the prompt tokens that came from the cache. Rows verify up
-    to `guesses` tokens of `answers`, of which a share is right."""
+    to `guesses` tokens of `answers`, of which a share is right. With `repeats` a plan decodes up to so many tokens, and
+    no request has log-probabilities."""
     settings = {
         "device": "cpu",
         "kernel_backend": backend,
@@ -87,10 +88,11 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, **confi
         )
         speculation = Speculation(drafter, guesses, (), 0.0)
     core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
+    core.scheduler.most_repeats = max(1, repeats)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 131, 20).tolist()
     got, scores, values = {}, {}, []
-    for i, params in enumerate(PARAMS):
+    for i, params in enumerate(PARAMS[1:4] if repeats else PARAMS):
         prompt = shared * (i % 2) + rng.integers(0, 131, 3 + 7 * i).tolist()
         core.add(Request(str(i), prompt, len(prompt), params, seed=i))
     while core.has_work:
@@ -103,5 +105,6 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, **confi
                 entries = found.of(state.request.token_ids[1:])
                 scores[state.request.request_id] = [(e.token_id, e.rank, [i for i, _ in e.top]) for e in entries]
                 values += [value for e in entries for value in (e.logprob, *dict(e.top).values())]
-    assert all(r.count for r in replays) or (guesses and any(r.count for r in replays)), "a graph was never replayed"
+    replayed = any if guesses or repeats else all
+    assert not replays or replayed(r.count for r in replays), "a graph was never replayed"
     return got, core.scheduler.prompt_tokens_cached, scores, values

@@ -49,15 +49,16 @@ class EngineConfig:
         "`model` is, or ngram, which looks them up in the request itself",
     )
     draft_device: Literal["auto", "shared", "own", "cpu"] = _toggle(
-        "auto",
-        "where a draft model runs: beside the model on its device (auto, shared), on a GPU of its own, or on a CPU",
+        "auto", "where a draft model runs: on the model's device (auto, shared), on a GPU of its own, or on the CPU"
     )
     draft_ahead: int | None = _toggle(
         None, "guesses that a draft model goes on with while the model verifies; default: 1, on a GPU of its own 8"
     )
     draft_kv_cache_memory: float = _toggle(1.0, "GiB for a draft model's KV cache")
     draft_shared: bool = _toggle(False, "all engines of the application ask one draft model")
-    num_draft_tokens: int | None = _toggle(None, "guesses a row; default: what pays, by acceptance and step time")
+    num_draft_tokens: int | None = _toggle(
+        None, "guesses a row; auto, the default: what pays, by acceptance and step time"
+    )
     tensor_parallel_size: int = _toggle(1, "GPUs that share one model replica")
     num_threads: int | None = _toggle(None, "CPU threads of a runner; default: the cores it may use")
     channel: Literal["socket", "rpc"] = _toggle("socket", "how plans reach the runners: sockets, or Ray calls")

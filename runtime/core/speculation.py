@@ -162,10 +162,9 @@ class Speculation:
             return True
         if self._count_at(_MOST_ACCEPTANCE) > 0:
             for state in running:
-                if (count := self._count(state)) <= 0 or not drafter.follows(state, count):
-                    continue
+                count = min(self._count(state), state.limit - state.num_total - 1)
                 is_known = state.num_total == len(state.tokens) == state.num_computed + 1
-                if is_known and (count := min(count, state.limit - state.num_total - 1)) > 0:
+                if count > 0 and drafter.follows(state, count) and is_known:
                     drafter.ask(state, count)
         return drafter.is_due()
 
@@ -174,6 +173,7 @@ class Speculation:
         count = self._count(state)
         if count <= 0:
             state.acceptance += _REST * (_PRIOR - state.acceptance)
+        count = min(count, state.limit - state.num_total - 1)
         return count > 0 and self.drafter.follows(state, count)
 
     def guess(self, state: RequestState, most: int) -> list[int]:

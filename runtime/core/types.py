@@ -111,6 +111,14 @@ class PromptLogprobs(NamedTuple):
         return [TokenLogprobs(*token, tuple(top[i * n : (i + 1) * n])) for i, token in enumerate(own)]
 
 
+class Verified(NamedTuple):
+    """Guesses that one step verified. Those that were right are tokens `at` to `at + num_accepted` of an output."""
+
+    at: int
+    num_guessed: int
+    num_accepted: int
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """What one step added to one request."""
@@ -127,6 +135,7 @@ class RequestOutput:
     queued_s: float = 0.0  # with the first token: from the engine's queue to a slot
     prefill_s: float = 0.0  # with the first token: from a slot to it
     sampled_at: float = 0.0  # when the last token here was sampled, by the engine's wall clock; 0: there is none
+    verified: list[Verified] | None = None  # in order, if there was something to verify
 
 
 @dataclass(slots=True)

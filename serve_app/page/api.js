@@ -47,27 +47,31 @@ export async function* stream(path, body, signal) {
   }
 }
 
-/** Counts and times one answer. */
+/** Counts and times one answer, and what a draft guessed of it. */
 export class Pace {
   #start = performance.now();
   #first;
   #last;
   #tokens;
+  #guesses;
 
   /** Call with every chunk. */
   see(chunk) {
     this.#tokens = chunk.usage?.completion_tokens ?? this.#tokens;
+    this.#guesses = chunk.usage?.completion_tokens_details ?? this.#guesses;
     if (!chunk.choices.length) return;
     this.#last = performance.now();
     this.#first ??= this.#last;
   }
 
-  /** "31 tokens, 52 a second, the first after 0.21 s"; empty if the server sent no count. */
+  /** "31 tokens, 52 a second, the first after 0.21 s, 12 guesses accepted, 3 rejected"; empty if the server sent no count. */
   toString() {
     if (!this.#tokens) return '';
     const seconds = (this.#last - this.#first) / 1000;
     const rate = this.#tokens > 1 && seconds > 0 ? `, ${((this.#tokens - 1) / seconds).toFixed(0)} a second` : '';
     const wait = ((this.#first - this.#start) / 1000).toFixed(2);
-    return `${this.#tokens} token${this.#tokens > 1 ? 's' : ''}${rate}, the first after ${wait} s`;
+    const { accepted_prediction_tokens: accepted, rejected_prediction_tokens: rejected } = this.#guesses ?? {};
+    const guesses = accepted + rejected > 0 ? `, ${accepted} guesses accepted, ${rejected} rejected` : '';
+    return `${this.#tokens} token${this.#tokens > 1 ? 's' : ''}${rate}, the first after ${wait} s${guesses}`;
   }
 }

@@ -8,7 +8,7 @@ import { startEngine } from './engine.js';
 const byId = id => document.getElementById(id);
 const tabs = [...document.querySelectorAll('[role=tab]')];
 const wide = matchMedia('(min-width: 60rem)');
-let model; // the name of the served model, once known
+let served = {}; // the model's card, once known
 
 function show(tab) {
   for (const other of tabs) {
@@ -36,10 +36,10 @@ tabs.forEach((tab, at) => {
 async function connect() {
   try {
     const { data } = await (await request('v1/models')).json();
-    model = data[0].id;
+    served = data[0];
     byId('server').dataset.state = 'ready';
-    byId('model').textContent = model.split('/').at(-1);
-    byId('model').title = model;
+    byId('model').textContent = served.id.split('/').at(-1);
+    byId('model').title = served.draft ? `${served.id}, draft ${served.draft}` : served.id;
     byId('key').hidden = byId('trouble').hidden = true;
   } catch (error) {
     byId('model').textContent = 'Not ready';
@@ -64,8 +64,8 @@ byId('key').addEventListener('submit', event => {
 const openSettings = () => document.querySelectorAll('.settings').forEach(box => (box.open = wide.matches));
 wide.addEventListener('change', openSettings);
 openSettings();
-startChat(() => model);
-startCompletion(() => model);
+startChat(() => served);
+startCompletion(() => served);
 startEngine();
 show(byId(`tab-${location.hash.slice(2)}`) ?? tabs[0]);
 if (!matchMedia('(pointer: coarse)').matches) byId('message').focus(); // there it would open the screen's keyboard

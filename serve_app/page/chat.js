@@ -3,7 +3,7 @@
 import { Pace, stream } from './api.js';
 import { composer, copyButton, element, following, render, settings } from './dom.js';
 
-export function startChat(model) {
+export function startChat(served) {
   const panel = document.getElementById('chat');
   const [scroll, turns] = [panel.querySelector('.scroll'), document.getElementById('turns')];
   const [box, form] = [document.getElementById('message'), panel.querySelector('.composer')];
@@ -25,7 +25,7 @@ export function startChat(model) {
     const messages = system ? [{ role: 'system', content: system }, ...asked] : asked;
     const conversation = history;
     try {
-      const body = { model: model(), messages, ...settings(panel.querySelector('.settings form')) };
+      const body = { model: served().id, messages, ...settings(panel.querySelector('.settings form')) };
       for await (const chunk of stream('v1/chat/completions', body, signal)) reply.add(chunk);
       reply.finish(reply.reason === 'length' ? 'cut at the token limit' : '');
     } catch (error) {

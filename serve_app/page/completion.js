@@ -1,34 +1,40 @@
-// The playground: a prompt, its completion, and how likely each token was.
+// The playground: a prompt, its completion, how likely each token was, and what of it a draft had guessed.
 
 import { Pace, stream } from './api.js';
 import { composer, copyButton, element, following, settings } from './dom.js';
 
-export function startCompletion(model) {
+export function startCompletion(served) {
   const panel = document.getElementById('completion');
   const [scroll, output] = [panel.querySelector('.scroll'), document.getElementById('output')];
   const [note, alternatives] = [document.getElementById('output-note'), document.getElementById('alternatives')];
+  const legend = document.getElementById('draft-legend');
 
   composer(panel.querySelector('.composer'), async (prompt, signal) => {
     document.getElementById('blank').hidden = true;
-    const text = document.createTextNode('');
-    const fields = settings(panel.querySelector('.settings form'));
-    output.replaceChildren(element('span', { className: 'given' }, prompt), text);
+    const { id: model, draft } = served();
+    const fields = { ...settings(panel.querySelector('.settings form')), ...(draft && { return_draft_spans: true }) };
+    output.replaceChildren(element('span', { className: 'given' }, prompt));
+    legend.hidden = !draft;
+    legend.querySelector('span').textContent = draft;
     output.ariaBusy = 'true';
     note.replaceChildren();
     alternatives.hidden = !fields.logprobs;
     alternatives.textContent = 'Point at a token, or reach it with the arrow keys, to see what else it could have been.';
     const pace = new Pace();
-    let [end, completion] = ['', ''];
+    let [end, completion, length] = ['', '', 0]; // its length is in characters, as the server counts them
     try {
-      for await (const chunk of stream('v1/completions', { model: model(), prompt, ...fields }, signal)) {
+      for await (const chunk of stream('v1/completions', { model, prompt, ...fields }, signal)) {
         pace.see(chunk);
         const [choice] = chunk.choices;
         if (choice?.finish_reason === 'length') end = 'cut at the token limit';
+        const chars = [...(choice?.text ?? '')];
+        const spans = (choice?.draft_spans ?? []).map(span => span.map(place => place - length));
         completion += choice?.text ?? '';
         following(scroll, () => {
-          if (choice?.logprobs) output.append(...tokensOf(choice.logprobs));
-          else text.appendData(choice?.text ?? '');
+          if (choice?.logprobs) output.append(...tokensOf(choice.logprobs, choice.draft_spans ?? []));
+          else appendText(output, chars, spans);
         });
+        length += chars.length;
       }
     } catch (error) {
       if (signal.aborted) end = 'stopped';
@@ -57,11 +63,32 @@ export function startCompletion(model) {
   }
 }
 
-/** A `logprobs` object's tokens, shaded by how unlikely they were; `top` holds what else was likely. */
-function tokensOf({ tokens, token_logprobs: logprobs, top_logprobs: tops }) {
+/** Appends characters, those in `spans` as marks. */
+function appendText(output, chars, spans) {
+  const append = (from, to) => {
+    if (from === to) return;
+    const text = chars.slice(from, to).join('');
+    if (output.lastChild.nodeType === Node.TEXT_NODE) output.lastChild.appendData(text);
+    else output.append(text);
+  };
+  let at = 0;
+  for (const [start, end] of spans) {
+    append(at, start);
+    output.append(element('mark', {}, chars.slice(start, end).join('')));
+    at = end;
+  }
+  append(at, chars.length);
+}
+
+/**
+ * A `logprobs` object's tokens, shaded by how unlikely they were; `top` holds what else was likely. Those that begin
+ * within `spans` are marks.
+ */
+function tokensOf({ tokens, token_logprobs: logprobs, top_logprobs: tops, text_offset: offsets }, spans) {
   return tokens.map((token, at) => {
     const top = Object.entries({ ...tops?.[at], [token]: logprobs[at] }).sort((a, b) => b[1] - a[1]);
-    const shown = element('span', { className: 'token', tabIndex: -1, top }, token.replace(/^\n+$/, '↵$&'));
+    const isGuessed = spans.some(([start, end]) => start <= offsets[at] && offsets[at] < end);
+    const shown = element(isGuessed ? 'mark' : 'span', { className: 'token', tabIndex: -1, top }, token.replace(/^\n+$/, '↵$&'));
     shown.style.setProperty('--p', Math.exp(logprobs[at]));
     return shown;
   });
