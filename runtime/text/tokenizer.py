@@ -55,6 +55,10 @@ class Tokenizer:
         """The tokenizer of a model folder or of a .gguf file; raises CallboardError if there is none that is known."""
         return _from_folder(path) if path.is_dir() else _from_gguf(GgufFile(path))
 
+    def save(self, path: Path) -> None:
+        """As a tokenizer.json; the chat template and the names of special tokens are not part of one."""
+        self._backend.save(str(path))
+
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """The ids of `text`.
 
