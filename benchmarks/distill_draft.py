@@ -50,6 +50,7 @@ _FIRST_GAIN = 0.05  # of its logits at the start: more, and it is sure that the 
 _PEAK_RATE, _NORM_RATE = 2e-3, 1e-2  # AdamW, of matrices and of norms
 _WARM_UP, _LAST_RATE = 0.02, 0.02  # a share of the training's time, and of the peak rate
 _DATA_SHARE, _TRAIN_SHARE = 0.35, 0.88  # of the minutes, at which data and training end
+_MAX_LEN = 1024  # tokens of a text, prompt included
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,21 @@ def write(llm: LLM, texts: Iterator[Text], output_len: int, is_over: Callable[[]
     return done
 
 
+def make_data(llm: LLM, sizes: Sizes, clock: Clock) -> tuple[list[Text], list[list[Text]]]:
+    """What is learnt from, until the clock says so; and the answers to held-out prompts, at each temperature."""
+    held_out = []
+    for temperature in HELD_OUT_TEMPERATURES:
+        begun = begin(llm, np.random.default_rng(1), True, (temperature,))
+        held_out.append(write(llm, islice(begun, sizes.held_out), sizes.held_out_len))
+    start = clock.now
+    begun = begin(llm, np.random.default_rng(0), False, TEMPERATURES)
+    texts = write(llm, islice(begun, sizes.most_texts), sizes.output_len, lambda: clock.share > _DATA_SHARE)
+    num_tokens = sum(len(text.output) for text in texts)
+    rate = num_tokens / (clock.now - start)
+    clock.say(f"{len(texts)} texts with {num_tokens} tokens of output written, {rate:.0f} a second")
+    return texts, held_out
+
+
 # ---- training -----------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +209,9 @@ def load_teacher(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     missing, unexpected = teacher.load_state_dict(weights, strict=False)
     if wrong := [*unexpected, *(name for name in missing if name != "lm_head.weight")]:
         raise ValueError(f"transformers' model and the checkpoint differ in {wrong}.")
-    return teacher.to(dtype).eval().requires_grad_(False)
+    for parameter in teacher.parameters():  # these alone: bf16 cannot hold the frequencies of RoPE, which are a buffer
+        parameter.data = parameter.data.to(dtype)
+    return teacher.eval().requires_grad_(False)
 
 
 def new_draft(config: dict[str, Any], teacher: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -250,9 +268,10 @@ def train(
     on_gpu = draft.device.type == "cuda"
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=on_gpu)
     rng, begun, said = np.random.default_rng(0), clock.share, clock.now
+    until = max(_TRAIN_SHARE, begun + 0.1)
     num_steps, losses = 0, []
     order: list[int] = []
-    while num_steps < most_steps and (done := (clock.share - begun) / (_TRAIN_SHARE - begun)) < 1:
+    while num_steps < most_steps and (done := (clock.share - begun) / (until - begun)) < 1:
         done = max(done, num_steps / most_steps)
         rate = min(1.0, (done + 1e-3) / _WARM_UP) * (_LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + np.cos(np.pi * done)))
         for group in optimizer.param_groups:
@@ -287,10 +306,10 @@ def save(folder: Path, config: dict[str, Any], draft: LlamaForCausalLM, tokenize
     return sum(w.nbytes for w in weights.values())
 
 
-def open_decoder(folder: Path, num_positions: int) -> Decoder:
+def open_decoder(folder: Path) -> Decoder:
     """The draft as it is served."""
     checkpoint = open_checkpoint(folder)
-    return Decoder.load(checkpoint, *describe(checkpoint.config), choose_numerics(EngineConfig()), num_positions)
+    return Decoder.load(checkpoint, *describe(checkpoint.config), choose_numerics(EngineConfig()), _MAX_LEN)
 
 
 def main() -> None:
@@ -303,27 +322,21 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a few steps, to see on a CPU that it runs")
     args = parser.parse_args()
     sizes = TINY if args.tiny else Sizes()
-    clock, rng = Clock(args.minutes), np.random.default_rng(0)
+    clock = Clock(args.minutes)
     torch.manual_seed(0)
 
-    path = resolve(args.model)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(resolve(args.model))
     config = draft_config(checkpoint.config, args.hidden, args.layers)
-    llm = LLM(args.model, max_num_seqs=sizes.num_seqs, max_model_len=1024, kv_cache_memory=0.5 if args.tiny else 16.0)
+    llm = LLM(
+        args.model, max_num_seqs=sizes.num_seqs, max_model_len=_MAX_LEN, kv_cache_memory=0.5 if args.tiny else 16.0
+    )
     tokenizer, device = llm.tokenizer, llm.runner.numerics.device
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32, which holds what bf16 does: for the heads in `divergence`
     clock.say("engine ready")
-    held_out = []
-    for temperature in HELD_OUT_TEMPERATURES:
-        begun = islice(begin(llm, np.random.default_rng(1), True, (temperature,)), sizes.held_out)
-        held_out.append(write(llm, begun, sizes.held_out_len))
     since = clock.now
-    begun = islice(begin(llm, rng, False, TEMPERATURES), sizes.most_texts)
-    texts = write(llm, begun, sizes.output_len, lambda: clock.share > _DATA_SHARE)
+    texts, held_out = make_data(llm, sizes, clock)
     data_s = clock.now - since
-    num_tokens = sum(len(t.output) for t in texts)
-    clock.say(f"{len(texts)} texts with {num_tokens} tokens of output written, {num_tokens / data_s:.0f} a second")
     del llm
     gc.collect()
     if device.type == "cuda":
@@ -339,7 +352,7 @@ def main() -> None:
     clock.say(f"{num_steps} steps: KL {loss:.3f} nats")
     nbytes = save(args.folder, config, draft, tokenizer)
 
-    decoder = open_decoder(args.folder, 1024)
+    decoder = open_decoder(args.folder)
     figures: dict[str, dict[str, float]] = {"acceptance": {}, "tokens_a_round_of_4": {}}
     for temperature, answers in zip(HELD_OUT_TEMPERATURES, held_out, strict=True):
         matches = find_matches(decoder, answers)
@@ -348,8 +361,9 @@ def main() -> None:
     clock.say(f"written to {args.folder} and measured")
     Results("distill_draft", args.out).add(
         model=args.model, layers=args.layers, hidden=args.hidden, draft_bytes=nbytes, texts=len(texts),
-        tokens=num_tokens, data_s=data_s, steps=num_steps, epochs=num_steps / len(batches), train_s=train_s,
-        kl_nats=loss, held_out_tokens=sum(len(t.output) for answers in held_out for t in answers), **figures,
+        tokens=sum(len(t.output) for t in texts), data_s=data_s, steps=num_steps, epochs=num_steps / len(batches),
+        train_s=train_s, kl_nats=loss, held_out_tokens=sum(len(t.output) for texts in held_out for t in texts),
+        **figures,
     )  # fmt: skip
 
 

@@ -10,9 +10,21 @@ import pytest
 import torch
 
 from benchmarks import distill_draft
-from benchmarks.acceptance import Text
+from benchmarks.acceptance import Text, extend
 from benchmarks.calibrated_pair import TINY_DRAFT, TINY_TARGET, Pair
-from benchmarks.distill_draft import TINY, Clock, divergence, draft_config, load_teacher, new_draft, pack, train, write
+from benchmarks.distill_draft import (
+    TINY,
+    Clock,
+    divergence,
+    draft_config,
+    load_teacher,
+    new_draft,
+    open_decoder,
+    pack,
+    save,
+    train,
+    write,
+)
 from benchmarks.distill_prompts import prompts
 from benchmarks.make_random_model import write_folder
 from benchmarks.models import CONFIGS
@@ -105,6 +117,20 @@ def test_training_brings_the_draft_nearer(target: Path, texts: list[Text]):
     num_steps, _ = train(teacher, draft, batches, 60, Clock(minutes=5))
     assert num_steps == 60
     assert np.mean([float(divergence(teacher, draft, batch)) for batch in batches]) < 0.7 * before
+
+
+def test_what_is_served_is_what_was_trained(target: Path, texts: list[Text], tmp_path: Path):
+    checkpoint = open_checkpoint(target)
+    config = draft_config(checkpoint.config, **SMALL)
+    draft = new_draft(config, load_teacher(checkpoint, CPU, torch.float32))
+    with torch.no_grad():
+        for parameter in draft.parameters():  # as it is written
+            parameter.copy_((3 * parameter).bfloat16())
+    save(tmp_path, config, draft, Tokenizer.load(target))
+    begun = [Text(text.token_ids, len(text.token_ids), 0, 0.0) for text in texts]
+    for text in extend(open_decoder(tmp_path), begun, 10)[0]:
+        guesses = draft(torch.tensor([text.token_ids])).logits[0, text.prompt_len - 1 : -1].argmax(-1)
+        assert guesses.tolist() == text.output
 
 
 def test_held_out_prompts_are_none_of_those_learnt_from():
