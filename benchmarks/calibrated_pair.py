@@ -46,7 +46,7 @@ DRAFTS: dict[str, dict[str, Any]] = {  # four query heads a kv head, and heads o
 }  # fmt: skip
 TINY_TARGET = TARGET | {
     "num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1,
+    "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 16384, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 TINY_DRAFT = {
     "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1,

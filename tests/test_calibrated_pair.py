@@ -62,9 +62,7 @@ def test_sizes_are_those_of_the_speed_bars():
 
 def test_a_round_yields_the_right_guesses_before_the_first_wrong_one_and_one_more():
     yes, no = True, False
-    right = np.array(
-        [yes, yes, yes, no, yes, no, no, yes]
-    )  # rounds of two guesses yield 3, 1, 2; a fourth is cut short
+    right = np.array([yes, yes, yes, no, yes, no, no, yes])  # two guesses a round: 3, 1, 2; a fourth is cut short
     assert tokens_a_round([right], 2) == (3 + 1 + 2) / 3
     assert tokens_a_round([np.ones(10, bool)], 4) == 5
     assert tokens_a_round([np.zeros(3, bool)], 4) == 0  # not a single whole round

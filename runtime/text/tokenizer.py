@@ -58,6 +58,9 @@ class Tokenizer:
     def ids(self) -> dict[str, int]:
         """The id of every token."""
         return self._backend.get_vocab(with_added_tokens=True)
+    def save(self, path: Path) -> None:
+        """As a tokenizer.json; the chat template and the names of special tokens are not part of one."""
+        self._backend.save(str(path))
 
     def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """The ids of `text`.
