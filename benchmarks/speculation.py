@@ -88,7 +88,7 @@ async def measure(config: EngineConfig, args: Any, results: Results, texts: dict
                 guesses_a_row=grown["draft_tokens"] / max(1, grown["drafts"]),
                 accepted_share=grown["accepted_draft_tokens"] / max(1, grown["draft_tokens"]),
                 text=text, same_text=text == first, start_s=start_s,
-                **{k: after[k] for k in ("acceptance", "round_beyond_us", "step_beyond_us") if k in after},
+                **{k: after[k] for k in ("acceptance", "draft_answer_beyond_us", "draft_late_rounds") if k in after},
             )  # fmt: skip
     link.close()
     supervisor._watch.cancel()

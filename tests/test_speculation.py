@@ -219,6 +219,7 @@ def test_what_rounds_really_take_is_learned():
         return count > 0
 
     assert all(step(1, 1300.0, 1000.0) for _ in range(100))
+    assert all(step(1, 1e6, 1000.0) for _ in range(2)), "a pause now and then is no reason"
     large = [step(48, 9000.0, 1400.0) for _ in range(3000)]
     assert sum(large[:20]) >= 1
     assert 1 <= sum(large[1000:]) <= 60, "tried again, but rarely"

@@ -94,6 +94,9 @@ class DraftClient(Drafter):
     def is_ready(self) -> bool:
         return self._wire is not None and self._clock() >= self._paused_until
 
+    def stats(self) -> dict[str, float]:
+        return {"draft_late_rounds": self.num_late, "draft_answer_beyond_us": self._overhead_us}
+
     def step_us(self, num_rows: int) -> float:
         return self._times.us(num_rows)
 

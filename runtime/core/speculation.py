@@ -20,9 +20,9 @@ _MOST_ACCEPTANCE = 0.975  # that is believed
 _PRIOR = 0.6  # acceptance before anything is known, and where a request's drifts back to while it rests
 _WEIGHT, _OVERALL_WEIGHT = 0.1, 0.01  # of the newest guess in a request's estimate, and in that of all requests
 _BEYOND_WEIGHT = 0.2  # of the newest step in the estimate of what steps take beyond the model's time
-_REST_BEYOND = 0.0005  # of its first value, per step: what did not pay for a while is tried again
+_REST_BEYOND = 0.001  # of its first value, per step: what did not pay for a while is tried again
 _COARSE_US = 50.0  # what that estimate is rounded to
-_OUTLIER = 10.0
+_MOST_SURPRISE = 0.5  # of a step's time: more of a difference is a pause, a compiler, another process
 _REST = 0.02  # of the prior, per token decoded without guesses: after some 50 tokens it is tried again
 
 
@@ -54,6 +54,10 @@ class Drafter(Protocol):
     def wait(self) -> None:
         """Until nothing is due any more."""
         return
+
+    def stats(self) -> dict[str, float]:
+        """Figures of its own."""
+        return {}
 
     @abstractmethod
     def guess(self, state: RequestState, most: int) -> list[int] | None:
@@ -135,13 +139,18 @@ class Speculation:
         self.acceptance = _PRIOR  # running estimate over all requests
         # What steps take beyond the estimate: with guesses, without; by the number of bits of the number of rows.
         self._beyond_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
-        self._stepped_at = 0.0
+        self._stepped_at, self._was_asked = 0.0, False
         self._num_rows, self._rounded = 1, (latency_us, 0.0)
         self._best = lru_cache(maxsize=4096)(self._compute_best)
 
     def stats(self) -> dict[str, float]:
         """What the count is chosen by, in a batch of the last step's size."""
-        return {"acceptance": self.acceptance, "round_beyond_us": self._rounded[0], "step_beyond_us": self._rounded[1]}
+        return {
+            "acceptance": self.acceptance,
+            "round_beyond_us": self._rounded[0],
+            "step_beyond_us": self._rounded[1],
+            **self.drafter.stats(),
+        }
 
     def begin(self, num_rows: int) -> None:
         """A step of about so many rows is being planned."""
@@ -166,6 +175,7 @@ class Speculation:
                 is_known = state.num_total == len(state.tokens) == state.num_computed + 1
                 if count > 0 and drafter.follows(state, count) and is_known:
                     drafter.ask(state, count)
+                    self._was_asked = True
         return drafter.is_due()
 
     def holds(self, state: RequestState) -> bool:
@@ -199,11 +209,13 @@ class Speculation:
         took_us, self._stepped_at = (now - self._stepped_at) * 1e6, now
         if not num_rows:
             return
+        was_asked, self._was_asked = self._was_asked, False
+        if was_asked and not count:
+            return  # waited for nothing
         expected_us = self._times.us(num_tokens) + (count and count * self.drafter.step_us(num_rows))
-        if took_us < _OUTLIER * expected_us:  # else there was a pause
-            beyond, size = self._beyond_us[count == 0], num_rows.bit_length()
-            known = beyond.setdefault(size, self._first_us[count == 0])
-            beyond[size] += _BEYOND_WEIGHT * (took_us - expected_us - known)
+        beyond, size, most = self._beyond_us[count == 0], num_rows.bit_length(), _MOST_SURPRISE * expected_us
+        known = beyond.setdefault(size, self._first_us[count == 0])
+        beyond[size] += _BEYOND_WEIGHT * min(max(took_us - expected_us - known, -most), most)
 
     def _count(self, state: RequestState) -> int:
         if state.acceptance < 0:

@@ -58,6 +58,7 @@ class Tokenizer:
     def ids(self) -> dict[str, int]:
         """The id of every token."""
         return self._backend.get_vocab(with_added_tokens=True)
+
     def save(self, path: Path) -> None:
         """As a tokenizer.json; the chat template and the names of special tokens are not part of one."""
         self._backend.save(str(path))

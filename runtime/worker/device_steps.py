@@ -113,20 +113,20 @@ class DeviceSteps:
         graph = self._graph_for(plan)
         within = np.arange(1, plan.repeats + 1, dtype=np.int32)
         slots, positions = np.repeat(plan.slots, plan.repeats), (plan.starts[:, None] + within).reshape(-1)
+        sampled = slots * self.stride + positions  # where they are in the state
         if graph is None or len(plan.freed) or not self.sampler.is_plain(slots, positions):
             waits = [self.launch(one) for one in plan.unrolled()]
             return lambda: joined([wait() for wait in waits])
         self._stage(plan)
         rows = self._rows_of_graph(1, graph.size, plan.slots, plan.starts)
-        at = self._upload([rows, slots, positions])
+        at = self._upload([rows, sampled])
         self.graph_rows[: len(rows)].copy_(at[: len(rows)])
         moving = self.graph_rows[: len(rows)].view(2, 2, graph.size)[:, 1]  # starts, and positions of the samples
         for i in range(plan.repeats):
             if i:
                 moving.add_(1)
             graph.graph.replay()
-        sampled_slots, sampled_positions = at[len(rows) :].view(2, -1).unbind(0)
-        return self._download(plan.step_id, self.tokens[sampled_slots, sampled_positions], None)
+        return self._download(plan.step_id, self.state.view(-1).index_select(0, at[len(rows) :]), None)
 
     # ---- to the device and back -----------------------------------------------------------------------------------
 
