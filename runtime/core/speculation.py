@@ -20,7 +20,7 @@ _MOST_ACCEPTANCE = 0.975  # that is believed
 _PRIOR = 0.6  # acceptance before anything is known, and where a request's drifts back to while it rests
 _WEIGHT, _OVERALL_WEIGHT = 0.1, 0.01  # of the newest guess in a request's estimate, and in that of all requests
 _BEYOND_WEIGHT = 0.2  # of the newest step in the estimate of what steps take beyond the model's time
-_REST_BEYOND = 0.001  # of its first value, per step: what did not pay for a while is tried again
+_REST_BEYOND, _REST_EVERY = 0.016, 16  # of its first value, per so many steps: what did not pay is tried again
 _COARSE_US = 50.0  # what that estimate is rounded to
 _MOST_SURPRISE = 0.5  # of a step's time: more of a difference is a pause, a compiler, another process
 _REST = 0.02  # of the prior, per token decoded without guesses: after some 50 tokens it is tried again
@@ -140,7 +140,8 @@ class Speculation:
         # What steps take beyond the estimate: with guesses, without; by the number of bits of the number of rows.
         self._beyond_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_asked = 0.0, False
-        self._num_rows, self._rounded = 1, (latency_us, 0.0)
+        self._num_rows, self._rounded = 0, (latency_us, 0.0)
+        self._num_begun, self._rests = 0, False  # rests: no count pays, whatever the acceptance
         self._best = lru_cache(maxsize=4096)(self._compute_best)
 
     def stats(self) -> dict[str, float]:
@@ -154,32 +155,38 @@ class Speculation:
 
     def begin(self, num_rows: int) -> None:
         """A step of about so many rows is being planned."""
-        size = num_rows.bit_length()
-        self._num_rows = num_rows
-        for beyond, first in zip(self._beyond_us, self._first_us, strict=True):
-            known = beyond.setdefault(size, first)
-            beyond[size] = known + _REST_BEYOND * (first - known)
-        round_us, step_us = (round(beyond[size] / _COARSE_US) * _COARSE_US for beyond in self._beyond_us)
-        self._rounded = round_us, step_us
+        self._num_begun += 1
+        rest = _REST_BEYOND if self._num_begun % _REST_EVERY == 0 else 0.0
+        if rest or num_rows != self._num_rows:
+            self._num_rows, size = num_rows, num_rows.bit_length()
+            for beyond, first in zip(self._beyond_us, self._first_us, strict=True):
+                known = beyond.setdefault(size, first)
+                beyond[size] = known + rest * (first - known)
+            round_us, step_us = (round(beyond[size] / _COARSE_US) * _COARSE_US for beyond in self._beyond_us)
+            self._rounded = round_us, step_us
+        self._rests = self._count_at(_MOST_ACCEPTANCE) == 0
 
     def gather(self, running: Sequence[RequestState]) -> bool:
         """A step is about to be planned: ask for its guesses. True: they should be waited for, or those in flight, so
         that all rows stay in one step."""
-        drafter = self.drafter
+        drafter, was_resting = self.drafter, self._rests
         self.begin(len(running))
+        if self._rests and was_resting and drafter.is_ready:
+            return False  # nothing was asked, and nothing is in flight
         if any(state.verifying for state in running):
             return True
-        if self._count_at(_MOST_ACCEPTANCE) > 0:
-            for state in running:
-                count = min(self._count(state), state.limit - state.num_total - 1)
-                is_known = state.num_total == len(state.tokens) == state.num_computed + 1
-                if count > 0 and drafter.follows(state, count) and is_known:
-                    drafter.ask(state, count)
-                    self._was_asked = True
+        for state in running if not self._rests else ():
+            count = min(self._count(state), state.limit - state.num_total - 1)
+            is_known = state.num_total == len(state.tokens) == state.num_computed + 1
+            if count > 0 and drafter.follows(state, count) and is_known:
+                drafter.ask(state, count)
+                self._was_asked = True
         return drafter.is_due()
 
     def holds(self, state: RequestState) -> bool:
         """Whether a request whose last token is in flight is left out of this step, to be guessed for in the next."""
+        if self._rests:
+            return False
         count = self._count(state)
         if count <= 0:
             state.acceptance += _REST * (_PRIOR - state.acceptance)
@@ -188,6 +195,8 @@ class Speculation:
 
     def guess(self, state: RequestState, most: int) -> list[int]:
         """At most `most` tokens that may follow the request's known ones; empty if that would not pay."""
+        if self._rests:
+            return []
         count = min(most, self._count(state))
         if count <= 0 or (guesses := self.drafter.guess(state, count)) is None:
             return []
@@ -216,6 +225,8 @@ class Speculation:
         beyond, size, most = self._beyond_us[count == 0], num_rows.bit_length(), _MOST_SURPRISE * expected_us
         known = beyond.setdefault(size, self._first_us[count == 0])
         beyond[size] += _BEYOND_WEIGHT * min(max(took_us - expected_us - known, -most), most)
+        if count:
+            self._num_rows = 0  # begin looks again
 
     def _count(self, state: RequestState) -> int:
         if state.acceptance < 0:
