@@ -52,3 +52,13 @@ def test_a_plan_of_several_steps_gives_the_tokens_of_single_ones():
         assert got == want, (want, got)
     """
     run_interpreted(code)
+
+
+@pytest.mark.slow
+def test_a_draft_catches_up_on_graphs():
+    """After all guesses were right a row has two tokens, of which the plan brings the second."""
+    run_interpreted("""if True:
+        from triton_engine import chains
+        want, got = chains("torch"), chains("triton")
+        assert got == want, (want, got)
+    """)

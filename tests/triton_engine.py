@@ -5,6 +5,7 @@ import torch
 from fake_runner import Recorded
 
 from runtime.core.config import EngineConfig
+from runtime.core.draft import Commit, DraftCore, Open, Told
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Speculation
@@ -108,3 +109,38 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
     replayed = any if guesses or repeats else all
     assert not replays or replayed(r.count for r in replays), "a graph was never replayed"
     return got, core.scheduler.prompt_tokens_cached, scores, values
+
+
+def chains(backend):
+    """What a draft answers as commits of right and wrong tokens come in, on graphs in the Triton path."""
+    settings = {"device": "cpu", "kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1}
+    runner = ModelRunner.dummy(EngineConfig(**settings, max_model_len=96, dtype="float32"), SPEC)
+    replays = []
+    if backend == "triton":
+        runner.steps.graph_logits = torch.full((8, SPEC.vocab_size), torch.nan)
+        replays = [Replay(runner.steps, 2, count) for count in (1, 2)]
+        for r in replays:
+            runner.steps.graphs.setdefault(r.tokens, []).append(DecodeGraph(r.size, r, r.token_ids))
+    core, answers = DraftCore(runner.config, runner.info, InProcess(runner), 0), []
+
+    def tell(**told):
+        core.take(0, Told(**told))
+        while core.step():
+            pass
+        answers.append({chain.stream: chain for chain in core.outbox.pop(0)})
+        return answers[-1]
+
+    rng, params = np.random.default_rng(0), SamplingParams(temperature=0.9, max_tokens=60, repetition_penalty=1.2)
+    known = {i: rng.integers(0, 131, 1 + i).tolist() for i in (1, 2)}
+    plain = {1: params, 2: SamplingParams(temperature=1.0, max_tokens=60)}
+    said = tell(opened=[Open(i, Request("", known[i], len(known[i]), plain[i], i), 2) for i in known])
+    for right in (2, 1, 2):
+        commits = []
+        for i, chain in said.items():
+            new = [*chain.token_ids[:right], int(rng.integers(131))]
+            commits.append(Commit(i, len(known[i]), new, 2))
+            known[i] += new
+        said = tell(committed=commits)
+        assert all(chain.length == len(known[i]) for i, chain in said.items())
+    assert all(r.count for r in replays), "a graph was never replayed"
+    return answers

@@ -94,6 +94,10 @@ class DeviceSteps:
         prompts = None
         if graph := self._graph_for(plan):
             token_ids, logits, where = self._replay(graph, plan)
+            if (count := int(plan.counts[0])) > int(plan.samples[0]):
+                token_ids, logits = token_ids[count - 1 :: count], logits[count - 1 :: count]
+                where = where[0][count - 1 :: count], where[1][count - 1 :: count]
+                self._stage(plan)  # again: samples stand where the plan's tokens stood
         else:
             token_ids, logits, where, prompts = self._run(plan, sampling, slots, positions)
         logprobs = None
@@ -251,7 +255,8 @@ class DeviceSteps:
         return self._sample(logits, sample_slots, positions)
 
     def _graph_for(self, plan: StepPlan) -> DecodeGraph | None:
-        """The graph of a step whose rows are alike and all of whose tokens are sampled after.
+        """The graph of a step whose rows are alike and all of whose tokens are sampled after, or, if the plan brings
+        all but the first of them, can be.
 
         A graph's attention reads what it may before the step's own keys are there, and only a new request can share a
         prefix that this very step computes. Such rows score no token of a prompt."""
@@ -259,7 +264,10 @@ class DeviceSteps:
         graphs = self.graphs.get(count)
         if not graphs or plan.new or len(plan.slots) > graphs[-1].size:
             return None
-        if (plan.counts != count).any() or (plan.samples != count).any():
+        if (plan.counts != count).any():
+            return None
+        catch_up = len(plan.given) and (plan.samples == 1).all() and (plan.given >= count - 1).all()
+        if not catch_up and (plan.samples != count).any():
             return None
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.size)]
 

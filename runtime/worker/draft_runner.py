@@ -27,11 +27,10 @@ def load_draft(config: EngineConfig) -> DraftCore:
     own = config.draft_config()
     if own.max_model_len is not None:
         own = replace(own, max_model_len=min(own.max_model_len, spec.max_positions))
-    runner = ModelRunner(own, path)
-    runner.time_steps()
+    runner = ModelRunner(own, path, is_draft=True)
     ahead = config.draft_ahead
     if ahead is None:
-        ahead = _AHEAD_ON_ITS_OWN if config.draft_device == "own" else 1
+        ahead = _AHEAD_ON_ITS_OWN if config.draft_device == "own" else 0
     return DraftCore(runner.config, runner.info, InProcess(runner), ahead)
 
 

@@ -43,11 +43,14 @@ _LONG = 1100  # tokens; from 1,024 on prompts attend by another kernel
 class ModelRunner:
     """Computes steps. Not thread-safe; plans are executed in the order of calls."""
 
-    def __init__(self, config: EngineConfig, path: Path, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, config: EngineConfig, path: Path, rank: int = 0, world_size: int = 1, is_draft: bool = False
+    ) -> None:
         """Load the model at `path` (what runtime.loading.resolve returned), allocate the KV cache, warm up.
 
         Raises CallboardError if the model is not supported, damaged, or does not fit into memory; the last before
         any weight is read."""
+        self.is_draft = is_draft
         checkpoint = open_checkpoint(path)
         spec, names = describe(checkpoint.config)
         self._prepare(config, spec, rank, world_size)
@@ -60,6 +63,7 @@ class ModelRunner:
     ) -> ModelRunner:
         """A runner of seeded random weights; for tests and benchmarks."""
         runner = cls.__new__(cls)
+        runner.is_draft = False
         runner._prepare(config, spec, 0, 1)
         decoder = Decoder.dummy(spec, runner.numerics, runner.memory.max_model_len, seed)
         runner._open(decoder, f"dummy-{seed}-{spec}", eos_token_ids)
@@ -148,15 +152,22 @@ class ModelRunner:
             self._run_rows([min(count, longest)])
         logger.info("kernels: built and run once")
         if isinstance(self.steps, DeviceSteps) and self.config.cuda_graphs and self.numerics.device.type == "cuda":
-            fixed = 0 if self.config.draft is None else self.config.num_draft_tokens
-            self.steps.capture_graphs(MOST_GUESSES if fixed is None else fixed)
+            self.steps.capture_graphs(self._most_given())
             logger.info("CUDA graphs: %d", sum(map(len, self.steps.graphs.values())))
-        if self.config.draft is not None:
-            self.time_steps()
-        else:
-            self._clear()
+        if self.config.draft is not None or self.is_draft:
+            self._time_steps()
+        self.steps.cache[:, :, :, 0] = 0
+        self.reset()
 
-    def time_steps(self) -> None:
+    def _most_given(self) -> int:
+        """Tokens that a plan may bring for a row in every step: guesses, or what a draft has not guessed itself."""
+        if self.is_draft:
+            return 1
+        if self.config.draft is None:
+            return 0
+        return MOST_GUESSES if self.config.num_draft_tokens is None else self.config.num_draft_tokens
+
+    def _time_steps(self) -> None:
         """Measure what speculation weighs (ModelInfo.step_us, latency_us): decode steps of rising size, on the null
         block."""
 
@@ -177,11 +188,6 @@ class ModelRunner:
         logger.info("decode steps: %s us", ", ".join(f"{n} rows {us:.0f}" for n, us in zip(sizes, rising, strict=True)))
         latency_us = max(0.0, latency_us) if self.asynchronous else 0.0
         self.info = replace(self.info, step_us=tuple(zip(sizes, rising, strict=True)), latency_us=latency_us)
-        self._clear()
-
-    def _clear(self) -> None:
-        self.steps.cache[:, :, :, 0] = 0
-        self.reset()
 
     def reset(self) -> None:
         """Forget all requests, as after an engine's restart; the cache's contents are nobody's."""
