@@ -177,7 +177,7 @@ def smollm2(smollm2_path) -> Tokenizer:
 @pytest.mark.slow
 class TestSmolLM2:
     def test_members(self, smollm2, smollm2_path):
-        assert (smollm2.vocab_size, smollm2.bos_token_id, smollm2.eos_token_ids) == (49152, 1, (2,))
+        assert (smollm2.vocab_size, smollm2.bos_token_id, smollm2.eos_token_ids) == (49152, 1, (2, 0))
         assert smollm2.special_ids == set(range(17))
         assert smollm2.special_tokens["pad_token"] == "<|im_end|>"
         assert GgufFile(smollm2_path).tensors["token_embd.weight"].shape[0] == smollm2.vocab_size

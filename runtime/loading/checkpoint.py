@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from runtime.core.types import CallboardError
+from runtime.loading.dequantize import dequantize
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, read_json, weight_files
-from runtime.loading.gguf import GgufFile, dequantize
-from runtime.loading.gguf_architectures import gguf_eos_token_ids, read_gguf_model
+from runtime.loading.gguf import GgufFile
+from runtime.loading.gguf_architectures import Source, gguf_eos_token_ids, read_gguf_model
 from runtime.loading.upload import Uploader
 
 _SAFETENSORS_DTYPES = {
@@ -116,28 +117,30 @@ class GgufCheckpoint(Checkpoint):
         return sorted(self._model.sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._source(name)].shape
+        return self._source(name).shape
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        stored = self._file.tensors[self._source(name)]
-        raw = self._model.raw(name)
-        out = torch.empty(stored.shape, dtype=dtype, device=device)
+        source, raw = self._source(name), self._model.raw(name)
+        stored_shape = source.shape[::-1] if source.transposed else source.shape
+        out = torch.empty(stored_shape, dtype=dtype, device=device)
         rows = out.view(len(raw), -1)
-        step = max(1, _DEQUANTIZED_AT_ONCE // stored.shape[-1])
+        step = max(1, _DEQUANTIZED_AT_ONCE // stored_shape[-1])
         for start in range(0, len(raw), step):
-            weights = dequantize(raw[start : start + step], stored.type_name)
+            weights = dequantize(raw[start : start + step], source.tensor.type_name)
+            if source.plus_one:
+                weights = weights - np.float32(1)
             # A row slice may be a read-only view of the file; from_numpy takes writable arrays only.
             rows[start : start + step] = torch.from_numpy(weights if weights.flags.writeable else weights.copy())
-        return out
+        return out.T.contiguous() if source.transposed else out
 
-    def _source(self, name: str) -> str:
+    def _source(self, name: str) -> Source:
         if name not in self._model.sources:
             raise CallboardError(f"{self._file.path} has no tensor {name!r}; the file is incomplete.")
         return self._model.sources[name]
 
     def _stored(self, name: str) -> _Stored:
-        t = self._file.tensors[self._source(name)]
-        return _Stored(t.type_name, t.shape, 0, t.offset, self._file.raw(t.name).reshape(-1).data)
+        t = self._source(name).tensor
+        return _Stored(t.type_name, t.shape, t.part, t.offset, self._file.raw(t.name).reshape(-1).data)
 
 
 class SafetensorsCheckpoint(Checkpoint):
