@@ -192,7 +192,7 @@ def _file(path: Path, *parts: bytes) -> Path:
         ([b"GGUF", struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"k", 77)], "'k' has the unknown type 77"),
         ([b"GGUF", struct.pack("<IQQQ1sIQ1s", 3, 0, 1, 1, b"k", 8, 1, b"\xff")], "'k' has text that is not UTF-8"),
         ([b"GGUF", struct.pack("<IQQQ1sIQ3s", 3, 0, 1, 1, b"k", 8, 40, b"abc")], "'k' .* 40 bytes where 3 are left"),
-        ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 99, 0)], "'t' has the type number 99, .* supported are F32"),
+        ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 99, 0)], "'t' has the type number 99,"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 23, 0)], "'t' has the type IQ4_XS"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 2, 0)], "'t' .* Q4_0 blocks of 32 cannot fill"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 1 << 62, 0, 0)], "'t' should lie at .* cut off"),

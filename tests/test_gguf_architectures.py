@@ -4,15 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
 from gguf_export import export
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 
 SMALL = {

@@ -8,7 +8,6 @@ is allocated for it, so a corrupt or hostile file costs no more memory than its 
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.types import CallboardError
+from runtime.loading.mapped import MappedFile
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, GgufTensor] = {}
-        self._parts: list[NDArray[np.uint8]] = []
+        self._parts: list[MappedFile] = []
         self.metadata = self._read(path)
         for number, other in enumerate(self._other_parts(), 1):
             theirs = self._read(other)
@@ -162,7 +162,7 @@ class GgufFile:
                     f"bytes and an alignment of {alignment}; it is cut off or corrupt"
                 )
             self.tensors[name] = GgufTensor(name, shape, type_name, len(self._parts), data_start + offset, nbytes)
-        self._parts.append(np.frombuffer(cursor.data, np.uint8))
+        self._parts.append(cursor.file)
         return metadata
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
@@ -179,8 +179,13 @@ class GgufFile:
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The stored bytes of a tensor, one row of its last dimension a line: [num_rows, row_bytes], read-only."""
         tensor = self.tensors[name]
-        stored = self._parts[tensor.part][tensor.offset : tensor.offset + tensor.nbytes]
-        return stored.reshape(math.prod(tensor.shape[:-1]), -1)
+        stored = self._parts[tensor.part].data[tensor.offset : tensor.offset + tensor.nbytes]
+        return np.frombuffer(stored, np.uint8).reshape(math.prod(tensor.shape[:-1]), -1)
+
+    def forget(self, name: str) -> None:
+        """Takes a tensor's bytes, as far as they were read, out of this process' memory."""
+        tensor = self.tensors[name]
+        self._parts[tensor.part].forget(tensor.offset, tensor.nbytes)
 
 
 class _Cursor:
@@ -188,12 +193,8 @@ class _Cursor:
 
     def __init__(self, path: Path) -> None:
         self.path, self.at, self.where = path, 0, "the header"
-        try:
-            with path.open("rb") as file:
-                self.size = file.seek(0, 2)
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
-        except OSError as e:
-            raise CallboardError(f"{path} cannot be read: {e.strerror}.") from e
+        self.file = MappedFile(path)
+        self.data, self.size = self.file.data, self.file.size
 
     def error(self, what: str) -> CallboardError:
         return CallboardError(f"{self.path}: {self.where} {what}.")
@@ -207,7 +208,7 @@ class _Cursor:
     def take(self, size: int) -> bytes:
         self.check_count(size, 1, "bytes")
         self.at += size
-        return self.data[self.at - size : self.at]
+        return bytes(self.data[self.at - size : self.at])
 
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack("<" + code, self.take(struct.calcsize(code)))
