@@ -23,7 +23,7 @@ from tqdm import tqdm
 from benchmarks.models import CONFIGS
 from runtime.loading.folder import INDEX_NAME
 from runtime.models import describe
-from runtime.models.decoder import checkpoint_names, random_parameter
+from runtime.models.decoder import random_parameter
 from runtime.text.pieces import BYTE_OF_CHAR
 
 _SHARD_BYTES = 4 << 30
@@ -36,8 +36,8 @@ _CHAT_TEMPLATE = (
 
 def write_weights(folder: Path, config: dict[str, Any], dtype: torch.dtype, seed: int) -> None:
     """All tensors of the model in shards of at most 4 GiB, and their index."""
-    spec, names = describe(config)
-    sources = checkpoint_names(spec, names)
+    spec, layout = describe(config)
+    sources = layout.names_of(spec)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)
     shards: list[dict[str, str]] = [{}]  # parameter -> tensor

@@ -49,9 +49,9 @@ class ModelRunner:
         Raises CallboardError if the model is not supported, damaged, or does not fit into memory; the last before
         any weight is read."""
         checkpoint = open_checkpoint(path)
-        spec, names = describe(checkpoint.config)
+        spec, layout = describe(checkpoint.config)
         self._prepare(config, spec, rank, world_size)
-        decoder = Decoder.load(checkpoint, spec, names, self.numerics, self.memory.max_model_len)
+        decoder = Decoder.load(checkpoint, spec, layout, self.numerics, self.memory.max_model_len)
         self._open(decoder, checkpoint.fingerprint, checkpoint.eos_token_ids)
 
     @classmethod
