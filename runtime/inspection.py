@@ -49,7 +49,7 @@ def model_report(config: EngineConfig) -> str:
     if checkpoint:
         layout.find(spec, checkpoint)
         types = Counter(checkpoint.type_name(name) for name in checkpoint.names())
-        stored = ", ".join(f"{kind} ({count} tensors)" for kind, count in types.most_common())
+        stored = ", ".join(f"{count} {kind}" for kind, count in types.most_common()) + " tensors"
     lines = [
         _line("model", config.model),
         _line("files", str(path)),

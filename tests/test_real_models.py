@@ -44,6 +44,7 @@ PARAGRAPH = (
     "That night she climbed up with a can of oil and a box of matches, and ships that had long since stopped looking "
     "for it saw a light on the rocks again. In the morning there were three letters under the door."
 )
+PERPLEXITIES = {"smollm2": 49.14, "gemma3": 40.73}  # of this paragraph, in float32
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def test_perplexity(ours, model):
         loss = theirs(torch.tensor([ids]), labels=torch.tensor([ids])).loss
     perplexity = torch.tensor([-s.logprob for s in scored.prompt_logprobs]).mean().exp()
     assert perplexity == pytest.approx(loss.exp().item(), rel=5e-4)
-    assert 5 < perplexity < 30  # of a model that reads English
+    assert perplexity == pytest.approx(PERPLEXITIES[model[0]], rel=5e-3)
 
 
 def test_gemma3_tensors_are_those_of_the_gguf_package(gemma3_path):
