@@ -112,7 +112,6 @@ def _model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     return model.eval()
 
 
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_comes_back(tmp_path: Path, name: str):
     arch, kind, config, metadata = MODELS[name]

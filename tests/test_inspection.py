@@ -46,7 +46,7 @@ def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
     assert told["files"] == str(path)
     assert told["architecture"].startswith("LlamaForCausalLM: 1 layers; width 32; 2 heads of 16, 1 of keys and values;")
     assert told["parameters"] == f"{262 * 32 + 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 3 * 32:,}"
-    assert told["stored as"] == "4 F32, 1 Q4_0, 1 BF16, 1 Q5_1, 1 Q5_0, 1 Q4_1, 1 F16, 1 Q8_0 tensors"
+    assert told["stored as"] == "4 F32, 1 Q8_0, 1 BF16, 1 Q5_1, 1 Q5_0, 1 Q4_0, 1 Q4_1, 1 F16 tensors"
     assert told["context"] == "128 tokens; RoPE default, base 10000"
     assert told["dtype"] == "float32 on cpu, torch kernels"
     assert "(99 blocks of 16 tokens" in told["memory plan"]
