@@ -181,7 +181,9 @@ def steps(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps(), st.sampled_from([1, 512, 1 << 15]), st.sampled_from([0, 0, 1, 20, 70, 400]), st.sampled_from([0.0, 1.5]))
+@given(
+    steps(), st.sampled_from([1, 512, 1 << 15]), st.sampled_from([0, 0, 1, 20, 70, 400]), st.sampled_from([0.0, 1.5])
+)
 def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft_cap):
     group, kv_heads, dim, block_size, rows, shuffled, seed = step
     torch.manual_seed(seed)
