@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from transformers import PreTrainedModel
 
-warnings.filterwarnings("ignore", message=".*factor field must be.*")
+from runtime.models import describe
+from runtime.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONTEXT = 32  # positions before a rope type stretches them
 _BASE = {
@@ -66,8 +67,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, scaled": ("LlamaConfig", _yarn(mscale=0.8, mscale_all_dim=0.5, beta_fast=8.0, truncate=False)),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral, window": ("MistralConfig", {"sliding_window": 13}),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 5}),
-    "mixtral, window": ("MixtralConfig", {"sliding_window": 13, "num_local_experts": 8, "num_key_value_heads": 6}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral, window": (
+        "MixtralConfig",
+        {"sliding_window": 13, "num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 6},
+    ),
     "qwen2": ("Qwen2Config", {}),
     "qwen2, window": (
         "Qwen2Config",
@@ -114,8 +118,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def spec_of(case: str, **changes: Any) -> DecoderSpec:
+    """The spec, without the checkpoint: from a config as transformers would write it but for its defaults."""
+    kind, own = CASES[case]
+    names = {"GPT2Config": "GPT2LMHeadModel", "Gemma3TextConfig": "Gemma3ForCausalLM"}
+    names["Gemma3Config"] = "Gemma3ForConditionalGeneration"
+    architecture = names.get(kind) or kind.replace("Config", "ForCausalLM")
+    base = _GPT2 if kind == "GPT2Config" else _BASE
+    return describe({**base, **own, **changes, "architectures": [architecture]})[0]
+
+
 def save_model(folder: Path, case: str) -> PreTrainedModel:
     """The checkpoint, with norms and biases that are not the neutral ones that transformers begins with."""
+    import transformers  # a machine with a GPU may not have it
+
     kind, changes = CASES[case]
     config_class = getattr(transformers, kind)
     if kind == "Gemma3Config":

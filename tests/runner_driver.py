@@ -39,9 +39,10 @@ class Driver:
         self.logits = torch.zeros(0)
         compute = type(runner.decoder).logits
 
-        def keep(hidden: torch.Tensor) -> torch.Tensor:
-            self.logits = compute(runner.decoder, hidden).clone()
-            return self.logits.clone()
+        def keep(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            logits = compute(runner.decoder, hidden, out)
+            self.logits = logits.clone()
+            return logits
 
         runner.decoder.logits = keep  # the instance's, found before the class's
 

@@ -1,5 +1,9 @@
-"""Every family against transformers, in fp32 on the CPU: names, logits, greedy tokens."""
+"""Every family against transformers, in fp32 on the CPU: names, logits, greedy tokens; and its kernels interpreted."""
 
+import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from runtime.core.config import EngineConfig
 from runtime.worker.runner import ModelRunner
 
 NEW = 64  # tokens
+TESTS = Path(__file__).parent
 
 
 def open_runner(folder: Path, **config) -> ModelRunner:
@@ -72,3 +77,13 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case, deterministic,
         again = Driver(driver.runner, seed=1)
         again.open(0, sequences[1][:-1])
         assert torch.equal(again.prefill(0, sequences[1][:-1], cuts=(40,)), got[1, -1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_triton_steps_are_those_of_the_torch_path():
+    """In a process of its own: Triton decides at import whether it interprets."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
+    command = [sys.executable, str(TESTS / "family_steps.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.stdout.splitlines()[-1:] == ["equal"], done.stdout + done.stderr[-2000:]

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from runtime.core.plan import Int32s
 
 MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
+_MAX_SCORES = 1 << 22  # that exist at a time where a soft cap needs them
 _CHUNK = 64  # positions in one fixed-shape piece of `attention_exact`
 _LOWEST = -1e30  # below all scores, yet finite: a window may hide a whole chunk
 _ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned, so `attention_exact` pads head_dim
@@ -184,7 +185,9 @@ def attention_torch(
     for span in plan.spans:
         own, (k, v) = q[span.start : span.stop], span.view.read(kv).unbind(0)
         if soft_cap:
-            outs.append(_attend_capped(own, span.hidden(window), k, v, scale, soft_cap))
+            step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // (own.shape[1] * k.shape[2]))
+            for part, hidden in zip(own.split(step), span.hidden(window).split(step), strict=True):
+                outs.append(_attend_capped(part, hidden, k, v, scale, soft_cap))
         else:
             outs.append(_attend(own, *span.mask_within(window, q.dtype), k, v, scale))
     return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -146,7 +146,7 @@ def _working_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, 
     logits = min(max(config.max_num_seqs, MIN_SLICE), tokens) * spec.vocab_size * 4 * 4
     if numerics.backend == "triton":
         return activations + logits + _GRAPH_BYTES
-    mask = min(tokens, max_model_len) * max_model_len * size
+    mask = min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)  # sliding layers' is another
     gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
     return activations + logits + mask + 2 * gathered
 
