@@ -21,6 +21,7 @@ def export(
     path: Path,
     tables: dict[str, list[float]] | None = None,  # RoPE's, which the converter puts among the weights
     parts: int = 1,
+    block_type: str = "F32",  # of tensors with more than one dimension
     **metadata: Any,  # that not every architecture has
 ) -> Path:
     """Returns the path of the file, or of the first part."""
@@ -48,7 +49,7 @@ def export(
         renamed = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert renamed is not None, name
         tensors[renamed] = _converted(renamed, weight.float().numpy(), arch, config)
-    return _write(path, arch, metadata, tensors, parts)[0]
+    return _write(path, arch, metadata, tensors, parts, gguf.GGMLQuantizationType[block_type])[0]
 
 
 def _without_copies(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -86,7 +87,14 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _write(path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, np.ndarray], parts: int) -> list[Path]:
+def _write(
+    path: Path,
+    arch: str,
+    metadata: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    parts: int,
+    quant_type: gguf.GGMLQuantizationType,
+) -> list[Path]:
     paths = [path.with_name(f"{path.stem}-{i + 1:05d}-of-{parts:05d}.gguf") for i in range(parts)]
     paths = paths if parts > 1 else [path]
     for part, name in enumerate(paths):
@@ -108,7 +116,8 @@ def _write(path: Path, arch: str, metadata: dict[str, Any], tensors: dict[str, n
                     writer.add_array(key, value)
         for i, (tensor_name, data) in enumerate(tensors.items()):
             if i % parts == part:
-                writer.add_tensor(tensor_name, data)
+                kind = quant_type if data.ndim > 1 else gguf.GGMLQuantizationType.F32
+                writer.add_tensor(tensor_name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

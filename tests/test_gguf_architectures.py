@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from gguf_export import export
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.models import describe
 
 SMALL = {
     "vocab_size": 61,
@@ -112,15 +115,25 @@ def _model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_back(tmp_path: Path, name: str):
+def _export(name: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, Path]:
     arch, kind, config, metadata = MODELS[name]
     model = _model(kind, config)
     tables = {}
     if name == "phi3":
         tables = {f"rope_factors_{n}.weight": LONGROPE[f"{n}_factor"] for n in ("long", "short")}
-    path = export(model, arch, tmp_path / "model.gguf", tables=tables, **metadata)
+    return model, export(model, arch, folder / "model.gguf", tables=tables, **options, **metadata)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back(tmp_path: Path, name: str):
+    model, path = _export(name, tmp_path)
     checkpoint = open_checkpoint(path)
+    spec, layout = describe(checkpoint.config)
+    theirs, _ = describe(
+        json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    )
+    assert spec == theirs
+    layout.find(spec, checkpoint)
 
     folder = tmp_path / "back"
     folder.mkdir()
@@ -142,3 +155,58 @@ def test_a_model_comes_back(tmp_path: Path, name: str):
         with torch.no_grad():
             ours, theirs = back(ids).logits, model(ids).logits
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+class TestSplitFiles:
+    @pytest.fixture
+    def parts(self, tmp_path: Path) -> list[Path]:
+        _export("qwen2", tmp_path, parts=3)
+        return [tmp_path / f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+
+    def test_they_are_one_model(self, parts, tmp_path):
+        whole = open_checkpoint(_export("qwen2", tmp_path)[1])
+        split = open_checkpoint(parts[0])
+        assert split.config == whole.config
+        assert split.names() == whole.names()
+        for name in whole.names():
+            assert torch.equal(split.tensor(name, torch.float32), whole.tensor(name, torch.float32))
+
+    def test_only_the_first_part_names_them(self, parts):
+        with pytest.raises(CallboardError, match=r"is part 2 of 3; name the first one, model-00001-of-00003\.gguf"):
+            open_checkpoint(parts[1])
+        renamed = parts[0].rename(parts[0].with_name("renamed.gguf"))
+        with pytest.raises(CallboardError, match=r"is part 1 of 3; it must be called \*-00001-of-00003\.gguf"):
+            open_checkpoint(renamed)
+
+    def test_parts_that_do_not_belong_together(self, parts):
+        parts[2].write_bytes(parts[1].read_bytes())
+        with pytest.raises(CallboardError, match=r"00003-of-00003\.gguf: tensor '.*' occurs twice"):
+            open_checkpoint(parts[0])
+        parts[2].unlink()
+        with pytest.raises(CallboardError, match=r"00003-of-00003\.gguf cannot be read: No such file"):
+            open_checkpoint(parts[0])
+        parts[1].write_bytes(parts[0].read_bytes())
+        with pytest.raises(CallboardError, match=r"'.*' occurs twice"):
+            open_checkpoint(parts[0])
+
+
+def test_quantised_experts_are_cut_out_of_their_tensor(tmp_path):
+    wide = {"hidden_size": 64, "moe_intermediate_size": 96}
+    arch, kind, config, metadata = MODELS["qwen3moe"]
+    metadata = metadata | {"qwen3moe.expert_feed_forward_length": 96}
+    path = export(_model(kind, config | wide), arch, tmp_path / "model.gguf", block_type="Q8_0", **metadata)
+    checkpoint = open_checkpoint(path)
+    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    for part in ("gate", "up", "down"):
+        for i, expert in enumerate(stored[f"blk.1.ffn_{part}_exps.weight"]):
+            name = f"model.layers.1.mlp.experts.{i}.{part}_proj.weight"
+            assert checkpoint.type_name(name) == "Q8_0"
+            assert checkpoint.shape(name) == expert.shape
+            assert torch.equal(checkpoint.tensor(name, torch.float32), torch.from_numpy(expert))
+
+
+def test_rotation_of_a_part_of_each_head_is_refused(tmp_path):
+    arch, kind, config, metadata = MODELS["qwen2"]
+    path = export(_model(kind, config), arch, tmp_path / "model.gguf", **metadata | {"qwen2.rope.dimension_count": 6})
+    with pytest.raises(CallboardError, match=r"rope\.dimension_count is 6, a part of a head's 12"):
+        open_checkpoint(path)

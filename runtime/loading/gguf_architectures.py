@@ -148,9 +148,14 @@ def _count(file: GgufFile, key: str, default: int | None = None) -> int:
     return value
 
 
+def _decimal(value: np.float32) -> float:
+    """Its shortest decimal: 9.99999975e-06 was written as 1e-05."""
+    return float(str(value))
+
+
 def _real(file: GgufFile, key: str, default: float | None = None) -> float:
-    """A float32 of the file as its shortest decimal: 9.99999975e-06 was written as 1e-05."""
-    value = float(str(np.float32(file.value(key, float, default))))
+    """A float of the file, which has it as a float32."""
+    value = _decimal(np.float32(file.value(key, float, default)))
     if not (math.isfinite(value) and value > 0):
         raise CallboardError(f"{file.path}: {key} is {value}; it must be a positive number.")
     return value
@@ -174,6 +179,13 @@ def _decoder_config(file: GgufFile, hf_class: str, model_type: str) -> dict[str,
     arch = file.value("general.architecture", str)
     num_heads = _count(file, f"{arch}.attention.head_count")
     hidden_size = _count(file, f"{arch}.embedding_length")
+    rope_dim = _count(file, f"{arch}.rope.dimension_count", hidden_size // num_heads)
+    head_dim = _count(file, f"{arch}.attention.key_length", rope_dim)
+    if rope_dim != head_dim and f"{arch}.rope.dimension_count" in file.metadata and arch != "phi3":
+        raise CallboardError(
+            f"{file.path}: {arch}.rope.dimension_count is {rope_dim}, a part of a head's {head_dim}, which is not "
+            f"supported of {arch}."
+        )
     return {
         "architectures": [hf_class],
         "model_type": model_type,
@@ -182,7 +194,7 @@ def _decoder_config(file: GgufFile, hf_class: str, model_type: str) -> dict[str,
         "num_hidden_layers": _count(file, f"{arch}.block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": _count(file, f"{arch}.attention.head_count_kv", num_heads),
-        "head_dim": _count(file, f"{arch}.attention.key_length", hidden_size // num_heads),
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": _real(file, f"{arch}.attention.layer_norm_rms_epsilon"),
         "rope_theta": _real(file, f"{arch}.rope.freq_base", 10000.0),
@@ -240,8 +252,6 @@ _LLAMA_NAMES = _TOP_NAMES | _ATTENTION_NAMES | _NORM_NAMES | _FFN_NAMES
 
 def _llama_config(file: GgufFile) -> dict[str, Any]:
     config = _decoder_config(file, "LlamaForCausalLM", "llama")
-    if "llama.attention.key_length" not in file.metadata:
-        config["head_dim"] = _count(file, "llama.rope.dimension_count", config["head_dim"])
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
     return config | (_rope_scaling(file) or _llama3_rope_scaling(file, config["rope_theta"], config["head_dim"]))
@@ -344,7 +354,9 @@ def _phi3_config(file: GgufFile) -> dict[str, Any]:
     config["sliding_window"] = file.value("phi3.attention.sliding_window", int, 0) or None
     if "rope_factors_long.weight" in file.tensors and "rope_factors_short.weight" in file.tensors:
         original = _count(file, "phi3.rope.scaling.original_context_length")
-        factors = {f"{n}_factor": _table(file, f"rope_factors_{n}.weight").tolist() for n in ("long", "short")}
+        factors = {
+            f"{n}_factor": [_decimal(x) for x in _table(file, f"rope_factors_{n}.weight")] for n in ("long", "short")
+        }
         config["original_max_position_embeddings"] = original
         config["rope_scaling"] = {"rope_type": "longrope", **factors, "original_max_position_embeddings": original}
     return config
