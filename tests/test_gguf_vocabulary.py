@@ -57,67 +57,71 @@ _TEXTS = st.lists(
 ).map("".join)
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no prefix"])
+def prefix(request) -> bool:
+    """Whether a space is put before a text."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def bpe(prefix: bool) -> sentencepiece.SentencePieceProcessor:
+    symbols = {"control_symbols": ["<turn>"]} if prefix else SYMBOLS
+    rules = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": prefix}
+    return _train(model_type="bpe", vocab_size=700, **symbols, **rules)
+
+
+@pytest.fixture(scope="module")
+def unigram() -> sentencepiece.SentencePieceProcessor:
+    return _train(model_type="unigram", vocab_size=450, control_symbols=["<turn>"])
+
+
 class TestBpe:
     """Llama 2's and Mistral's kind, which puts a space before a text, and Gemma's, which does not."""
 
-    @pytest.fixture(scope="class", params=[True, False], ids=["prefix", "no prefix"])
-    def prefix(self, request) -> bool:
-        return request.param
-
-    @pytest.fixture(scope="class")
-    def model(self, prefix: bool) -> sentencepiece.SentencePieceProcessor:
-        symbols = {"control_symbols": ["<turn>"]} if prefix else SYMBOLS
-        rules = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": prefix}
-        return _train(model_type="bpe", vocab_size=700, **symbols, **rules)
-
     @pytest.fixture
-    def ours(self, model, prefix: bool, write_tiny_gguf: Callable[..., Path]) -> Tokenizer:
-        return Tokenizer.load(write_tiny_gguf(**_metadata(model, "llama"), tokenizer__ggml__add_space_prefix=prefix))
+    def ours(self, bpe, prefix: bool, write_tiny_gguf: Callable[..., Path]) -> Tokenizer:
+        return Tokenizer.load(write_tiny_gguf(**_metadata(bpe, "llama"), tokenizer__ggml__add_space_prefix=prefix))
 
     @_FUZZ
     @given(text=_TEXTS)
-    def test_ids_and_text(self, ours, model, text):
+    def test_ids_and_text(self, ours, bpe, text):
         ids = ours.encode(text, add_special_tokens=False, parse_special=False)
-        assert ids == model.encode(text)
+        assert ids == bpe.encode(text)
         assert not ours.special_ids & set(ids)
         assert ours.decode(ids) == text.replace("▁", " ")
 
-    def test_symbols_stay_whole(self, ours, model, prefix):
+    def test_symbols_stay_whole(self, ours, bpe, prefix):
         assert ours.encode("the<turn> engine") == [
-            model.bos_id(),
-            *model.encode("the"),
-            model.PieceToId("<turn>"),
-            *model.encode(" engine"),
+            bpe.bos_id(),
+            *bpe.encode("the"),
+            bpe.PieceToId("<turn>"),
+            *bpe.encode(" engine"),
         ]
         if not prefix:
             text = "the\n<b> engine\n"
-            assert ours.encode(text, add_special_tokens=False) == model.encode(text)
+            assert ours.encode(text, add_special_tokens=False) == bpe.encode(text)
             assert ours.decode(ours.encode(text)) == text
-            assert model.PieceToId("<b>") not in ours.special_ids
+            assert bpe.PieceToId("<b>") not in ours.special_ids
 
 
 class TestUnigram:
-    @pytest.fixture(scope="class")
-    def model(self) -> sentencepiece.SentencePieceProcessor:
-        return _train(model_type="unigram", vocab_size=450, control_symbols=["<turn>"])
-
     @pytest.fixture
-    def ours(self, model, write_tiny_gguf: Callable[..., Path]) -> Tokenizer:
-        proto = sentencepiece_model_pb2.ModelProto.FromString(model.serialized_model_proto())
+    def ours(self, unigram, write_tiny_gguf: Callable[..., Path]) -> Tokenizer:
+        proto = sentencepiece_model_pb2.ModelProto.FromString(unigram.serialized_model_proto())
         charsmap = {"tokenizer__ggml__precompiled_charsmap": list(proto.normalizer_spec.precompiled_charsmap)}
-        metadata = _metadata(model, "t5") | charsmap | {"tokenizer__ggml__remove_extra_whitespaces": True}
+        metadata = _metadata(unigram, "t5") | charsmap | {"tokenizer__ggml__remove_extra_whitespaces": True}
         return Tokenizer.load(write_tiny_gguf(**metadata))
 
     @_FUZZ
     @given(text=_TEXTS)
     @example("ﬁne ½ ＡＢ  x ")  # which its normalisation spells out
-    def test_ids(self, ours, model, text):
+    def test_ids(self, ours, unigram, text):
         ids = ours.encode(text, add_special_tokens=False, parse_special=False)
-        assert ids == model.encode(text)
+        assert ids == unigram.encode(text)
         assert not ours.special_ids & set(ids)
 
-    def test_text_and_end(self, ours, model):
-        assert ours.encode("the engine é") == [*model.encode("the engine é"), model.eos_id()]
+    def test_text_and_end(self, ours, unigram):
+        assert ours.encode("the engine é") == [*unigram.encode("the engine é"), unigram.eos_id()]
         assert ours.decode(ours.encode("the engine é")) == "the engine é"
 
 

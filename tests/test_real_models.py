@@ -14,8 +14,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import transformers
 from test_cli import ROOT, private_ray  # noqa: F401
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from runtime.core.types import CallboardError, SamplingParams
 from runtime.llm import LLM
@@ -62,27 +62,27 @@ def model(request) -> tuple[str, Path]:
 
 @pytest.fixture(scope="module")
 def ours(model) -> LLM:
-    return LLM(str(model[1]), dtype="float32", num_threads=2, kv_cache_memory=0.1, max_model_len=512)
+    return LLM(str(model[1]), dtype="float32", num_threads=1, kv_cache_memory=0.1, max_model_len=512)
 
 
 def test_texts(ours, model):
-    greedy = SamplingParams(max_tokens=24, temperature=0.0)
+    greedy = SamplingParams(max_tokens=16, temperature=0.0)
     texts = TEXTS[model[0]]
     for answer, known in zip(ours.generate(list(texts), greedy), texts.values(), strict=True):
         assert answer.text.startswith(known) or known.startswith(answer.text)
-        assert len(answer.token_ids) == 24
+        assert len(answer.token_ids) == 16
 
 
 def test_perplexity(ours, model):
     ids = ours.tokenizer.encode(PARAGRAPH)
     (scored,) = ours.generate([ids], SamplingParams(max_tokens=0, prompt_logprobs=0))
     checkpoint = open_checkpoint(model[1])
-    config = AutoConfig.for_model(**checkpoint.config)
-    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    state = theirs.state_dict()
-    for name in checkpoint.names():
-        state.pop(name).copy_(checkpoint.tensor(name, torch.float32))
-    assert set(state) <= {"lm_head.weight"}
+    weights = {name: checkpoint.tensor(name, torch.float32) for name in checkpoint.names()}
+    kind = getattr(transformers, checkpoint.config["architectures"][0])
+    config = kind.config_class(**checkpoint.config)
+    theirs, report = kind.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
     with torch.no_grad():
         loss = theirs(torch.tensor([ids]), labels=torch.tensor([ids])).loss
     perplexity = torch.tensor([-s.logprob for s in scored.prompt_logprobs]).mean().exp()
@@ -109,7 +109,7 @@ def test_gemma3_tensors_are_those_of_the_gguf_package(gemma3_path):
 def test_gemma3_tells_a_story_through_http(gemma3_path, private_ray):  # noqa: F811
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    flags = ["--port", port, "--num-threads", "2", "--kv-cache-memory", "0.1", "--max-model-len", "512"]
+    flags = ["--port", port, "--num-threads", "1", "--kv-cache-memory", "0.1", "--max-model-len", "512"]
     command = [sys.executable, "-m", "serve_app.cli", "serve", str(gemma3_path), *flags]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
@@ -117,9 +117,9 @@ def test_gemma3_tells_a_story_through_http(gemma3_path, private_ray):  # noqa: F
     )  # fmt: skip
     try:
         assert process.stdout.readline().startswith("Callboard serves"), process.stderr.read()
-        body = {"prompt": STORY, "max_tokens": 24, "temperature": 0}
+        body = {"prompt": STORY, "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120).json()
-        assert answer["choices"][0]["text"].startswith(TEXTS["gemma3"][STORY])
+        assert answer["choices"][0]["text"] == " there lived a man named John. He was a kind and gentle man,"
         chat = {"messages": [{"role": "user", "content": "Hello"}]}
         refused = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=chat)
         assert refused.status_code == 400

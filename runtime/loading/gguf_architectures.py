@@ -313,23 +313,26 @@ def _qwen3moe_config(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _gemma_config(file: GgufFile, generation: int, full_every: int, layers_of_27b: int) -> dict[str, Any]:
-    config = _decoder_config(file, f"Gemma{generation}ForCausalLM", f"gemma{generation}_text".replace("2_text", "2"))
+def _gemma_config(
+    file: GgufFile, hf_class: str, model_type: str, full_every: int, layers_of_27b: int
+) -> dict[str, Any]:
+    config = _decoder_config(file, hf_class, model_type)
+    del config["hidden_act"]
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
     # Queries are scaled by the width of a head, which in the 27B models is not the one that they have.
     by_width = config["hidden_size"] // config["num_attention_heads"]
     layer_types = ["full_attention" if i % full_every == 0 else "sliding_attention" for i in range(1, num_layers + 1)]
-    config["hidden_activation"] = config.pop("hidden_act").replace("silu", "gelu_pytorch_tanh")
     return config | {
+        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": by_width if num_layers == layers_of_27b else head_dim,
-        "sliding_window": _count(file, f"gemma{generation}.attention.sliding_window"),
+        "sliding_window": _count(file, f"{file.value('general.architecture', str)}.attention.sliding_window"),
         "layer_types": layer_types,
         "attention_bias": False,
     }
 
 
 def _gemma2_config(file: GgufFile) -> dict[str, Any]:
-    return _gemma_config(file, 2, full_every=2, layers_of_27b=46) | {
+    return _gemma_config(file, "Gemma2ForCausalLM", "gemma2", full_every=2, layers_of_27b=46) | {
         "attn_logit_softcapping": _real(file, "gemma2.attn_logit_softcapping", 50.0),
         "final_logit_softcapping": _real(file, "gemma2.final_logit_softcapping", 30.0),
     }
@@ -338,7 +341,7 @@ def _gemma2_config(file: GgufFile) -> dict[str, Any]:
 def _gemma3_config(file: GgufFile) -> dict[str, Any]:
     every = _count(file, "gemma3.attention.sliding_window_pattern", 6)
     return (
-        _gemma_config(file, 3, full_every=every, layers_of_27b=62)
+        _gemma_config(file, "Gemma3ForCausalLM", "gemma3_text", full_every=every, layers_of_27b=62)
         | {
             "rope_theta": _real(file, "gemma3.rope.freq_base", 1e6),
             "rope_local_base_freq": _real(file, "gemma3.rope.freq_base_swa", 10000.0),

@@ -216,16 +216,16 @@ def _unknown_id(file: GgufFile, vocabulary: _Vocabulary) -> int:
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every pair of pieces that make a third, the one of the highest score first: sentencepiece merges by that."""
-    ids, found = vocabulary.ids, []
-    for piece, score, kind in zip(vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True):
-        if kind != _NORMAL:
-            continue
-        splits = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-        pairs = [(left, right) for left, right in splits if left in ids and right in ids]
-        pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-        found += [(score, len(left), len(right), left, right) for left, right in pairs]
-    found.sort(key=lambda merge: merge[:3], reverse=True)
-    return [merge[3:] for merge in found]
+    tokens, ids = vocabulary.tokens, vocabulary.ids
+    splits = [
+        (-score, -at, at - len(piece), i)
+        for i, (piece, score, kind) in enumerate(zip(tokens, vocabulary.scores, vocabulary.types, strict=True))
+        if kind == _NORMAL
+        for at in range(1, len(piece))
+        if piece[:at] in ids and piece[at:] in ids
+    ]
+    splits.sort()
+    return [(tokens[i][:-at], tokens[i][-at:]) for _, at, _, i in splits]
 
 
 def _unigram(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
