@@ -2,11 +2,6 @@
 
 Gemma 3 270M (a base model, under the Gemma Terms of Use) is only a test's download: about 240 MB, once a machine."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -15,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_cli import ROOT, private_ray  # noqa: F401
 
 from runtime.core.types import CallboardError, SamplingParams
 from runtime.llm import LLM
@@ -117,24 +111,21 @@ def test_gemma3_tensors_are_those_of_the_gguf_package(gemma3_path):
             assert torch.equal(found, torch.tensor(want)), name
 
 
-def test_gemma3_tells_a_story_through_http(gemma3_path, private_ray):  # noqa: F811
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    flags = ["--port", port, "--num-threads", "1", "--kv-cache-memory", "0.1", "--max-model-len", "512"]
-    command = [sys.executable, "-m", "serve_app.cli", "serve", str(gemma3_path), *flags]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        env=private_ray | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+def test_gemma3_tells_a_story_through_http(gemma3_path, serve_url):
+    from ray import serve
+
+    from serve_app.app import AppArgs, build_app
+
+    settings = {"num_threads": 1, "kv_cache_memory": 0.1, "max_model_len": 512, "num_fronts": 1}
+    serve.run(build_app(AppArgs(model=str(gemma3_path), **settings)), name="callboard")
     try:
-        assert process.stdout.readline().startswith("Callboard serves"), process.stderr.read()
         body = {"prompt": STORY, "max_tokens": 16, "temperature": 0}
-        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120).json()
-        assert answer["choices"][0]["text"] == " there lived a man named John. He was a kind and gentle man, who"
+        answer = httpx.post(f"{serve_url}/v1/completions", json=body, timeout=120).json()
+        assert answer["choices"][0]["text"] == TEXTS["gemma3"][STORY][: len(answer["choices"][0]["text"])]
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (14, 16)
         chat = {"messages": [{"role": "user", "content": "Hello"}]}
-        refused = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=chat)
+        refused = httpx.post(f"{serve_url}/v1/chat/completions", json=chat)
         assert refused.status_code == 400
         assert "no chat template" in refused.json()["error"]["message"]
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60)
+        serve.delete("callboard")
