@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,13 @@ from runner_driver import Driver
 from transformers import DynamicCache, PreTrainedModel
 
 from runtime.core.config import EngineConfig
+from runtime.loading.checkpoint import Checkpoint, open_checkpoint
+from runtime.models import describe
+from runtime.models.decoder import Decoder
+from runtime.models.layout import Layout
+from runtime.models.llama import LAYOUT as LLAMA
+from runtime.models.spec import DecoderSpec
+from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 
 NEW = 64  # tokens
@@ -23,18 +32,20 @@ def open_runner(folder: Path, **config) -> ModelRunner:
     return ModelRunner(EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.02, num_threads=1, **config), folder)
 
 
-def generate(driver: Driver, prompts: list[list[int]], cuts: tuple[int, ...]) -> tuple[list[list[int]], torch.Tensor]:
+def generate(
+    driver: Driver, prompts: list[list[int]], cuts: tuple[int, ...], new: int = NEW
+) -> tuple[list[list[int]], torch.Tensor]:
     """Greedily, all in one batch: the sequences, and the logits that each new token was taken from. The last prompt is
     computed in chunks that end at `cuts`, beside the others' first tokens."""
     sequences, logits = [list(p) for p in prompts], []
     for slot, prompt in enumerate(prompts):
-        driver.open(slot, prompt, room=NEW)
+        driver.open(slot, prompt, room=new)
     last, start = len(prompts) - 1, 0
     for cut in cuts:
         driver.step((last, start, cut - start, 0))
         start = cut
     starts = [0] * last + [start]
-    for _ in range(NEW):
+    for _ in range(new):
         rows = [(i, a, len(s) - a, 1) for i, (a, s) in enumerate(zip(starts, sequences, strict=True))]
         starts = [len(s) for s in sequences]
         for sequence, token in zip(sequences, driver.step(*rows).token_ids.tolist(), strict=True):
@@ -87,3 +98,48 @@ def test_triton_steps_are_those_of_the_torch_path():
     command = [sys.executable, str(TESTS / "family_steps.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.stdout.splitlines()[-1:] == ["equal"], done.stdout + done.stderr[-2000:]
+
+
+class Copies:
+    """A checkpoint in Mixtral's layout, in which all experts are the feed-forward layer of a dense one."""
+
+    def __init__(self, dense: Checkpoint, spec: DecoderSpec, layout: Layout) -> None:
+        parameters = {name: parameter for parameter, name in layout.names_of(spec).items()}
+        sources = LLAMA.names_of(replace(spec, experts=None))
+        self.dense, self.router = dense, {name for name, p in parameters.items() if "router" in p}
+        self.sources = {n: sources.get(re.sub(r"experts\.\d+\.", "", p)) for n, p in parameters.items()}
+        self.shapes = {name: spec.shapes()[parameter] for name, parameter in parameters.items()}
+
+    def names(self) -> list[str]:
+        return list(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if name in self.router:
+            return torch.randn(self.shapes[name], generator=torch.Generator().manual_seed(len(name)))
+        return self.dense.tensor(self.sources[name], dtype, device)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_copies_answers_like_the_dense_model(smollm2_path):
+    tokens = Tokenizer.load(smollm2_path).encode("Once upon a time, in a small village by the sea,")
+    config = EngineConfig(device="cpu", num_threads=2, max_model_len=128, max_num_seqs=2, dtype="float32")
+    dense = ModelRunner(config, smollm2_path)
+    checkpoint = open_checkpoint(smollm2_path)
+    mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+    spec, layout = describe(checkpoint.config | mixtral)
+    mixture = ModelRunner.dummy(config, replace(spec, num_layers=1))
+    copies = Copies(checkpoint, spec, layout)
+    decoder = Decoder.load(copies, spec, layout, mixture.numerics, 128)
+    mixture._open(decoder, "copies", checkpoint.eos_token_ids)
+    answers = []
+    for runner in (dense, mixture):
+        driver = Driver(runner)
+        sequences, logits = generate(driver, [tokens], cuts=(5,), new=24)
+        answers.append((sequences[0], logits))
+    (want, want_logits), (got, got_logits) = answers
+    assert Tokenizer.load(smollm2_path).decode(want[len(tokens) :]).startswith(" there was a wise old wizard named")
+    assert got == want
+    torch.testing.assert_close(got_logits, want_logits, atol=1e-3, rtol=1e-4)

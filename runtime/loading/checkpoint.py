@@ -173,6 +173,7 @@ class SafetensorsCheckpoint(Checkpoint):
             self._uploader.upload(stored.data, raw)
         else:
             raw.numpy()[:] = np.frombuffer(stored.data, np.uint8)
+        stored.data.obj.madvise(mmap.MADV_DONTNEED)  # pages that stay mapped count as this process's memory
         return source.to(dtype)
 
     @cached_property
