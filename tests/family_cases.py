@@ -143,6 +143,7 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
         config = config_class(**(_GPT2 if kind == "GPT2Config" else _BASE) | changes, initializer_range=0.15)
         model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
     config._attn_implementation = "eager"  # the one with soft caps, and of the plainest sums
+    config._experts_implementation = "eager"  # the others want aligned sizes of bf16
     torch.manual_seed(1)
     model = model_class(config).eval()
     for parameter in model.parameters():

@@ -89,7 +89,8 @@ class GroupedExperts:
         num_experts, top_k = self.spec.num_experts, self.spec.top_k
         num_choices, pdl = num_tokens * top_k, use_pdl(x)
         launch = {"PDL": pdl, "launch_pdl": pdl}
-        ids, order = torch.empty((2, num_choices), dtype=torch.int32, device=x.device).unbind(0)
+        ids = torch.empty(num_choices, dtype=torch.int32, device=x.device)
+        order = torch.empty_like(ids)
         weights = torch.empty(num_choices, dtype=torch.float32, device=x.device)
         starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
         _route_kernel[(num_tokens,)](
@@ -130,14 +131,14 @@ class GroupedExperts:
 
 
 def choose_tile(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> Tile:
-    """Tall tiles where experts have many tokens. Deterministic: one tile for all, as others sum in another order."""
+    """Tall tiles where experts have many tokens. Deterministic: one tile for all, as others sum in another order.
+
+    Two and no more: prompts of 32 and of 1,100 tokens at the start have compiled both (ModelRunner._warm_up)."""
     if dtype == torch.float32:  # on the FMA units
         return Tile(32, 32, 32, 4, 2)
     if deterministic:
         return Tile(64, 64, 64, 4, 3)
-    if num_choices <= 16 * num_experts:
-        return Tile(16, 64, 128, 4, 3)
-    return Tile(64, 64, 64, 4, 3) if num_choices <= 64 * num_experts else Tile(128, 64, 64, 8, 3)
+    return Tile(16, 64, 128, 4, 3) if num_choices <= 16 * num_experts else Tile(128, 64, 64, 8, 3)
 
 
 @jit

@@ -11,6 +11,8 @@ from runtime.models import gemma, gpt2, llama, mistral, phi, qwen
 from runtime.models.layout import Layout
 from runtime.models.spec import DecoderSpec
 
+_RANDOM = "logits and greedy tokens of random weights, against transformers"
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -20,7 +22,7 @@ class Family:
     example: str  # one of them on the Hugging Face hub
     decoder_spec: Callable[[Mapping[str, Any]], DecoderSpec]  # of a config.json
     layout: Layout
-    real: str = ""  # what of a published model was compared; tests/test_families.py compares random weights of all
+    verified: str = _RANDOM  # what was compared, and with what
 
 
 FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures`
@@ -35,7 +37,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         llama.decoder_spec,
         llama.LAYOUT,
-        "texts and perplexity of SmolLM2-135M-Instruct",
+        f"{_RANDOM}; texts and perplexity of SmolLM2-135M-Instruct",
     ),
     "MistralForCausalLM": Family(
         "Mistral 7B v0.1-v0.3", "mistralai/Mistral-7B-Instruct-v0.3", mistral.decoder_spec, mistral.LAYOUT
@@ -45,7 +47,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
         mistral.moe_decoder_spec,
         mistral.MOE_LAYOUT,
-        "SmolLM2-135M-Instruct with its feed-forward layers as experts",
+        f"{_RANDOM}; a text of SmolLM2-135M-Instruct with copies of its feed-forward layers as experts",
     ),
     "Phi3ForCausalLM": Family(
         "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "microsoft/Phi-4-mini-instruct", phi.decoder_spec, phi.LAYOUT

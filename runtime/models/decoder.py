@@ -69,10 +69,10 @@ class Decoder:
         self,
         spec: DecoderSpec,
         numerics: Numerics,
-        num_positions: int,  # of the rotary tables
+        num_positions: int,  # that a request may have
         read: Callable[[str], torch.Tensor],  # a parameter of `spec.shapes()` by name
     ) -> None:
-        self.spec, self.numerics = spec, numerics
+        self.spec, self.numerics, self.num_positions = spec, numerics, num_positions
         self.kernels = select(numerics.backend, numerics.packed, numerics.deterministic, spec)
         table = partial(rope_table, head_dim=spec.head_dim, num_positions=num_positions, dtype=numerics.dtype)
         ropes = (spec.rope,) if spec.local_rope is None else (spec.rope, spec.local_rope)
@@ -100,7 +100,7 @@ class Decoder:
         attention = partial(
             self.kernels.attention,
             scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
-            window=spec.window if sliding else 0,
+            window=spec.window if sliding and spec.window < self.num_positions else 0,
             soft_cap=spec.attn_soft_cap,
         )
         rope = int(sliding and spec.local_rope is not None)

@@ -34,7 +34,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         spec = replace(spec, qkv_bias=True, out_bias=False)
     else:
         spec = replace(spec, qk_norm=True)
-    if not config.get("use_sliding_window"):
+    if not (config.get("use_sliding_window") and config.get("sliding_window")):
         return spec
     first = config.get("max_window_layers", 28)
     types = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in layers]
