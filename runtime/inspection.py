@@ -25,9 +25,8 @@ def families() -> str:
     """Every family with an example and what of it was verified, and the formats that they may come in."""
     lines = []
     for architecture, family in FAMILIES.items():
-        verified = ["random weights against transformers", *([family.real] if family.real else [])]
         lines += [family.models, _line("  config.json", architecture), _line("  example", family.example)]
-        lines += [_line("  verified", "; ".join(verified)), ""]
+        lines += [_line("  verified", family.verified), ""]
     lines.append(_line("GGUF", f"general.architecture {', '.join(ARCHITECTURES)}"))
     lines.append(_line("", f"tensors in {', '.join(name for name, _, _ in GGML_TYPES.values())}"))
     lines.append(_line("RoPE", ", ".join(get_args(RopeType))))
