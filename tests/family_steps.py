@@ -21,7 +21,6 @@ from runtime.worker.runner import ModelRunner
 
 KERNEL_CASES = {  # those whose kernels differ -> what makes them shorter
     "mixtral": {"num_hidden_layers": 1},
-    "qwen3 moe": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 1, "sliding_window": 7},
     "gemma3": {"num_hidden_layers": 2, "sliding_window": 7},
     "phi4-mini": {"num_hidden_layers": 1},
