@@ -3,21 +3,24 @@ the kernels with the torch path."""
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from family_cases import spec_of
 from runner_driver import Driver
 from triton_engine import Replay
 
 from runtime.core.config import EngineConfig
-from runtime.models.spec import DecoderSpec
+from runtime.kernels.experts import Experts, GroupedExperts
+from runtime.kernels.gated_activation import gated_activation_torch
+from runtime.models.spec import DecoderSpec, ExpertsSpec
 from runtime.worker.device_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
 
 KERNEL_CASES = {  # those whose kernels differ -> what makes them shorter
     "mixtral": {"num_hidden_layers": 1},
-    "qwen3 moe": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 1, "sliding_window": 7},
     "gemma3": {"num_hidden_layers": 2, "sliding_window": 7},
     "phi4-mini": {"num_hidden_layers": 1},
@@ -60,8 +63,34 @@ def interpreted(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bo
     return logits_of(driver, tokens[:24], tokens[24:])
 
 
+def check_experts(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, favoured: int) -> None:
+    """The kernels against the plain form; all tokens prefer the first `favoured` experts, so that the others idle."""
+    hidden, ffn, spec = 24, 20, ExpertsSpec(num_experts, top_k, num_tokens % 2 == 0)
+    weights = [(torch.randn(2 * ffn, hidden) / 5, torch.randn(hidden, ffn) / 5) for _ in range(num_experts)]
+    weights = [(gate_up.to(dtype), down.to(dtype)) for gate_up, down in weights]
+    x, base = torch.randn(num_tokens, hidden).to(dtype), torch.randn(num_tokens, hidden).to(dtype)
+    router = torch.randn(num_experts, hidden).to(dtype)
+    bias = torch.where(torch.arange(num_experts) < favoured, 50.0, 0.0).to(dtype)
+    route = partial(F.linear, weight=router, bias=bias)
+    activate = partial(gated_activation_torch, activation="gelu_tanh")
+    plain = Experts(spec, route, weights, lambda weight: partial(F.linear, weight=weight), activate)
+    want = base.clone()
+    plain.add_to(want, x)
+    for deterministic in (False, True):
+        got = base.clone()
+        GroupedExperts(spec, route, weights, "gelu_tanh", deterministic).add_to(got, x)
+        error = ((got - want).abs().max() / (want - base).abs().max()).item()
+        print(f"{num_tokens} tokens, {top_k} of {num_experts} experts, {dtype}: {error:.1e}", flush=True)
+        assert error < {torch.float32: 1e-6, torch.float16: 5e-3}[dtype]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+    check_experts(1, 8, 2, torch.float32, 8)
+    check_experts(90, 5, 2, torch.float32, 3)
+    check_experts(150, 3, 2, torch.float16, 3)
+    check_experts(7, 33, 5, torch.float16, 5)
     for number, (case, shorter) in enumerate(KERNEL_CASES.items()):
         spec = spec_of(case, **shorter)
         deterministic = bool(number % 2)

@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -221,9 +223,10 @@ class Copies:
     def __init__(self, dense: Checkpoint, spec: DecoderSpec, layout: Layout) -> None:
         parameters = {name: parameter for parameter, name in layout.names_of(spec).items()}
         sources = LLAMA.names_of(replace(spec, experts=None))
-        self.dense, self.router = dense, {name for name, p in parameters.items() if "router" in p}
+        self.router = {name for name, p in parameters.items() if "router" in p}
         self.sources = {n: sources.get(re.sub(r"experts\.\d+\.", "", p)) for n, p in parameters.items()}
         self.shapes = {name: spec.shapes()[parameter] for name, parameter in parameters.items()}
+        self.read = lru_cache(3)(dense.tensor)  # one expert's, for the next ones
 
     def names(self) -> list[str]:
         return list(self.shapes)
@@ -234,27 +237,21 @@ class Copies:
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if name in self.router:
             return torch.randn(self.shapes[name], generator=torch.Generator().manual_seed(len(name)))
-        return self.dense.tensor(self.sources[name], dtype, device)
+        return self.read(self.sources[name], dtype, device)
 
 
 @pytest.mark.slow
 def test_a_mixture_of_copies_answers_like_the_dense_model(smollm2_path):
-    tokens = Tokenizer.load(smollm2_path).encode("Once upon a time, in a small village by the sea,")
-    config = EngineConfig(device="cpu", num_threads=2, max_model_len=128, max_num_seqs=2, dtype="float32")
-    dense = ModelRunner(config, smollm2_path)
-    checkpoint = open_checkpoint(smollm2_path)
+    tokenizer, checkpoint = Tokenizer.load(smollm2_path), open_checkpoint(smollm2_path)
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
     spec, layout = describe(checkpoint.config | mixtral)
-    mixture = ModelRunner.dummy(config, replace(spec, num_layers=1))
-    copies = Copies(checkpoint, spec, layout)
-    decoder = Decoder.load(copies, spec, layout, mixture.numerics, 128)
-    mixture._open(decoder, "copies", checkpoint.eos_token_ids)
-    answers = []
-    for runner in (dense, mixture):
-        driver = Driver(runner)
-        sequences, logits = generate(driver, [tokens], cuts=(5,), new=8)
-        answers.append((sequences[0], logits))
-    (want, want_logits), (got, got_logits) = answers
-    assert Tokenizer.load(smollm2_path).decode(want[len(tokens) :]).startswith(" there was a wise old wizard named")
-    assert got == want
-    torch.testing.assert_close(got_logits, want_logits, atol=1e-3, rtol=1e-4)
+    config = EngineConfig(device="cpu", num_threads=2, max_model_len=128, max_num_seqs=2, dtype="float32")
+    runner = ModelRunner.__new__(ModelRunner)
+    runner._prepare(config, spec, 0, 1)
+    decoder = Decoder.load(Copies(checkpoint, spec, layout), spec, layout, runner.numerics, 128)
+    with mock.patch.object(runner, "_warm_up"):
+        runner._open(decoder, "copies", checkpoint.eos_token_ids)
+    tokens = tokenizer.encode("Once upon a time, in a small village by the sea,")
+    (answer,), _ = generate(Driver(runner), [tokens], cuts=(5,), new=14)
+    # The dense model's text in fp32; in bf16 already it meets a wise old woman.
+    assert tokenizer.decode(answer[len(tokens) :]).startswith(" there was a wise old wizard named Thorold. He lived")

@@ -55,12 +55,14 @@ def _gated_activation_kernel(
     inside = cols < ffn
     at = gate_up_ptr + row * (2 * ffn if GATED else ffn) + cols
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(at + ffn, mask=inside, other=0.0).to(tl.float32)
     z = gate
     if GELU_SCALE != 0.0:
         z = GELU_SCALE * (gate + 0.044715 * gate * gate * gate)
     out = gate / (1.0 + tl.exp(-z))
     if GATED:
-        out *= tl.load(at + ffn, mask=inside, other=0.0).to(tl.float32)
+        out *= up
     tl.store(out_ptr + row * ffn + cols, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
