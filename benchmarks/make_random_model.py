@@ -25,7 +25,7 @@ from tqdm import tqdm
 from benchmarks.models import CONFIGS
 from runtime.loading.folder import INDEX_NAME
 from runtime.models import describe
-from runtime.models.decoder import checkpoint_names, random_parameter
+from runtime.models.decoder import random_parameter
 from runtime.text.pieces import BYTE_OF_CHAR
 
 _SHARD_BYTES = 4 << 30
@@ -54,8 +54,8 @@ def write_folder(folder: Path, config: dict[str, Any], read: Callable[[str], tor
 
 def _write_weights(folder: Path, config: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
     """All tensors of the model in shards of at most 4 GiB, and their index; two shards are written at a time."""
-    spec, names = describe(config)
-    sources, dtype = checkpoint_names(spec, names), getattr(torch, config["torch_dtype"])
+    spec, layout = describe(config)
+    sources, dtype = layout.names_of(spec), getattr(torch, config["torch_dtype"])
     shards: list[dict[str, str]] = [{}]  # parameter -> tensor
     size = 0
     for parameter, shape in spec.shapes().items():

@@ -1,4 +1,4 @@
-"""The `callboard` command: serve a model, talk to one, or complete a text.
+"""The `callboard` command: serve a model, talk to one, complete a text, or tell what a model is.
 
 Nothing heavy is imported before a command needs it, so that --help and usage errors are immediate. Exit codes: 0 done,
 1 it failed, 2 the command line is wrong.
@@ -76,6 +76,16 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine, and tell what to fix", formatter_class=_Formatter)
     doctor.add_argument("--address", metavar="HOST:PORT", help="a Ray cluster that must be reachable")
     doctor.set_defaults(run=_doctor)
+
+    models = commands.add_parser("models", help="list the models that run, and what of them is verified")
+    models.set_defaults(run=_models)
+
+    inspect = commands.add_parser(
+        "inspect", help="tell what a model is, without loading its weights", formatter_class=_Formatter
+    )
+    _add_model(inspect)
+    _add_engine_flags(inspect)
+    inspect.set_defaults(run=_inspect)
 
     chat = commands.add_parser("chat", help="talk to a model in the terminal", formatter_class=_Formatter)
     _add_model(chat)
@@ -354,6 +364,21 @@ def _doctor(args: argparse.Namespace) -> int:
     from serve_app.doctor import report
 
     return report(args.address)
+
+
+def _models(args: argparse.Namespace) -> int:
+    from runtime.inspection import families
+
+    print(families())
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+    from runtime.inspection import model_report
+
+    print(model_report(config))
+    return 0
 
 
 # ---- callboard chat and callboard generate --------------------------------------------------------------------------

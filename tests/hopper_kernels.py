@@ -47,6 +47,10 @@ SERVED: list[tuple[str, dict[str, int], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", {}, torch.bfloat16, True, (1, 64)),
     ("llama-3.1-8b", {}, torch.bfloat16, True, (1, 64)),
     ("smollm2-135m", {}, torch.float32, False, (1, 8)),
+    ("gemma-2-2b", {}, torch.bfloat16, False, (1, 64)),
+    ("gpt2", {}, torch.bfloat16, False, (1, 64)),
+    ("qwen3-30b-a3b", {}, torch.bfloat16, False, (1, 256)),
+    ("mixtral-8x7b", {}, torch.bfloat16, True, (1, 64)),
     *(("qwen3-0.6b", {"head_dim": size}, torch.bfloat16, False, (64,)) for size in (80, 96, 256)),
 ]
 PREFILLS = (2048, 8192)  # tokens of one row

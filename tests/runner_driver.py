@@ -39,20 +39,22 @@ class Driver:
         self.logits = torch.zeros(0)
         compute = type(runner.decoder).logits
 
-        def keep(hidden: torch.Tensor) -> torch.Tensor:
-            self.logits = compute(runner.decoder, hidden).clone()
-            return self.logits.clone()
+        def keep(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            logits = compute(runner.decoder, hidden, out)
+            self.logits = logits.clone()
+            return logits
 
         runner.decoder.logits = keep  # the instance's, found before the class's
 
     def open(
         self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, *, prompt_len: int | None = None,
-        seed: int = 0, shared: list[int] | None = None,
+        seed: int = 0, shared: list[int] | None = None, room: int = 40,
     ) -> None:  # fmt: skip
-        """Enter a request in the next step; its first blocks may be another's (a prefix hit)."""
+        """Enter a request in the next step; its first blocks may be another's (a prefix hit). It may grow by
+        `room` tokens."""
         self.plan.new.append(NewSlot(slot, np.array(tokens, np.int32), prompt_len or len(tokens), seed, params))
         size = self.runner.info.block_size
-        num_blocks = -(-min(len(tokens) + 40, self.runner.info.max_model_len) // size)
+        num_blocks = -(-min(len(tokens) + room, self.runner.info.max_model_len) // size)
         table = list(shared or [])
         table += [self.free_blocks.pop() for _ in range(num_blocks - len(table))]
         self.tables[slot] = table

@@ -37,7 +37,7 @@ def callboard(*args: str, stdin: str = "", timeout: float = 60) -> subprocess.Co
     return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "generate"])
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "inspect"])
 def test_help_explains_every_engine_field(command: str, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as exit_:

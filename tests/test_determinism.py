@@ -10,7 +10,7 @@ from runner_driver import TINY, Driver, tiny_runner
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import SamplingParams
-from runtime.models.spec import DecoderSpec
+from runtime.models.spec import DecoderSpec, ExpertsSpec
 from runtime.worker.runner import ModelRunner
 
 SPECS = {
@@ -20,8 +20,13 @@ SPECS = {
         num_layers=2, hidden_size=100, num_heads=7, num_kv_heads=1, head_dim=10, ffn_size=1600, vocab_size=333,
         max_positions=256, norm_eps=1e-6, tied_head=True, qkv_bias=True,
     ),
+    "mixture": DecoderSpec(
+        num_layers=2, hidden_size=60, num_heads=6, num_kv_heads=2, head_dim=10, ffn_size=44, vocab_size=101,
+        max_positions=256, norm_eps=1e-6, experts=ExpertsSpec(7, 3, True), norm="layer", activation="gelu_tanh",
+        window=70, sliding=(True, False), attn_soft_cap=1.5, logit_soft_cap=4.0,
+    ),
 }  # fmt: skip
-KINDS = [(spec, dtype) for spec in SPECS for dtype in ("float32", "bfloat16")]
+KINDS = [(spec, dtype) for spec in ("tiny", "odd") for dtype in ("float32", "bfloat16")] + [("mixture", "float32")]
 
 
 @cache

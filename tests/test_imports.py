@@ -49,6 +49,7 @@ def test_no_file_imports_what_its_folder_must_not(folder: str):
         (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),
         (["runtime.text.tokenizer", "runtime.text.chat", "runtime.text.stream"], ["torch", "ray"]),
         (["runtime.llm"], ["torch", "ray"]),
+        (["runtime.inspection"], ["torch", "ray"]),
         (["runtime.loading.resolve"], ["torch", "ray", "huggingface_hub"]),
     ],
 )

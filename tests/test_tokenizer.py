@@ -60,6 +60,8 @@ def test_bos_is_added_when_the_file_says_so(write_tiny_gguf):
         ("gpt-2", "hell:\n\n123", ["hell", ":", "Ċ", "Ċ", "123"]),
         ("smollm", "hell:\n\n123", ["hell", ":", "ĊĊ", "1", "2", "3"]),
         ("llama-bpe", "hell:\n\n1234'S", ["hell", ":ĊĊ", "123", "4", "'S"]),
+        ("tekken", "hellO:/\n123'S", ["hell", "O", ":/Ċ", "1", "2", "3", "'S"]),
+        ("gpt-4o", "hellO's:/\n1234", ["hell", "O's", ":/Ċ", "123", "4"]),
         ("qwen2", "hell:\n\n123'S", ["hell", ":ĊĊ", "1", "2", "3", "'S"]),
     ],
 )
@@ -71,14 +73,16 @@ def test_pre_tokenizers(write_tiny_gguf, pre, text, words):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"tokenizer__ggml__pre": "tekken"}, "rules of 'tekken', .* known are gpt-2, smollm, llama-bpe, qwen2"),
+        ({"tokenizer__ggml__pre": "viking"}, "rules of 'viking', .* known are gpt-2, smollm, llama-bpe, .*qwen2"),
         ({"tokenizer__ggml__pre": None}, "rules of ''"),
-        ({"tokenizer__ggml__model": "llama"}, "'llama' tokenizer; .* only 'gpt2'"),
+        ({"tokenizer__ggml__model": "bert"}, r"'bert' tokenizer; .* gpt2 \(byte-level BPE\), llama"),
+        ({"tokenizer__ggml__model": "llama"}, r"no tokenizer\.ggml\.scores"),
+        ({"tokenizer__ggml__scores": [1.0]}, "one number for each token"),
         ({"tokenizer__ggml__tokens": None}, "no metadata key 'tokenizer.ggml.tokens'"),
         ({"tokenizer__ggml__tokens": [1, 2]}, "tokens is an array of int"),
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "repeated tokens"),
         ({"tokenizer__ggml__token_type": [1]}, "tokens without a type"),
-        ({"tokenizer__ggml__merges": ["no such"]}, "merges do not fit"),
+        ({"tokenizer__ggml__merges": ["no such"]}, "do not fit together: .*`no` out of vocabulary"),
     ],
 )
 def test_gguf_vocabularies_that_are_refused(write_tiny_gguf, metadata, message):
@@ -177,7 +181,7 @@ def smollm2(smollm2_path) -> Tokenizer:
 @pytest.mark.slow
 class TestSmolLM2:
     def test_members(self, smollm2, smollm2_path):
-        assert (smollm2.vocab_size, smollm2.bos_token_id, smollm2.eos_token_ids) == (49152, 1, (2,))
+        assert (smollm2.vocab_size, smollm2.bos_token_id, smollm2.eos_token_ids) == (49152, 1, (2, 0))
         assert smollm2.special_ids == set(range(17))
         assert smollm2.special_tokens["pad_token"] == "<|im_end|>"
         assert GgufFile(smollm2_path).tensors["token_embd.weight"].shape[0] == smollm2.vocab_size

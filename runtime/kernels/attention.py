@@ -22,7 +22,9 @@ from numpy.typing import NDArray
 from runtime.core.plan import Int32s
 
 MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
+_MAX_SCORES = 1 << 22  # that exist at a time where a soft cap needs them
 _CHUNK = 64  # positions in one fixed-shape piece of `attention_exact`
+_LOWEST = -1e30  # below all scores, yet finite: a window may hide a whole chunk
 _ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned, so `attention_exact` pads head_dim
 
 
@@ -55,7 +57,27 @@ class Span:
     view: KVView
     mask: torch.Tensor | None  # what is added to the scores, of a shape that suits the call; None: nothing is masked
     causal: bool  # one row from position 0: causal without a mask
-    lengths: torch.Tensor  # [num_tokens] int32, positions that each token sees (exact only)
+    lengths: torch.Tensor  # [num_tokens] int32, positions that each token sees: all before it and itself
+    windowed: tuple[int, torch.Tensor] | None = None  # (window, mask) of sliding layers, made by the first of them
+
+    def hidden(self, window: int) -> torch.Tensor:
+        """[num_tokens, length] bool: positions that a token does not see, or not within its window; 0: no window."""
+        positions, ends = torch.arange(self.view.length, device=self.lengths.device), self.lengths[:, None]
+        hidden = positions >= ends
+        return hidden | (positions < ends - window) if window else hidden
+
+    def mask_within(self, window: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
+        """(mask, causal) for a layer with this window."""
+        if not window or window >= self.view.length:
+            return self.mask, self.causal
+        if self.windowed is None or self.windowed[0] != window:
+            hidden = self.hidden(window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+            if self.view.num_rows > 1:
+                shape = self.mask.shape
+                mask = mask[:, None, None].expand(-1, shape[0] // len(mask), shape[1], -1).reshape(shape)
+            self.windowed = window, mask
+        return self.windowed[1], False
 
 
 @dataclass(slots=True)
@@ -153,29 +175,58 @@ def attention_torch(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], this step's k and v already in it
     plan: AttentionPlan,
+    *,
+    scale: float,
+    window: int = 0,  # positions that a token sees, itself included; 0: all
+    soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
 ) -> torch.Tensor:
-    """[num_tokens, num_heads * head_dim]: softmax(q k^T / sqrt(head_dim)) v over each token's past and itself."""
-    outs = [_attend(q[span.start : span.stop], span, *span.view.read(kv).unbind(0)) for span in plan.spans]
+    """[num_tokens, num_heads * head_dim]: softmax(q k^T * scale) v over each token's past and itself."""
+    outs = []
+    for span in plan.spans:
+        own, (k, v) = q[span.start : span.stop], span.view.read(kv).unbind(0)
+        if soft_cap:
+            step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // (own.shape[1] * k.shape[2]))
+            for part, hidden in zip(own.split(step), span.hidden(window).split(step), strict=True):
+                outs.append(_attend_capped(part, hidden, k, v, scale, soft_cap))
+        else:
+            outs.append(_attend(own, *span.mask_within(window, q.dtype), k, v, scale))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _attend(q: torch.Tensor, span: Span, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, mask: torch.Tensor | None, causal: bool, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q.shape
     num_rows, num_kv_heads, length, _ = k.shape
     group = num_heads // num_kv_heads
     if num_rows > 1:  # all query heads of a kv head are the rows of one product; faster here than SDPA
         q = q.reshape(-1, group, head_dim)
-        scores = torch.baddbmm(span.mask, q, k.view(-1, length, head_dim).transpose(1, 2), alpha=head_dim**-0.5)
+        scores = torch.baddbmm(mask, q, k.view(-1, length, head_dim).transpose(1, 2), alpha=scale)
         return torch.bmm(scores.softmax(-1), v.view(-1, length, head_dim)).view(num_rows, -1)
     if num_tokens == 1:
-        return F.scaled_dot_product_attention(q.view(1, num_kv_heads, group, head_dim), k, v).reshape(1, -1)
+        q = q.view(1, num_kv_heads, group, head_dim)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).reshape(1, -1)
     q = q.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = (x[0].unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=span.mask, is_causal=span.causal)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
 
-def attention_exact(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+def _attend_capped(
+    q: torch.Tensor, hidden: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, soft_cap: float
+) -> torch.Tensor:
+    """`_attend` with a soft cap, which no library call has: many rows of a token, or one row of many."""
+    num_tokens, num_kv_heads, head_dim = len(q), k.shape[1], k.shape[3]
+    q = q.view(num_tokens, num_kv_heads, -1, head_dim)
+    to_k, to_v = ("tngd,tnsd->tngs", "tngs,tnsd->tngd") if len(k) > 1 else ("tngd,rnsd->tngs", "tngs,rnsd->tngd")
+    scores = torch.einsum(to_k, q, k).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    weights = scores.masked_fill_(hidden[:, None, None], -math.inf).softmax(-1)
+    return torch.einsum(to_v, weights, v).reshape(num_tokens, -1)
+
+
+def attention_exact(
+    q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, *, scale: float, window: int = 0, soft_cap: float = 0.0
+) -> torch.Tensor:
     """`attention_torch` where a token's bits depend on nothing but its own q, k and v (EngineConfig.deterministic).
 
     Each token walks over chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32: products
@@ -185,30 +236,37 @@ def attention_exact(q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan) -> t
     pad = (0, -head_dim % _ALIGNED)
     outs = []
     for span in plan.spans:
-        rows = F.pad(q[span.start : span.stop].float() * head_dim**-0.5, pad)
+        rows = F.pad(q[span.start : span.stop].float() * scale, pad)
         k, v = F.pad(span.view.read(kv).float(), pad).unbind(0)
         walk = _exact_decode if len(k) == len(rows) else _exact_prefill
-        outs.append(walk(rows, k, v, span.lengths)[..., :head_dim].flatten(1))
+        outs.append(walk(rows, k, v, span.lengths, window, soft_cap)[..., :head_dim].flatten(1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.to(q.dtype)
 
 
-def _exact_decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def _exact_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, window: int, soft_cap: float
+) -> torch.Tensor:
     """A row a token: rows and kv heads are one batch."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, length = k.shape[1:3]
     q = q.reshape(num_rows * num_kv_heads, -1, head_dim)
     k, v = k.reshape(-1, length, head_dim), v.reshape(-1, length, head_dim)
-    return _walk_chunks(q, k, v, lengths.repeat_interleave(num_kv_heads)).view(num_rows, num_heads, head_dim)
+    lengths = lengths.repeat_interleave(num_kv_heads)
+    return _walk_chunks(q, k, v, lengths, window, soft_cap).view(num_rows, num_heads, head_dim)
 
 
-def _exact_prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def _exact_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, window: int, soft_cap: float
+) -> torch.Tensor:
     """One row of many tokens: they share each kv head's keys without a copy."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     q = q.view(num_tokens, num_kv_heads, -1, head_dim)
     heads = [
-        _walk_chunks(q[:, h].contiguous(), *(x[:, h].expand(num_tokens, -1, -1) for x in (k, v)), lengths)
+        _walk_chunks(
+            q[:, h].contiguous(), *(x[:, h].expand(num_tokens, -1, -1) for x in (k, v)), lengths, window, soft_cap
+        )
         for h in range(num_kv_heads)
     ]
     return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)
@@ -219,18 +277,26 @@ def _walk_chunks(
     k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
     v: torch.Tensor,  # like k
     lengths: torch.Tensor,  # [n] at least 1
+    window: int,
+    soft_cap: float,
 ) -> torch.Tensor:
     """[n, group, head_dim]."""
     n, group, _ = q.shape
     if n == 1:  # a batch of one may be split over threads in another way
-        return _walk_chunks(*(x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths)))[:1]
-    best = q.new_full((n, group, 1), -math.inf)
+        q, k, v, lengths = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths))
+        return _walk_chunks(q, k, v, lengths, window, soft_cap)[:1]
+    best = q.new_full((n, group, 1), _LOWEST)
     total = q.new_zeros((n, group, 1))
     out = torch.zeros_like(q)
     positions = torch.arange(_CHUNK, dtype=torch.int32, device=q.device)
     for at in range(0, k.shape[1], _CHUNK):
         scores = torch.bmm(q, k[:, at : at + _CHUNK].transpose(1, 2))
-        scores.masked_fill_((positions + at >= lengths[:, None])[:, None], -math.inf)
+        if soft_cap:  # tanh(x) as 1 - 2 / (e**2x + 1): bits of exp depend on no vector width
+            scores = (1 - 2 / (scores * (2 / soft_cap)).exp_().add_(1)).mul_(soft_cap)
+        hidden = positions + at >= lengths[:, None]
+        if window:
+            hidden |= positions + at < lengths[:, None] - window
+        scores.masked_fill_(hidden[:, None], -math.inf)
         top = torch.maximum(best, scores.amax(-1, keepdim=True))
         weights = scores.sub_(top).exp_()
         fade = best.sub_(top).exp_()

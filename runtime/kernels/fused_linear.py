@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,22 +21,38 @@ class FusedLinear(Linear):
     itself adds the residual. Deterministic: one product for every number of rows, the rest row by row."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation, deterministic: bool
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
+        deterministic: bool,
+        gated: bool = True,
+        norm: Callable = rms_norm_triton,
     ) -> None:
-        super().__init__(self._product, rms_norm_triton, partial(gated_activation_triton, activation=activation))
-        self.weight, self.bias, self.activation, self.deterministic = weight, bias, activation, deterministic
+        super().__init__(self._product, norm, partial(gated_activation_triton, activation=activation, gated=gated))
+        self.weight, self.bias, self.deterministic = weight, bias, deterministic
+        self.folded = activation if gated else None  # what the kernel of few rows can do after the product
         self.few_rows = partial(few_rows_linear_triton, weight=weight, bias=bias)
 
     def _few(self, x: torch.Tensor) -> bool:
         return len(x) <= MAX_ROWS and not self.deterministic
+
+    def _few_normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, **options: Any) -> torch.Tensor:
+        if self.norm is rms_norm_triton:
+            return self.few_rows(x, norm_weight=norm_weight, eps=eps, **options)
+        return self.few_rows(self.norm(x, norm_weight, eps), **options)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.deterministic:
             return fixed_linear_triton(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        if self._few(x):
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, post_norm: torch.Tensor | None = None, eps: float = 0.0
+    ) -> None:
+        if post_norm is not None:
+            self.norm(self.few_rows(x) if self._few(x) else self._product(x), post_norm, eps, residual)
+        elif self._few(x):
             self.few_rows(x, residual=residual)
         elif self.deterministic:
             fixed_linear_triton(x, self.weight, self.bias, residual=residual)
@@ -45,13 +63,14 @@ class FusedLinear(Linear):
 
     def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         if self._few(x):
-            return self.few_rows(x, norm_weight=norm_weight, eps=eps)
+            return self._few_normed(x, norm_weight, eps)
         return super().normed(x, norm_weight, eps)
 
     def gated(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if self._few(x):
-            return self.few_rows(x, norm_weight=norm_weight, eps=eps, activation=self.activation)
-        return super().gated(x, norm_weight, eps)
+        if not self._few(x):
+            return super().gated(x, norm_weight, eps)
+        y = self._few_normed(x, norm_weight, eps, activation=self.folded)
+        return self.activate(y) if self.folded is None else y
 
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
@@ -59,8 +78,8 @@ class FusedLinear(Linear):
         """In fp32: rounded to bf16, the best two of 128,000 logits are often the same number."""
         weight, bias, wide = self.weight, self.bias, torch.float32
         if self._few(x):
-            return self.few_rows(x, norm_weight=norm_weight, eps=eps, out_dtype=wide, out=out)
-        h = self.rms_norm(x, norm_weight, eps)
+            return self._few_normed(x, norm_weight, eps, out_dtype=wide, out=out)
+        h = self.norm(x, norm_weight, eps)
         if self.deterministic:
             return fixed_linear_triton(h, weight, bias, wide, out)
         if h.dtype == wide or bias is not None or not h.is_cuda:

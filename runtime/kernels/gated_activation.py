@@ -1,4 +1,4 @@
-"""The gated activation of the feed-forward layer: act(gate) * up, where act(x) is x * sigmoid(z(x)).
+"""The gated activation of the feed-forward layer: act(gate) * up, where act(x) is x * sigmoid(z(x)); or act(up) alone.
 
 silu       z = x
 gelu_tanh  z = 2 sqrt(2 / pi) (x + 0.044715 x^3), as (1 + tanh(y)) / 2 is sigmoid(2 y)
@@ -20,26 +20,29 @@ _GELU_SCALE = 2.0 * math.sqrt(2.0 / math.pi)
 _BLOCK = 1024  # columns of a program
 
 
-def gated_activation_torch(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """[num_tokens, 2 * ffn] -> [num_tokens, ffn]."""
-    gate, up = gate_up.chunk(2, -1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+def gated_activation_torch(gate_up: torch.Tensor, activation: Activation, gated: bool = True) -> torch.Tensor:
+    """[num_tokens, 2 * ffn] -> [num_tokens, ffn]; without a gate, [num_tokens, ffn] to the same."""
+    gate, *up = gate_up.chunk(2, -1) if gated else (gate_up,)
+    out = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return out.mul_(up[0]) if gated else out
 
 
-def gated_activation_exact(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gated_activation_exact(gate_up: torch.Tensor, activation: Activation, gated: bool = True) -> torch.Tensor:
     """`gated_activation_torch` whose bits do not depend on the number of rows: F.silu's vector body and scalar tail
     differ in the last bit, and where the tail falls depends on how threads share the rows; exp's do not, and the rest
     is exactly rounded."""
-    gate, up = gate_up.float().chunk(2, -1)
+    gate, *up = gate_up.float().chunk(2, -1) if gated else (gate_up.float(),)
     z = gate if activation == "silu" else (gate * gate * gate).mul_(0.044715).add_(gate).mul_(_GELU_SCALE)
-    return (gate / z.neg().exp_().add_(1.0)).mul_(up).to(gate_up.dtype)
+    out = gate / z.neg().exp_().add_(1.0)
+    return (out.mul_(up[0]) if gated else out).to(gate_up.dtype)
 
 
 @jit
 def _gated_activation_kernel(
-    gate_up_ptr,  # [num_tokens, 2 * ffn] contiguous
+    gate_up_ptr,  # [num_tokens, 2 * ffn] contiguous, or [num_tokens, ffn] without GATED
     out_ptr,  # [num_tokens, ffn] contiguous
     ffn,
+    GATED: tl.constexpr,
     GELU_SCALE: tl.constexpr,  # 0: silu
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -50,24 +53,28 @@ def _gated_activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < ffn
-    at = gate_up_ptr + row * 2 * ffn + cols
+    at = gate_up_ptr + row * (2 * ffn if GATED else ffn) + cols
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + ffn, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.load(at + ffn, mask=inside, other=0.0).to(tl.float32)
     z = gate
     if GELU_SCALE != 0.0:
         z = GELU_SCALE * (gate + 0.044715 * gate * gate * gate)
-    out = gate / (1.0 + tl.exp(-z)) * up
+    out = gate / (1.0 + tl.exp(-z))
+    if GATED:
+        out *= up
     tl.store(out_ptr + row * ffn + cols, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gated_activation_triton(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gated_activation_triton(gate_up: torch.Tensor, activation: Activation, gated: bool = True) -> torch.Tensor:
     """`gated_activation_torch` as one kernel; an element's bits depend on nothing but its own two inputs."""
-    num_tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
+    num_tokens, ffn = gate_up.shape[0], gate_up.shape[1] // (2 if gated else 1)
     out = torch.empty((num_tokens, ffn), dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         pdl = use_pdl(gate_up)
         _gated_activation_kernel[(num_tokens, -(-ffn // _BLOCK))](
             gate_up, out, ffn,
-            GELU_SCALE=0.0 if activation == "silu" else _GELU_SCALE, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            GATED=gated, GELU_SCALE=0.0 if activation == "silu" else _GELU_SCALE, BLOCK=_BLOCK, PDL=pdl, num_warps=4,
+            launch_pdl=pdl,
         )  # fmt: skip
     return out

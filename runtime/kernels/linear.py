@@ -24,19 +24,26 @@ class Linear:
 
     This is the plain form, from the separate operations; runtime.kernels.fused_linear has the one for GPUs."""
 
-    def __init__(self, product: Product, rms_norm: Callable, activate: Callable) -> None:
-        self.product, self.rms_norm, self.activate = product, rms_norm, activate
+    def __init__(self, product: Product, norm: Callable, activate: Callable) -> None:
+        self.product, self.norm, self.activate = product, norm, activate
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        """residual += linear(x), in place."""
-        residual.add_(self.product(x))
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, post_norm: torch.Tensor | None = None, eps: float = 0.0
+    ) -> None:
+        """residual += linear(x), in place; with `post_norm`, an RMS norm's weight, norm(linear(x))."""
+        if post_norm is None:
+            residual.add_(self.product(x))
+        else:
+            self.norm(self.product(x), post_norm, eps, residual)
 
     def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """linear(rms_norm(x))."""
-        return self.product(self.rms_norm(x, norm_weight, eps))
+        """linear(norm(x))."""
+        return self.product(self.norm(x, norm_weight, eps))
 
     def gated(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """activation(gate) * up of the normed input; the weight's rows are the gate's, then the up projection's."""
+        """activation(gate) * up of the normed input; the weight's rows are the gate's, then the up projection's.
+
+        Where there is no gate, activation(up)."""
         return self.activate(self.normed(x, norm_weight, eps))
 
     def logits(

@@ -1,4 +1,5 @@
-"""Root-mean-square norm (arXiv 1910.07467). What it normalises is complete: products add to the residual themselves."""
+"""Root-mean-square norm (arXiv 1910.07467). What it normalises is complete: products add to the residual themselves,
+unless a family norms them first."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 
 def rms_norm_torch(
     x: torch.Tensor,  # [num_tokens, hidden]
-    weight: torch.Tensor,  # [hidden]
+    weight: torch.Tensor,  # [hidden], of x's dtype or fp32
     eps: float,
+    residual: torch.Tensor | None = None,  # [num_tokens, hidden] contiguous: added to in place and returned
 ) -> torch.Tensor:
     """norm(x) * weight, computed in fp32, returned in x's dtype."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    y = F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+    return y if residual is None else residual.add_(y)
 
 
 @jit
@@ -25,6 +28,7 @@ def _rms_norm_kernel(
     x_stride,
     hidden,
     eps,
+    RESIDUAL: tl.constexpr,  # out is added to
     BLOCK: tl.constexpr,  # power of two, at least hidden
     PDL: tl.constexpr,
 ):
@@ -37,18 +41,22 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / hidden + eps)
-    out = (x * scale * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * hidden + cols, out, mask=inside)
+    out = x * scale * weight
+    if RESIDUAL:
+        out += tl.load(out_ptr + row * hidden + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * hidden + cols, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """`rms_norm_torch` as one kernel, a program a row; x's rows may be strided."""
     num_tokens, hidden = x.shape
-    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device) if residual is None else residual
     if num_tokens:
         block, pdl = next_power_of_2(hidden), use_pdl(x)
         _rms_norm_kernel[(num_tokens,)](
             x, weight, out, x.stride(0), hidden, eps,
-            BLOCK=block, PDL=pdl, num_warps=min(max(block // 256, 1), 8), launch_pdl=pdl,
+            RESIDUAL=residual is not None, BLOCK=block, PDL=pdl, num_warps=min(max(block // 256, 1), 8), launch_pdl=pdl,
         )  # fmt: skip
     return out

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.models.spec import RopeSpec
 
 _TILE = 2048  # elements of a program
@@ -17,19 +18,56 @@ _TILE = 2048  # elements of a program
 def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.dtype) -> torch.Tensor:
     """[2, num_positions, head_dim]: cos, and sin with its first half negated, so that rotate_half is a plain roll.
 
-    Frequencies as in transformers' modeling_rope_utils; llama3 is the smooth band between kept short wavelengths and
-    fully stretched long ones of Llama 3.1's reference code."""
-    freqs = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    if rope.type == "linear":
-        freqs = freqs / rope.factor
-    elif rope.type == "llama3":
-        wavelengths = 2 * math.pi / freqs
-        low, high = rope.low_freq_factor, rope.high_freq_factor
-        smooth = ((rope.original_positions / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-        freqs = (1 - smooth) * freqs / rope.factor + smooth * freqs
-    angles = torch.arange(num_positions).float()[:, None] * freqs
-    cos, sin = angles.cos(), angles.sin()
+    Dimension i turns with i + head_dim / 2; where only a share of the head turns, those that do come first in either
+    half (the decoder orders the weights so), and the others have cos 1 and sin 0."""
+    turning = int(head_dim * rope.partial)
+    positions = torch.arange(num_positions)
+    angles = positions.float()[:, None] * _frequencies(rope, turning, positions)
+    pad = (0, (head_dim - turning) // 2)
+    cos = F.pad(angles.cos() * rope.attention_factor, pad, value=1.0)
+    sin = F.pad(angles.sin() * rope.attention_factor, pad)
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).to(dtype)
+
+
+def _frequencies(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """[dim / 2], or [num_positions, dim / 2]: as in transformers' modeling_rope_utils.
+
+    linear    all frequencies divided by the factor
+    dynamic   a larger theta beyond the original context (NTK). transformers takes it from the length of the whole
+              sequence at each step; a cache that requests share cannot, so a position has that of the sequence that
+              it ends, which is what transformers computes where it decodes from a prompt within the context
+    llama3    the smooth band between kept short wavelengths and fully stretched long ones, of Llama 3.1's code
+    yarn      the same between two numbers of turns in the original context, linear in the dimension (2309.00071)
+    longrope  divisors by dimension (2402.13753), another set beyond the original context. transformers changes sets,
+              and computes all keys anew, when a sequence becomes so long; here the sets differ between servers, not
+              between requests: one of up to the original context has the short set, any other the long one"""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    freqs = 1.0 / rope.theta**exponents
+    original = rope.original_positions
+    match rope.type:
+        case "linear":
+            return freqs / rope.factor
+        case "dynamic":
+            lengths = (positions + 1).clamp(min=original)
+            thetas = rope.theta * ((rope.factor * lengths / original) - (rope.factor - 1)) ** (dim / (dim - 2))
+            return 1.0 / thetas[:, None] ** exponents
+        case "llama3":
+            wavelengths = 2 * math.pi / freqs
+            low, high = rope.low_freq_factor, rope.high_freq_factor
+            smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+            return (1 - smooth) * freqs / rope.factor + smooth * freqs
+        case "yarn":
+            turns = (rope.beta_fast, rope.beta_slow)
+            low, high = (dim * math.log(original / (n * 2 * math.pi)) / (2 * math.log(rope.theta)) for n in turns)
+            if rope.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dim - 1)
+            ramp = ((torch.arange(dim // 2).float() - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+            return freqs / rope.factor * ramp + freqs * (1 - ramp)
+        case "longrope":
+            factors = rope.long_factor if len(positions) > original else rope.short_factor
+            return 1.0 / (torch.tensor(factors) * rope.theta**exponents)
+    return freqs
 
 
 def rope_rows_torch(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,7 +97,7 @@ def rope_store_kv_torch(
     qk = qkv[:, : num_heads + num_kv_heads]
     if q_norm is not None:
         for part, weight in ((qk[:, :num_heads], q_norm), (qk[:, num_heads:], k_norm)):
-            part.copy_(F.rms_norm(part, weight.shape, weight, eps))
+            part.copy_(rms_norm_torch(part, weight, eps))
     # Products and sum are separate, hence each exactly rounded: bits depend on no vector width and no thread split.
     cos, sin = rope
     turned = qk.roll(head_dim // 2, -1).mul_(sin)

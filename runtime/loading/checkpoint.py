@@ -1,7 +1,7 @@
 """Model weights from disk, one tensor at a time: a folder of safetensors files, or a GGUF file.
 
-Both are mapped into memory and read tensor by tensor, so that loading needs no more than the model and one tensor's
-source beside it. Every length in a header is checked before it is used.
+Both are mapped into memory and read tensor by tensor, and what was read is let go, so that loading needs no more than
+the model and one tensor's source beside it. Every length in a header is checked before it is used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import mmap
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,9 +19,11 @@ import numpy as np
 import torch
 
 from runtime.core.types import CallboardError
+from runtime.loading.dequantize import dequantize
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, read_json, weight_files
-from runtime.loading.gguf import GgufFile, dequantize
-from runtime.loading.gguf_architectures import gguf_eos_token_ids, read_gguf_model
+from runtime.loading.gguf import GgufFile
+from runtime.loading.gguf_architectures import Source, gguf_eos_token_ids, read_gguf_model
+from runtime.loading.mapped import MappedFile
 from runtime.loading.upload import Uploader
 
 _SAFETENSORS_DTYPES = {
@@ -51,7 +52,7 @@ class _Stored:
     type_name: str
     shape: tuple[int, ...]
     file_index: int
-    offset: int
+    offset: int  # from the start of the file
     data: memoryview
 
 
@@ -74,6 +75,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
         """A new tensor, read, dequantised if need be, and converted; raises CallboardError if there is no such name."""
+
+    def type_name(self, name: str) -> str:
+        """The type of a tensor in its file, such as BF16 or Q4_K."""
+        return self._stored(name).type_name
 
     @abstractmethod
     def _stored(self, name: str) -> _Stored: ...
@@ -116,28 +121,31 @@ class GgufCheckpoint(Checkpoint):
         return sorted(self._model.sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file.tensors[self._source(name)].shape
+        return self._source(name).shape
 
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        stored = self._file.tensors[self._source(name)]
-        raw = self._model.raw(name)
-        out = torch.empty(stored.shape, dtype=dtype, device=device)
+        source, raw = self._source(name), self._model.raw(name)
+        stored_shape = source.shape[::-1] if source.transposed else source.shape
+        out = torch.empty(stored_shape, dtype=dtype, device=device)
         rows = out.view(len(raw), -1)
-        step = max(1, _DEQUANTIZED_AT_ONCE // stored.shape[-1])
+        step = max(1, _DEQUANTIZED_AT_ONCE // stored_shape[-1])
         for start in range(0, len(raw), step):
-            weights = dequantize(raw[start : start + step], stored.type_name)
+            weights = dequantize(raw[start : start + step], source.tensor.type_name)
+            if source.plus_one:
+                weights = weights - np.float32(1)
             # A row slice may be a read-only view of the file; from_numpy takes writable arrays only.
             rows[start : start + step] = torch.from_numpy(weights if weights.flags.writeable else weights.copy())
-        return out
+        self._file.forget(source.tensor.name)
+        return out.T.contiguous() if source.transposed else out
 
-    def _source(self, name: str) -> str:
+    def _source(self, name: str) -> Source:
         if name not in self._model.sources:
             raise CallboardError(f"{self._file.path} has no tensor {name!r}; the file is incomplete.")
         return self._model.sources[name]
 
     def _stored(self, name: str) -> _Stored:
-        t = self._file.tensors[self._source(name)]
-        return _Stored(t.type_name, t.shape, 0, t.offset, self._file.raw(t.name).reshape(-1).data)
+        t = self._source(name).tensor
+        return _Stored(t.type_name, t.shape, t.part, t.offset, self._file.raw(t.name).reshape(-1).data)
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -148,8 +156,10 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = read_json(folder / "config.json")
         self.eos_token_ids = folder_eos_token_ids(folder, self.config)
         self._tensors: dict[str, _Stored] = {}
+        self._files: list[MappedFile] = []
         for index, path in enumerate(weight_files(folder)):
-            for name, stored in _read_safetensors(path, index):
+            self._files.append(file := MappedFile(path))
+            for name, stored in _read_safetensors(path, file, index):
                 if name in self._tensors:
                     raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
                 self._tensors[name] = stored
@@ -173,6 +183,7 @@ class SafetensorsCheckpoint(Checkpoint):
             self._uploader.upload(stored.data, raw)
         else:
             raw.numpy()[:] = np.frombuffer(stored.data, np.uint8)
+        self._files[stored.file_index].forget(stored.offset, len(stored.data))
         return source.to(dtype)
 
     @cached_property
@@ -185,14 +196,9 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._tensors[name]
 
 
-def _read_safetensors(path: Path, file_index: int) -> list[tuple[str, _Stored]]:
+def _read_safetensors(path: Path, file: MappedFile, file_index: int) -> list[tuple[str, _Stored]]:
     """The tensors of one file: u64 header length | JSON header | data (the safetensors format)."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b"")
-    except OSError as e:
-        raise CallboardError(f"{path} cannot be read: {e.strerror}.") from e
+    data, size = file.data, file.size
     header_len = int.from_bytes(data[:8], "little")
     if size < 8 or header_len > min(size - 8, _MAX_HEADER_BYTES):
         raise CallboardError(f"{path}: a header of {header_len} bytes is announced in a file of {size}; it is cut off.")
@@ -225,7 +231,7 @@ def _read_safetensors(path: Path, file_index: int) -> list[tuple[str, _Stored]]:
             raise CallboardError(
                 f"{path}: tensor {name!r} has {end - start} bytes, which its shape {shape} of {dtype} does not need."
             )
-        tensors.append((name, _Stored(dtype, tuple(shape), file_index, start, data[start:end])))
+        tensors.append((name, _Stored(dtype, tuple(shape), file_index, 8 + header_len + start, data[start:end])))
     return tensors
 
 

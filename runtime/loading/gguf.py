@@ -1,4 +1,4 @@
-"""A strict reader of the GGUF container (versions 2 and 3) and the dequantisation of its tensors, without torch.
+"""A strict reader of the GGUF container (versions 2 and 3), in one file or split over several, without torch.
 
 Layout (ggml/docs/gguf.md): magic, version, counts | metadata: key, type, value ... | tensor infos: name, dims, type,
 offset ... | padding | tensor data. Every length in the file is checked against the bytes that are left before anything
@@ -8,7 +8,6 @@ is allocated for it, so a corrupt or hostile file costs no more memory than its 
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.types import CallboardError
+from runtime.loading.mapped import MappedFile
 
 T = TypeVar("T")
 
-# Type number: (name, weights in one block, bytes of one block). ggml.h; the gaps are types that ggml has removed.
+# Type number: (name, weights in one block, bytes of one block), from ggml.h.
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -35,19 +35,27 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
+}
+# Types that no code here decodes, for the error that names them.
+_OTHER_TYPES = {
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
 }
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -62,19 +70,45 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]  # outermost first, so a linear layer is [out, in]
     type_name: str
-    offset: int  # bytes from the start of the file
+    part: int  # of a split file; 0 is the first
+    offset: int  # bytes from the start of the part
     nbytes: int
 
 
 class GgufFile:
-    """One GGUF file: its metadata, its tensor infos, and its bytes mapped into memory.
+    """A GGUF file and, if it is the first part of a split one, all the others: metadata, tensor infos, mapped bytes.
 
-    Raises CallboardError, which names the file and the key or tensor at fault, if the file is not exactly in order."""
+    Raises CallboardError, which names the file and the key or tensor at fault, if a file is not exactly in order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.tensors: dict[str, GgufTensor] = {}
+        self._parts: list[MappedFile] = []
+        self.metadata = self._read(path)
+        for number, other in enumerate(self._other_parts(), 1):
+            theirs = self._read(other)
+            if theirs.get("split.no") != number or theirs.get("split.count") != self.metadata["split.count"]:
+                raise CallboardError(f"{other} is not part {number + 1} of the file that begins with {path}.")
+        if len(self.tensors) != (count := self.value("split.tensors.count", int, len(self.tensors))):
+            raise CallboardError(f"{path} and its other parts have {len(self.tensors)} tensors, not {count}.")
+
+    def _other_parts(self) -> list[Path]:
+        """The files beside this one that it names; their names end alike (llama.cpp's llama_split_path)."""
+        count, number = self.value("split.count", int, 0), self.value("split.no", int, 0)
+        if count <= 1:
+            return []
+        suffix = f"-{number + 1:05d}-of-{count:05d}.gguf"
+        if not self.path.name.endswith(suffix):
+            raise CallboardError(f"{self.path} is part {number + 1} of {count}; it must be called *{suffix}.")
+        stem = self.path.name.removesuffix(suffix)
+        parts = [self.path.with_name(f"{stem}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+        if number:
+            raise CallboardError(f"{self.path} is part {number + 1} of {count}; name the first one, {parts[0].name}.")
+        return parts[1:]
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Adds one file's tensors; returns its metadata."""
         cursor = _Cursor(path)
-        self.size = cursor.size
         if (magic := cursor.take(4)) != b"GGUF":
             raise cursor.error(f"starts with {magic!r}, not with b'GGUF', so it is no GGUF file")
         version = cursor.scalar("I")
@@ -86,16 +120,14 @@ class GgufFile:
         cursor.check_count(num_keys, 13, "metadata entries")  # a key of no characters, a type, one byte
         cursor.check_count(num_tensors, 24, "tensors")
 
-        self.metadata: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for index in range(num_keys):
             cursor.where = f"the key of metadata entry {index}"
             key = cursor.string()
             cursor.where = f"metadata key {key!r}"
-            if key in self.metadata:
+            if key in metadata:
                 raise cursor.error("occurs twice")
-            self.metadata[key] = cursor.value()
-        if (splits := self.metadata.get("split.count", 1)) != 1:
-            raise CallboardError(f"{path} is one of {splits} split files; join them with `llama-gguf-split --merge`.")
+            metadata[key] = cursor.value()
 
         infos: list[tuple[str, tuple[int, ...], int, int]] = []
         for index in range(num_tensors):
@@ -108,29 +140,30 @@ class GgufFile:
             dims = tuple(cursor.scalar("Q") for _ in range(num_dims))
             infos.append((name, dims[::-1], cursor.scalar("I"), cursor.scalar("Q")))
 
-        alignment = self.value("general.alignment", int, 32)
-        if alignment < 1 or alignment & (alignment - 1):
-            raise CallboardError(f"{path}: general.alignment is {alignment}; it must be a power of two.")
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise CallboardError(f"{path}: general.alignment is {alignment!r}; it must be a power of two.")
         data_start = -(-cursor.at // alignment) * alignment
-        self.tensors: dict[str, GgufTensor] = {}
         for name, shape, ggml_type, offset in infos:
             cursor.where = f"tensor {name!r}"
             if name in self.tensors:
                 raise cursor.error("occurs twice")
             if ggml_type not in GGML_TYPES:
                 known = ", ".join(n for n, _, _ in GGML_TYPES.values())
-                raise cursor.error(f"has the unknown type {ggml_type}; the types read here are {known}")
+                kind = _OTHER_TYPES.get(ggml_type, f"number {ggml_type}")
+                raise cursor.error(f"has the type {kind}, which is not supported; supported are {known}")
             type_name, block, block_bytes = GGML_TYPES[ggml_type]
             if 0 in shape or shape[-1] % block:
                 raise cursor.error(f"has the shape {list(shape)}, which {type_name} blocks of {block} cannot fill")
             nbytes = math.prod(shape) // block * block_bytes
-            if offset % alignment or data_start + offset + nbytes > self.size:
+            if offset % alignment or data_start + offset + nbytes > cursor.size:
                 raise cursor.error(
-                    f"should lie at byte {data_start + offset} with {nbytes} bytes, but the file has {self.size} bytes "
-                    f"and an alignment of {alignment}; it is cut off or corrupt"
+                    f"should lie at byte {data_start + offset} with {nbytes} bytes, but the file has {cursor.size} "
+                    f"bytes and an alignment of {alignment}; it is cut off or corrupt"
                 )
-            self.tensors[name] = GgufTensor(name, shape, type_name, data_start + offset, nbytes)
-        self._bytes = np.frombuffer(cursor.data, np.uint8)
+            self.tensors[name] = GgufTensor(name, shape, type_name, len(self._parts), data_start + offset, nbytes)
+        self._parts.append(cursor.file)
+        return metadata
 
     def value(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The metadata value of `key`, checked to be of `kind`; without a default, a missing key is an error."""
@@ -146,7 +179,13 @@ class GgufFile:
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The stored bytes of a tensor, one row of its last dimension a line: [num_rows, row_bytes], read-only."""
         tensor = self.tensors[name]
-        return self._bytes[tensor.offset : tensor.offset + tensor.nbytes].reshape(math.prod(tensor.shape[:-1]), -1)
+        stored = self._parts[tensor.part].data[tensor.offset : tensor.offset + tensor.nbytes]
+        return np.frombuffer(stored, np.uint8).reshape(math.prod(tensor.shape[:-1]), -1)
+
+    def forget(self, name: str) -> None:
+        """Takes a tensor's bytes, as far as they were read, out of this process' memory."""
+        tensor = self.tensors[name]
+        self._parts[tensor.part].forget(tensor.offset, tensor.nbytes)
 
 
 class _Cursor:
@@ -154,12 +193,8 @@ class _Cursor:
 
     def __init__(self, path: Path) -> None:
         self.path, self.at, self.where = path, 0, "the header"
-        try:
-            with path.open("rb") as file:
-                self.size = file.seek(0, 2)
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else b""
-        except OSError as e:
-            raise CallboardError(f"{path} cannot be read: {e.strerror}.") from e
+        self.file = MappedFile(path)
+        self.data, self.size = self.file.data, self.file.size
 
     def error(self, what: str) -> CallboardError:
         return CallboardError(f"{self.path}: {self.where} {what}.")
@@ -173,7 +208,7 @@ class _Cursor:
     def take(self, size: int) -> bytes:
         self.check_count(size, 1, "bytes")
         self.at += size
-        return self.data[self.at - size : self.at]
+        return bytes(self.data[self.at - size : self.at])
 
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack("<" + code, self.take(struct.calcsize(code)))
@@ -221,54 +256,3 @@ class _Cursor:
         dtype = np.dtype("<" + _SCALARS[element])
         self.check_count(count, dtype.itemsize, "numbers")
         return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
-
-
-_Q4_0 = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
-_Q4_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
-_Q5_0 = np.dtype([("d", "<f2"), ("qh", "<u4"), ("qs", "u1", 16)])
-_Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
-
-
-def dequantize(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
-    """The weights of whole rows of blocks: raw [num_rows, row_bytes] -> float32 [num_rows, row_len].
-
-    The common formats are spelled out here (block layouts: ggml-common.h), several times as fast as the `gguf`
-    package's; it does the others. In a 4-bit block the low nibbles are weights 0-15, the high ones 16-31."""
-    raw = np.ascontiguousarray(raw)
-    match type_name:
-        case "F32":
-            return raw.view("<f4")
-        case "F16":
-            return raw.view("<f2").astype(np.float32)
-        case "BF16":
-            return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-        case "Q8_0":
-            blocks = raw.reshape(-1).view(_Q8_0)
-            out = blocks["qs"] * blocks["d"].astype(np.float32)[:, None]
-        case "Q4_0":
-            blocks = raw.reshape(-1).view(_Q4_0)
-            out = (_nibbles(blocks["qs"]) - np.float32(8)) * blocks["d"].astype(np.float32)[:, None]
-        case "Q4_1":
-            blocks = raw.reshape(-1).view(_Q4_1)
-            out = _nibbles(blocks["qs"])
-            out *= blocks["d"].astype(np.float32)[:, None]
-            out += blocks["m"].astype(np.float32)[:, None]
-        case "Q5_0":
-            blocks = raw.reshape(-1).view(_Q5_0)
-            out = _nibbles(blocks["qs"])
-            fifth = (blocks["qh"][:, None] >> np.arange(32, dtype=np.uint32)) & 1
-            out += fifth.astype(np.float32) * 16 - 16
-            out *= blocks["d"].astype(np.float32)[:, None]
-        case _:
-            from gguf import GGMLQuantizationType, quants
-
-            out = quants.dequantize(raw, GGMLQuantizationType[type_name])
-    return out.reshape(len(raw), -1)
-
-
-def _nibbles(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """[num_blocks, 16] bytes -> [num_blocks, 32] numbers from 0 to 15."""
-    out = np.empty((len(packed), 32), np.float32)
-    np.bitwise_and(packed, 15, out=out[:, :16], casting="unsafe")
-    np.right_shift(packed, 4, out=out[:, 16:], casting="unsafe")
-    return out

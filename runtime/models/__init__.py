@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.types import CallboardError
-from runtime.models import llama, qwen
+from runtime.models import gemma, gpt2, llama, mistral, phi, qwen
+from runtime.models.layout import Layout
 from runtime.models.spec import DecoderSpec
 
-FAMILIES: dict[str, ModuleType] = {  # each with decoder_spec(config) and NAMES
-    "LlamaForCausalLM": llama,
-    "Qwen2ForCausalLM": qwen,
-    "Qwen3ForCausalLM": qwen,
+_RANDOM = "logits and greedy tokens of random weights, against transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture as people know it, and how its checkpoints are read."""
+
+    models: str  # the published models that it stands for
+    example: str  # one of them on the Hugging Face hub
+    decoder_spec: Callable[[Mapping[str, Any]], DecoderSpec]  # of a config.json
+    layout: Layout
+    verified: str = _RANDOM  # what was compared, and with what
+
+
+FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures`
+    "GPT2LMHeadModel": Family("GPT-2, DistilGPT2", "openai-community/gpt2", gpt2.decoder_spec, gpt2.LAYOUT),
+    "Gemma2ForCausalLM": Family("Gemma 2", "google/gemma-2-2b-it", gemma.gemma2_spec, gemma.LAYOUT),
+    "Gemma3ForCausalLM": Family("Gemma 3 270M, 1B", "google/gemma-3-270m", gemma.gemma3_spec, gemma.LAYOUT),
+    "Gemma3ForConditionalGeneration": Family(
+        "Gemma 3 4B, 12B, 27B, without images", "google/gemma-3-4b-it", gemma.gemma3_spec, gemma.LAYOUT
+    ),
+    "LlamaForCausalLM": Family(
+        "Llama 2, 3, 3.1, 3.2; SmolLM2",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        llama.decoder_spec,
+        llama.LAYOUT,
+        f"{_RANDOM}; texts and perplexity of SmolLM2-135M-Instruct",
+    ),
+    "MistralForCausalLM": Family(
+        "Mistral 7B v0.1-v0.3", "mistralai/Mistral-7B-Instruct-v0.3", mistral.decoder_spec, mistral.LAYOUT
+    ),
+    "MixtralForCausalLM": Family(
+        "Mixtral 8x7B, 8x22B",
+        "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        mistral.moe_decoder_spec,
+        mistral.MOE_LAYOUT,
+        f"{_RANDOM}; a text of SmolLM2-135M-Instruct with copies of its feed-forward layers as experts",
+    ),
+    "Phi3ForCausalLM": Family(
+        "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "microsoft/Phi-4-mini-instruct", phi.decoder_spec, phi.LAYOUT
+    ),
+    "Qwen2ForCausalLM": Family("Qwen2, Qwen2.5", "Qwen/Qwen2.5-0.5B-Instruct", qwen.decoder_spec, qwen.LAYOUT),
+    "Qwen3ForCausalLM": Family("Qwen3", "Qwen/Qwen3-0.6B", qwen.decoder_spec, qwen.LAYOUT),
+    "Qwen3MoeForCausalLM": Family("Qwen3-MoE", "Qwen/Qwen3-30B-A3B", qwen.moe_decoder_spec, qwen.MOE_LAYOUT),
 }
 
 
-def describe(config: Mapping[str, Any]) -> tuple[DecoderSpec, dict[str, str]]:
-    """The spec of a config.json, and the names of its checkpoint's tensors (see llama.NAMES).
+def describe(config: Mapping[str, Any]) -> tuple[DecoderSpec, Layout]:
+    """The spec of a config.json, and how its checkpoint stores it.
 
     Raises CallboardError if the architecture, or a variant that the config asks for, is not supported."""
     name = (config.get("architectures") or [None])[0]
@@ -26,6 +67,6 @@ def describe(config: Mapping[str, Any]) -> tuple[DecoderSpec, dict[str, str]]:
         raise CallboardError(f"The model's architecture is {name}; supported are {', '.join(sorted(FAMILIES))}.")
     family = FAMILIES[name]
     try:
-        return family.decoder_spec(config), family.NAMES
+        return family.decoder_spec(config), family.layout
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e

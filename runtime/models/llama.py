@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.core.types import CallboardError
-from runtime.models.spec import DecoderSpec, RopeSpec
+from runtime.models.layout import Layout
+from runtime.models.rope import context, rope_spec
+from runtime.models.spec import DecoderSpec
 
-# Our parameter -> the checkpoint's tensor; {} is the layer, .weight or .bias follows a linear map's name.
-NAMES = {
+LAYOUT = Layout({
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
@@ -22,25 +23,7 @@ NAMES = {
     "gate": "model.layers.{}.mlp.gate_proj",
     "up": "model.layers.{}.mlp.up_proj",
     "down": "model.layers.{}.mlp.down_proj",
-}
-
-
-def rope_spec(config: Mapping[str, Any]) -> RopeSpec:
-    """From `rope_theta` + `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5)."""
-    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta", 10000.0)} | (
-        config.get("rope_scaling") or {}
-    )
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-    if kind == "default":
-        return RopeSpec(theta)
-    if kind == "linear":
-        return RopeSpec(theta, "linear", float(rope["factor"]))
-    if kind == "llama3":
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        original = int(rope["original_max_position_embeddings"])
-        return RopeSpec(theta, "llama3", float(rope["factor"]), low, high, original)
-    raise CallboardError(f"The model's rope type is {kind!r}; supported are default, linear and llama3.")
+})  # fmt: skip
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
@@ -48,6 +31,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     if config.get("hidden_act", "silu") != "silu":
         raise CallboardError(f"The model's hidden_act is {config['hidden_act']!r}; supported is silu.")
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    rope = rope_spec(config)
     return DecoderSpec(
         num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
@@ -56,9 +40,9 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         head_dim=config.get("head_dim") or hidden // heads,
         ffn_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        max_positions=config.get("max_position_embeddings", 2048),
+        max_positions=context(config, rope),
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=rope_spec(config),
+        rope=rope,
         tied_head=config.get("tie_word_embeddings", False),
         qkv_bias=config.get("attention_bias", False),
         out_bias=config.get("attention_bias", False),

@@ -1,4 +1,4 @@
-"""The dense Qwen family: Qwen3 (an RMSNorm on each head's q and k), Qwen2 and Qwen2.5 (biases on q, k and v)."""
+"""The Qwen family: Qwen3 (an RMSNorm on each head's q and k), Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -8,19 +8,44 @@ from typing import Any
 
 from runtime.core.types import CallboardError
 from runtime.models import llama
-from runtime.models.spec import DecoderSpec
+from runtime.models.layout import Layout
+from runtime.models.spec import DecoderSpec, ExpertsSpec
 
-NAMES = llama.NAMES | {
+_QK_NORMS = {
     "q_norm": "model.layers.{}.self_attn.q_norm.weight",
     "k_norm": "model.layers.{}.self_attn.k_norm.weight",
 }
+_EXPERTS = {
+    "router": "model.layers.{}.mlp.gate",
+    "gate": "model.layers.{}.mlp.experts.{}.gate_proj",
+    "up": "model.layers.{}.mlp.experts.{}.up_proj",
+    "down": "model.layers.{}.mlp.experts.{}.down_proj",
+}
+LAYOUT = Layout({**llama.LAYOUT.names, **_QK_NORMS})
+MOE_LAYOUT = Layout({**LAYOUT.names, **_EXPERTS})
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The spec of a config.json; raises CallboardError for what llama refuses, and for sliding windows."""
-    if config.get("use_sliding_window"):
-        raise CallboardError("The model's use_sliding_window is true; only full attention is supported.")
-    spec = llama.decoder_spec(config)
+    """The spec of a dense model's config.json; raises CallboardError for what llama refuses."""
     if config["architectures"] == ["Qwen3ForCausalLM"]:
-        return replace(spec, qk_norm=True, head_dim=config.get("head_dim", 128))
-    return replace(spec, qkv_bias=True, out_bias=False)
+        config = {"head_dim": 128, **config}
+    spec, layers = llama.decoder_spec(config), range(config["num_hidden_layers"])
+    if config["architectures"] == ["Qwen2ForCausalLM"]:
+        spec = replace(spec, qkv_bias=True, out_bias=False)
+    else:
+        spec = replace(spec, qk_norm=True)
+    if not (config.get("use_sliding_window") and config.get("sliding_window")):
+        return spec
+    first = config.get("max_window_layers", 28)
+    types = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in layers]
+    return replace(spec, window=config["sliding_window"], sliding=tuple(t == "sliding_attention" for t in types))
+
+
+def moe_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a Qwen3-MoE's config.json; raises CallboardError for one with dense layers among the others."""
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise CallboardError("The model has dense layers between those of experts; only experts in all are supported.")
+    spec = decoder_spec(dict(config, max_window_layers=0))
+    num_experts = config.get("num_local_experts") or config["num_experts"]  # the name of transformers 5, and 4
+    experts = ExpertsSpec(num_experts, config["num_experts_per_tok"], config.get("norm_topk_prob", False))
+    return replace(spec, ffn_size=config["moe_intermediate_size"], experts=experts)

@@ -5,17 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding (arXiv 2104.09864), half-split layout, and how it is stretched to longer contexts."""
+    """Rotary position embedding (arXiv 2104.09864), half-split layout, and how it is stretched to longer contexts.
+
+    runtime.models.rope reads it from a config; runtime.kernels.rope.rope_table says what each type computes."""
 
     theta: float = 10000.0
-    type: Literal["default", "linear", "llama3"] = "default"
-    factor: float = 1.0  # context is stretched by this much; linear and llama3
+    type: RopeType = "default"
+    factor: float = 1.0  # context is stretched by this much; linear, dynamic, llama3 and yarn
     low_freq_factor: float = 1.0  # llama3: wavelengths above original_positions / this are stretched fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_positions / this are kept
-    original_positions: int = 8192  # llama3: the context before stretching
+    original_positions: int = 8192  # the context before stretching; all but default and linear
+    partial: float = 1.0  # share of head_dim that turns, its first dimensions; 0: no rotary positions
+    attention_factor: float = 1.0  # of cos and sin; yarn and longrope
+    beta_fast: float = 32.0  # yarn: dimensions that turn more often than this in the original context are kept
+    beta_slow: float = 1.0  # yarn: those that turn less often than this are stretched fully
+    truncate: bool = True  # yarn: the edges between are whole dimensions
+    short_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to the original context
+    long_factor: tuple[float, ...] = ()  # and beyond it
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of feed-forward layers in place of one; `ffn_size` is an expert's."""
+
+    num_experts: int
+    top_k: int  # experts of a token
+    normalized: bool  # their weights are made to sum to one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,31 +58,62 @@ class DecoderSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
+    fused: bool = False  # the checkpoint has q, k and v as one tensor, and gate and up as one
+    gated: bool = True  # the feed-forward layer has a gate; without, `up` alone is activated
+    experts: ExpertsSpec | None = None
+    norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
+    post_norms: bool = False  # a norm, too, after attention and the feed-forward layer, before the residual
+    learned_positions: bool = False  # an embedding of positions is added to that of tokens
+    embed_scale: float = 1.0  # of the tokens' embedding, rounded to the model's dtype
+    attn_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
+    attn_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
+    logit_soft_cap: float = 0.0  # the same of the logits
+    window: int = 0  # positions that a token of a sliding layer sees, itself included
+    sliding: tuple[bool, ...] = ()  # which layers are; (): none
+    local_rope: RopeSpec | None = None  # of sliding layers; None: that of the others
 
     def linears(self) -> dict[str, tuple[dict[str, tuple[int, int]], bool]]:
-        """A layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order."""
+        """A layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
+
+        Of a mixture, gate_up and down are those of each expert."""
         hidden, ffn = self.hidden_size, self.ffn_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        qkv = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        gate_up = {"gate": (ffn, hidden), "up": (ffn, hidden)}
+        if self.fused:
+            qkv, gate_up = {"qkv": (q + 2 * kv, hidden)}, {"gate_up": (2 * ffn, hidden)}
         return {
-            "qkv": ({"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}, self.qkv_bias),
+            "qkv": (qkv, self.qkv_bias),
             "out": ({"out": (hidden, q)}, self.out_bias),
-            "gate_up": ({"gate": (ffn, hidden), "up": (ffn, hidden)}, self.ffn_bias),
+            "gate_up": (gate_up if self.gated else {"up": (ffn, hidden)}, self.ffn_bias),
             "down": ({"down": (hidden, ffn)}, self.ffn_bias),
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter by its unfused name, `layers.3.q.weight` say, and its shape."""
         hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, hidden), "final_norm": (hidden,)}
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, hidden)} | self._norm("final_norm")
+        if self.learned_positions:
+            shapes["positions"] = (self.max_positions, hidden)
         if not self.tied_head:
             shapes["head"] = (self.vocab_size, hidden)
+        norms = ["attn_norm", "ffn_norm"] + ["post_attn_norm", "post_ffn_norm"] * self.post_norms
         for i in range(self.num_layers):
-            shapes[f"layers.{i}.attn_norm"] = shapes[f"layers.{i}.ffn_norm"] = (hidden,)
+            for norm in norms:
+                shapes |= self._norm(f"layers.{i}.{norm}")
             if self.qk_norm:
                 shapes[f"layers.{i}.q_norm"] = shapes[f"layers.{i}.k_norm"] = (self.head_dim,)
-            for parts, has_bias in self.linears().values():
-                for part, shape in parts.items():
-                    shapes[f"layers.{i}.{part}.weight"] = shape
-                    if has_bias:
-                        shapes[f"layers.{i}.{part}.bias"] = shape[:1]
+            if self.experts:
+                shapes[f"layers.{i}.router.weight"] = (self.experts.num_experts, hidden)
+            for name, (parts, has_bias) in self.linears().items():
+                of_experts = self.experts and name in ("gate_up", "down")
+                for prefix in [f"experts.{e}." for e in range(self.experts.num_experts)] if of_experts else [""]:
+                    for part, shape in parts.items():
+                        shapes[f"layers.{i}.{prefix}{part}.weight"] = shape
+                        if has_bias:
+                            shapes[f"layers.{i}.{prefix}{part}.bias"] = shape[:1]
         return shapes
+
+    def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
+        shape = (self.hidden_size,)
+        return {name: shape} | ({f"{name}_bias": shape} if self.norm == "layer" else {})

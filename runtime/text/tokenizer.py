@@ -1,7 +1,8 @@
 """Text to token ids and back, from a folder's tokenizer.json or from a GGUF file's metadata.
 
-The work is done by the `tokenizers` package; what is ours is reading a vocabulary out of a GGUF file, and the exact
-bytes of each token, on which incremental detokenisation, logprobs and grammars stand.
+The work is done by the `tokenizers` package; what is ours is reading a vocabulary out of a GGUF file
+(gguf_vocabulary.py), and the exact bytes of each token (pieces.py), on which incremental detokenisation, logprobs and
+grammars stand.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from runtime.core.types import CallboardError
 from runtime.loading.folder import folder_eos_token_ids, read_json
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import gguf_eos_token_ids
+from runtime.text.gguf_vocabulary import put_around, tokenizer_of
 from runtime.text.pieces import Pieces, pieces_of
-
-# Token types of a GGUF vocabulary (llama.h: llama_token_type); all others are plain pieces.
-_CONTROL, _USER_DEFINED = 3, 4
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -128,7 +126,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     # Where the settings ask for a BOS and tokenizer.json forgets it (DeepSeek's do), the model was trained with one.
     wants_bos = settings.get("add_bos_token") is True and bos_token_id is not None
     if wants_bos and bos_token_id not in backend.encode("").ids:
-        _prepend(backend, special_tokens["bos_token"])
+        put_around(backend, special_tokens["bos_token"])
     eos_token_ids = folder_eos_token_ids(folder, config)
     if not eos_token_ids and (eos := backend.token_to_id(special_tokens.get("eos_token", ""))) is not None:
         eos_token_ids = (eos,)
@@ -158,92 +156,17 @@ def _folder_chat_template(folder: Path, settings: dict[str, Any], name: str) -> 
 
 
 def _from_gguf(file: GgufFile) -> Tokenizer:
-    model, pre = file.value("tokenizer.ggml.model", str), file.value("tokenizer.ggml.pre", str, "")
-    if model != "gpt2":
-        raise CallboardError(
-            f"{file.path} has a {model!r} tokenizer; of GGUF files only 'gpt2' (byte-level BPE) is read."
-        )
-    if pre not in _PRE_TOKENIZERS:
-        raise CallboardError(
-            f"{file.path} splits text by the rules of {pre!r}, which are not known here; "
-            f"known are {', '.join(_PRE_TOKENIZERS)}."
-        )
-    tokens = _strings(file, "tokenizer.ggml.tokens")
-    merges = [m.partition(" ")[::2] for m in _strings(file, "tokenizer.ggml.merges")]
-    types = file.value("tokenizer.ggml.token_type", list, [])
-    vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) != len(tokens) or len(types) not in (0, len(tokens)):
-        raise CallboardError(f"{file.path}: tokenizer.ggml.tokens has repeated tokens or tokens without a type.")
-    try:
-        # Llama 3 was trained with words that are tokens kept whole, whatever the merges say.
-        backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
-    except Exception as e:  # the package raises nothing more specific
-        raise CallboardError(f"{file.path}: tokenizer.ggml.merges do not fit the tokens: {e}.") from e
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]
-    backend.decoder = decoders.ByteLevel()
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        added = [tokens[i] for i, t in enumerate(types) if t == kind]
-        backend.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
-
+    backend = tokenizer_of(file)
     special_tokens = {}
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
         token_id = file.value(f"tokenizer.ggml.{key}_token_id", int, -1)
-        if 0 <= token_id < len(tokens):
-            special_tokens[name] = tokens[token_id]
-    bos = special_tokens.get("bos_token")
-    if bos is not None and file.value("tokenizer.ggml.add_bos_token", bool, pre == "llama-bpe"):
-        _prepend(backend, bos)
+        if token_id >= 0 and (token := backend.id_to_token(token_id)) is not None:
+            special_tokens[name] = token
     return Tokenizer(
         backend,
-        bos_token_id=None if bos is None else vocab[bos],
+        bos_token_id=backend.token_to_id(special_tokens["bos_token"]) if "bos_token" in special_tokens else None,
         eos_token_ids=gguf_eos_token_ids(file),
         special_tokens=special_tokens,
         chat_template=file.value("tokenizer.chat_template", str, "") or None,
         tool_template=file.value("tokenizer.chat_template.tool_use", str, "") or None,
     )
-
-
-def _prepend(backend: tokenizers.Tokenizer, bos: str) -> None:
-    """Makes every encoded text begin with `bos`."""
-    special_tokens = [(bos, backend.token_to_id(bos))]
-    backend.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=special_tokens)
-
-
-def _strings(file: GgufFile, key: str) -> list[str]:
-    values = file.value(key, list)
-    if values and not isinstance(values[0], str):
-        raise CallboardError(f"{file.path}: {key} is an array of {type(values[0]).__name__}; strings are needed.")
-    return values
-
-
-def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """A pattern of its own, then the byte alphabet without GPT-2's pattern."""
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-# How text is cut into words before merging, by `tokenizer.ggml.pre`; the patterns are those of the models' own
-# tokenizer.json files. In smollm's the digits come first: a run of spaces before a number depends on it.
-_PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
-    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-    "smollm": pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    ),
-    "llama-bpe": _split(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-    "qwen2": _split(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    ),
-}

@@ -139,11 +139,14 @@ def _working_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, 
     if not config.chunked_prefill:
         tokens = max(tokens, max_model_len)
     size = numerics.dtype.itemsize
-    activations = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + 3 * spec.ffn_size) * size
+    ffn = 3 * spec.ffn_size
+    if spec.experts is not None:  # each token's choices have an intermediate and a result of their own
+        ffn = spec.experts.top_k * (ffn + 2 * spec.hidden_size)
+    activations = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * size
     logits = min(max(config.max_num_seqs, MIN_SLICE), tokens) * spec.vocab_size * 4 * 4
     if numerics.backend == "triton":
         return activations + logits + _GRAPH_BYTES
-    mask = min(tokens, max_model_len) * max_model_len * size
+    mask = min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)  # sliding layers' is another
     gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
     return activations + logits + mask + 2 * gathered
 

@@ -52,9 +52,9 @@ class ModelRunner:
         any weight is read."""
         self.is_draft = is_draft
         checkpoint = open_checkpoint(path)
-        spec, names = describe(checkpoint.config)
+        spec, layout = describe(checkpoint.config)
         self._prepare(config, spec, rank, world_size)
-        decoder = Decoder.load(checkpoint, spec, names, self.numerics, self.memory.max_model_len)
+        decoder = Decoder.load(checkpoint, spec, layout, self.numerics, self.memory.max_model_len)
         self._open(decoder, checkpoint.fingerprint, checkpoint.eos_token_ids)
 
     @classmethod

@@ -1,0 +1,129 @@
+"""What `callboard models` and `callboard inspect` print: which models run, and what one is, without reading weights."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_args
+
+from runtime.core.config import EngineConfig
+from runtime.core.types import CallboardError
+from runtime.loading.folder import read_json
+from runtime.loading.gguf import GGML_TYPES
+from runtime.loading.gguf_architectures import ARCHITECTURES
+from runtime.loading.resolve import resolve
+from runtime.models import FAMILIES, describe
+from runtime.models.spec import DecoderSpec, RopeType
+from runtime.text.chat import ChatTemplate
+from runtime.text.tokenizer import Tokenizer
+
+_LABEL_WIDTH = 14
+
+
+def families() -> str:
+    """Every family with an example and what of it was verified, and the formats that they may come in."""
+    lines = []
+    for architecture, family in FAMILIES.items():
+        lines += [family.models, _line("  config.json", architecture), _line("  example", family.example)]
+        lines += [_line("  verified", family.verified), ""]
+    lines.append(_line("GGUF", f"general.architecture {', '.join(ARCHITECTURES)}"))
+    lines.append(_line("", f"tensors in {', '.join(name for name, _, _ in GGML_TYPES.values())}"))
+    lines.append(_line("RoPE", ", ".join(get_args(RopeType))))
+    return "\n".join(lines)
+
+
+def model_report(config: EngineConfig) -> str:
+    """What `config.model` is and how it would run here. A hub model's weights are not fetched.
+
+    Raises CallboardError if there is no such model, or if it is not supported."""
+    from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module
+
+    path = resolve(config.model, config.revision, weights=False)
+    has_weights = path.is_file() or any(path.glob("*.safetensors"))
+    checkpoint = open_checkpoint(path) if has_weights else None
+    model_config = checkpoint.config if checkpoint else read_json(path / "config.json")
+    spec, layout = describe(model_config)
+    stored = f"{model_config.get('dtype') or model_config.get('torch_dtype') or 'unknown'} by its config.json"
+    if checkpoint:
+        layout.find(spec, checkpoint)
+        types = Counter(checkpoint.type_name(name) for name in checkpoint.names())
+        stored = ", ".join(f"{count} {kind}" for kind, count in types.most_common()) + " tensors"
+    lines = [
+        _line("model", config.model),
+        _line("files", str(path)),
+        _line("architecture", _architecture(model_config, spec)),
+        _line("parameters", _parameters(spec)),
+        _line("stored as", stored),
+        _line("context", f"{spec.max_positions} tokens; {_positions(spec)}"),
+        *_here(config, spec),
+        *_text(path),
+    ]
+    return "\n".join(lines)
+
+
+def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
+    parts = [
+        f"{spec.num_layers} layers",
+        f"width {spec.hidden_size}",
+        f"{spec.num_heads} heads of {spec.head_dim}, {spec.num_kv_heads} of keys and values",
+        f"{'gated ' if spec.gated else ''}feed-forward {spec.ffn_size}",
+        f"vocabulary {spec.vocab_size}{', tied' if spec.tied_head else ''}",
+    ]
+    if spec.experts:
+        parts.insert(4, f"{spec.experts.num_experts} experts, {spec.experts.top_k} a token")
+    return f"{config['architectures'][0]}: {'; '.join(parts)}"
+
+
+def _parameters(spec: DecoderSpec) -> str:
+    sizes = {name: math.prod(shape) for name, shape in spec.shapes().items()}
+    total = sum(sizes.values())
+    if not spec.experts:
+        return f"{total:,}"
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    active = total - of_experts + of_experts * spec.experts.top_k // spec.experts.num_experts
+    return f"{total:,}, of which a token meets {active:,}"
+
+
+def _positions(spec: DecoderSpec) -> str:
+    if spec.learned_positions:
+        return "learned positions"
+    text = f"RoPE {spec.rope.type}, base {spec.rope.theta:g}"
+    if any(spec.sliding):
+        text += f"; {sum(spec.sliding)} of {spec.num_layers} layers see {spec.window} tokens"
+    return text
+
+
+def _here(config: EngineConfig, spec: DecoderSpec) -> list[str]:
+    """How the model would run on this machine."""
+    from runtime.worker.memory import available_memory, plan_memory
+    from runtime.worker.runner import choose_numerics
+
+    numerics = choose_numerics(config)
+    device = numerics.device.type
+    try:
+        available = available_memory(numerics.device, config.gpu_memory_utilization)
+        plan = str(plan_memory(config.sized_for(device), spec, numerics, available)).removeprefix("memory plan: ")
+    except CallboardError as e:
+        plan = f"it does not fit. {e}"
+    return [
+        _line("dtype", f"{str(numerics.dtype).removeprefix('torch.')} on {device}, {numerics.backend} kernels"),
+        _line("memory plan", plan),
+    ]
+
+
+def _text(path: Path) -> list[str]:
+    """The tokenizer, and the chat template as it is."""
+    tokenizer = Tokenizer.load(path)
+    ends = ", ".join(f"{i} {tokenizer.id_to_token(i)}" for i in tokenizer.eos_token_ids) or "none"
+    begin = "none" if tokenizer.bos_token_id is None else f"{tokenizer.bos_token_id}"
+    lines = [_line("tokenizer", f"{tokenizer.vocab_size} tokens; begin of text {begin}; ends {ends}")]
+    if tokenizer.chat_template is None:
+        return [*lines, _line("chat template", "none: this model completes texts")]
+    form = ChatTemplate.of(tokenizer).tool_format
+    tools = "with tool calls" if form else "without tool calls, or in a format that is not known here"
+    return [*lines, _line("chat template", f"{tools}:"), tokenizer.chat_template.rstrip()]
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<{_LABEL_WIDTH}} {text}"

@@ -1,0 +1,291 @@
+"""A mixture of experts in place of a feed-forward layer: each token goes to the `top_k` that its router prefers.
+
+The plain form runs the experts one after another over the tokens that chose them. On a GPU nothing may depend on how
+many those are, as a step can be a CUDA graph: tokens are sorted by expert on the device, and one product covers all
+experts in a grid for the worst case, the most tiles that so many choices can make. Either way the results of a token's
+experts are added in the order of its preference, so that a row's bits do not depend on its batch mates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.gated_activation import Activation
+from runtime.kernels.linear import Product
+from runtime.models.spec import ExpertsSpec
+
+_ROUND = 1024  # choices that a program sorts, or columns that one adds, at once
+
+
+class Experts:
+    """The plain form. Weights of the experts are gate and up [2 * ffn, hidden], and down [hidden, ffn]."""
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        router: Product,
+        weights: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        product: Callable[[torch.Tensor], Product],
+        activate: Callable,
+    ) -> None:
+        self.spec, self.router, self.activate = spec, router, activate
+        self.experts = [(product(gate_up), product(down)) for gate_up, down in weights]
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += the mixture of x, both [num_tokens, hidden], x normed."""
+        ids, weights = route_torch(self.router(x), self.spec)
+        order = ids.flatten().argsort(stable=True)
+        counts = ids.flatten().bincount(minlength=self.spec.num_experts).tolist()
+        results = x.new_empty(len(order), x.shape[1])
+        for (gate_up, down), choices in zip(self.experts, order.split(counts), strict=True):
+            if len(choices):
+                results[choices] = down(self.activate(gate_up(x[choices // self.spec.top_k])))
+        ordered = results.view(*ids.shape, -1).unbind(1)
+        # Products and sums are separate, hence each exactly rounded.
+        total = sum(y * w[:, None] for y, w in zip(ordered, weights.unbind(1), strict=True))
+        residual.add_(total.to(residual.dtype))
+
+
+def route_torch(logits: torch.Tensor, spec: ExpertsSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits [num_tokens, num_experts] -> ids and fp32 weights [num_tokens, top_k], the best first."""
+    weights, ids = logits.float().softmax(-1).topk(spec.top_k, -1)
+    return ids, weights / weights.sum(-1, keepdim=True) if spec.normalized else weights
+
+
+class Tile(NamedTuple):
+    """How a product over all experts is cut, and its launch options."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+class GroupedExperts:
+    """`Experts` in six launches, whatever the number of experts and of the tokens that choose them."""
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        router: Product,
+        weights: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        activation: Activation,
+        deterministic: bool,
+    ) -> None:
+        self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
+        for expert, parts in enumerate(weights):
+            if not expert:
+                self.gate_up, self.down = (part.new_empty(spec.num_experts, *part.shape) for part in parts)
+            self.gate_up[expert], self.down[expert] = parts
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += the mixture of x, both [num_tokens, hidden], x normed and contiguous."""
+        num_tokens, hidden = x.shape
+        num_experts, top_k = self.spec.num_experts, self.spec.top_k
+        num_choices, pdl = num_tokens * top_k, use_pdl(x)
+        launch = {"PDL": pdl, "launch_pdl": pdl}
+        ids = torch.empty(num_choices, dtype=torch.int32, device=x.device)
+        order = torch.empty_like(ids)
+        weights = torch.empty(num_choices, dtype=torch.float32, device=x.device)
+        starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
+        _route_kernel[(num_tokens,)](
+            self.router(x), ids, weights, num_experts,
+            TOP_K=top_k, NORMALIZED=self.spec.normalized, EXPERTS=next_power_of_2(num_experts),
+            LANES=next_power_of_2(top_k), num_warps=1, **launch,
+        )  # fmt: skip
+        _sort_kernel[(num_experts,)](ids, starts, order, num_choices, BLOCK=_ROUND, num_warps=4, **launch)
+        inner = x.new_empty(num_choices, self.down.shape[2])
+        results = x.new_empty(num_choices, hidden)
+        tile = choose_tile(num_choices, num_experts, x.dtype, self.deterministic)
+        self._product(x, self.gate_up, inner, starts, order, tile, self.activation, launch)
+        self._product(inner, self.down, results, starts, order, tile, None, launch)
+        _combine_kernel[(num_tokens, -(-hidden // _ROUND))](
+            results, weights, residual, hidden, TOP_K=top_k, BLOCK=_ROUND, num_warps=4, **launch
+        )
+
+    def _product(
+        self,
+        x: torch.Tensor,  # [num_tokens, K], or [num_choices, K] sorted by expert
+        weight: torch.Tensor,  # [num_experts, N, K]
+        out: torch.Tensor,  # [num_choices, N], or N // 2 columns with an activation; sorted by expert then, else not
+        starts: torch.Tensor,
+        order: torch.Tensor,
+        tile: Tile,
+        activation: Activation | None,
+        launch: dict[str, bool],
+    ) -> None:
+        num_experts, _, size_in = weight.shape
+        num_choices, size_out = out.shape
+        most_tiles = (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
+        _grouped_product_kernel[(most_tiles, -(-size_out // tile.block_n))](
+            x, weight, out, starts, order, num_experts, size_out,
+            K=size_in, TOP_K=self.spec.top_k, ACTIVATION=activation, EXPERTS=next_power_of_2(num_experts),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **launch,
+        )  # fmt: skip
+
+
+def choose_tile(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> Tile:
+    """Tall tiles where experts have many tokens. Deterministic: one tile for all, as others sum in another order.
+
+    Two and no more: prompts of 32 and of 1,100 tokens at the start have compiled both (ModelRunner._warm_up)."""
+    if dtype == torch.float32:  # on the FMA units
+        return Tile(32, 32, 32, 4, 2)
+    if deterministic:
+        return Tile(64, 64, 64, 4, 3)
+    return Tile(16, 64, 128, 4, 3) if num_choices <= 16 * num_experts else Tile(128, 64, 64, 8, 3)
+
+
+@jit
+def _route_kernel(
+    logits_ptr,  # [num_tokens, num_experts]
+    ids_ptr,  # [num_tokens, TOP_K] int32
+    weights_ptr,  # [num_tokens, TOP_K] fp32
+    num_experts,
+    TOP_K: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    EXPERTS: tl.constexpr,  # power of two, at least num_experts
+    LANES: tl.constexpr,  # power of two, at least TOP_K
+    PDL: tl.constexpr,
+):
+    """`route_torch`, a program a token; of equal experts the first is better."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    experts, lanes = tl.arange(0, EXPERTS), tl.arange(0, LANES)
+    logits = tl.load(logits_ptr + token * num_experts + experts, mask=experts < num_experts, other=float("-inf"))
+    logits = logits.to(tl.float32)
+    weights = tl.exp(logits - tl.max(logits, axis=0))
+    total = tl.sum(weights, axis=0)
+    ids = tl.zeros([LANES], tl.int32)
+    chosen = tl.zeros([LANES], tl.float32)
+    for i in tl.static_range(TOP_K):
+        best = tl.max(weights, axis=0)
+        # Where a NaN made all comparisons false the last expert will do: the row is lost, but must not fault.
+        expert = tl.min(tl.where(weights == best, experts, num_experts - 1), axis=0)
+        ids = tl.where(lanes == i, expert, ids)
+        chosen = tl.where(lanes == i, best, chosen)
+        weights = tl.where(experts == expert, -1.0, weights)
+    chosen = chosen / tl.sum(chosen, axis=0) if NORMALIZED else chosen / total
+    tl.store(ids_ptr + token * TOP_K + lanes, ids, mask=lanes < TOP_K)
+    tl.store(weights_ptr + token * TOP_K + lanes, chosen, mask=lanes < TOP_K)
+
+
+@jit(do_not_specialize=["num_choices"])
+def _sort_kernel(
+    ids_ptr,  # [num_choices] int32
+    starts_ptr,  # [num_experts + 1] int32: where in `order` an expert's choices begin; the last is their number
+    order_ptr,  # [num_choices] int32: choices by expert, of one expert by token
+    num_choices,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program e counts the choices below expert e, and then puts e's own behind them."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    below = tl.zeros([BLOCK], tl.int32)
+    for at in range(0, num_choices, BLOCK):
+        ids = tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=2147483647)
+        below += (ids < expert).to(tl.int32)
+    start = tl.sum(below, axis=0)
+    tl.store(starts_ptr + expert, start)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts_ptr + expert + 1, num_choices)
+    for at in range(0, num_choices, BLOCK):
+        ids = tl.load(ids_ptr + at + lanes, mask=at + lanes < num_choices, other=2147483647)
+        mine = (ids == expert).to(tl.int32)
+        tl.store(order_ptr + start + tl.cumsum(mine, axis=0) - 1, at + lanes, mask=mine == 1)
+        start += tl.sum(mine, axis=0)
+
+
+@jit
+def _grouped_product_kernel(
+    x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
+    weight_ptr,  # [num_experts, N, K], with ACTIVATION [num_experts, 2 * N, K]: rows of gate, then of up
+    out_ptr,  # [num_choices, N], with ACTIVATION sorted by expert
+    starts_ptr,
+    order_ptr,
+    num_experts,
+    N,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    EXPERTS: tl.constexpr,  # power of two, at least num_experts
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (i, j): the i-th tile of an expert's choices, the experts one after another, and columns of tile j."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    place, experts = tl.program_id(0), tl.arange(0, EXPERTS)
+    real = experts < num_experts
+    counts = tl.load(starts_ptr + experts + 1, mask=real, other=0) - tl.load(starts_ptr + experts, mask=real, other=0)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, axis=0)
+    expert = tl.sum(((ends <= place) & real).to(tl.int32), axis=0)
+    if expert >= num_experts:
+        return
+    tile = place - tl.sum(tl.where(experts == expert, ends - tiles, 0), axis=0)
+    rows = tl.load(starts_ptr + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = rows < tl.load(starts_ptr + expert + 1)
+    choices = tl.load(order_ptr + rows, mask=live, other=0)
+    sources = choices // TOP_K if ACTIVATION is not None else tl.where(live, rows, 0)
+    targets = rows if ACTIVATION is not None else choices
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    size = (2 if ACTIVATION is not None else 1) * N
+    xs = x_ptr + sources.to(tl.int64)[:, None] * K + inner[None, :]
+    weights = weight_ptr + (expert.to(tl.int64) * size + tl.minimum(cols, N - 1))[:, None] * K + inner[None, :]
+    ups = weights + N.to(tl.int64) * K if ACTIVATION is not None else weights
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inside = (inner < K - start)[None, :]
+        x = tl.load(xs + start, mask=live[:, None] & inside, other=0.0)
+        acc = tl.dot(x, tl.load(weights + start, mask=inside, other=0.0).T, acc, input_precision="ieee")
+        if ACTIVATION is not None:
+            up = tl.dot(x, tl.load(ups + start, mask=inside, other=0.0).T, up, input_precision="ieee")
+    if ACTIVATION is not None:
+        scaled = acc
+        if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u))
+            scaled = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
+        acc = acc / (1.0 + tl.exp(-scaled)) * up
+    at = out_ptr + targets.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
+
+
+@jit
+def _combine_kernel(
+    results_ptr,  # [num_tokens, TOP_K, hidden]
+    weights_ptr,  # [num_tokens, TOP_K] fp32
+    residual_ptr,  # [num_tokens, hidden] contiguous, added to
+    hidden,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP_K):
+        choice = token * TOP_K + i
+        result = tl.load(results_ptr + choice * hidden + cols, mask=inside, other=0.0).to(tl.float32)
+        total += result * tl.load(weights_ptr + choice)
+    at = residual_ptr + token * hidden + cols
+    total += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, total.to(residual_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,74 @@
+"""The Gemma family: Gemma 2 (soft caps) and the text part of Gemma 3 (QK norm, two RoPE bases). In both, layers that
+see a window lie between those that see all, four norms a block multiply by 1 + w, and embeddings are scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from runtime.core.types import CallboardError
+from runtime.models import llama
+from runtime.models.layout import Layout
+from runtime.models.rope import rope_spec
+from runtime.models.spec import DecoderSpec, RopeSpec
+
+LAYOUT = Layout(
+    {
+        **llama.LAYOUT.names,
+        "post_attn_norm": "model.layers.{}.post_attention_layernorm.weight",
+        "ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight",
+        "post_ffn_norm": "model.layers.{}.post_feedforward_layernorm.weight",
+        "q_norm": "model.layers.{}.self_attn.q_norm.weight",
+        "k_norm": "model.layers.{}.self_attn.k_norm.weight",
+    },
+    base="language_model.",  # of the models that see images too
+    norms_plus_one=True,
+    ignored=r"(vision_tower|multi_modal_projector)\..*",
+)
+# What the configs of Gemma 3 leave out where it is the default.
+_GEMMA_3 = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "max_position_embeddings": 131072, "sliding_window": 4096,
+}  # fmt: skip
+
+
+def gemma2_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a config.json; raises CallboardError for an activation or a rope type that is not supported."""
+    return _spec({"head_dim": 256, **config}, 2)
+
+
+def gemma3_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """Likewise, of a text model's config or of one with a `text_config`."""
+    config = _GEMMA_3 | dict(config.get("text_config", config))
+    ropes = config.get("rope_parameters") or {}
+    config["rope_parameters"] = ropes.get("full_attention")
+    rope = rope_spec(config, 1e6)
+    theta = ropes.get("sliding_attention", {}).get("rope_theta", config.get("rope_local_base_freq", 10000.0))
+    pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", 6))
+    return replace(_spec(config, pattern), qk_norm=True, rope=rope, local_rope=RopeSpec(theta))
+
+
+def _spec(config: Mapping[str, Any], pattern: int) -> DecoderSpec:
+    """What both have in common; every `pattern`-th layer sees all."""
+    activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
+    if activation != "gelu_pytorch_tanh":
+        raise CallboardError(f"The model's hidden_activation is {activation!r}; supported is gelu_pytorch_tanh.")
+    if config.get("use_bidirectional_attention"):
+        raise CallboardError("The model's use_bidirectional_attention is true; only causal attention is supported.")
+    spec = llama.decoder_spec({**config, "hidden_act": "silu"})
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(spec.num_layers)
+    ]
+    return replace(
+        spec,
+        activation="gelu_tanh",
+        tied_head=config.get("tie_word_embeddings", True),
+        post_norms=True,
+        embed_scale=spec.hidden_size**0.5,
+        attn_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+        attn_soft_cap=config.get("attn_logit_softcapping") or 0.0,
+        logit_soft_cap=config.get("final_logit_softcapping") or 0.0,
+        window=config.get("sliding_window", 4096),
+        sliding=tuple(kind == "sliding_attention" for kind in kinds),
+    )

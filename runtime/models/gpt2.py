@@ -1,0 +1,62 @@
+"""GPT-2: learned positions, layer norms, biases, no gate; linear maps are stored as [in, out], q, k and v as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.core.types import CallboardError
+from runtime.models.layout import Layout
+from runtime.models.spec import DecoderSpec, RopeSpec
+
+LAYOUT = Layout(
+    {
+        "embed": "wte.weight",
+        "positions": "wpe.weight",
+        "final_norm": "ln_f.weight",
+        "final_norm_bias": "ln_f.bias",
+        "head": "lm_head.weight",
+        "attn_norm": "h.{}.ln_1.weight",
+        "attn_norm_bias": "h.{}.ln_1.bias",
+        "ffn_norm": "h.{}.ln_2.weight",
+        "ffn_norm_bias": "h.{}.ln_2.bias",
+        "qkv": "h.{}.attn.c_attn",
+        "out": "h.{}.attn.c_proj",
+        "up": "h.{}.mlp.c_fc",
+        "down": "h.{}.mlp.c_proj",
+    },
+    base="transformer.",
+    transposed=True,
+    ignored=r"h\.\d+\.attn\.(masked_)?bias",  # causal masks
+)
+
+
+def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a config.json; raises CallboardError for an activation or an attention that is not supported."""
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in ("gelu_new", "gelu_pytorch_tanh"):
+        raise CallboardError(f"The model's activation_function is {activation!r}; supported is gelu_new.")
+    if config.get("scale_attn_by_inverse_layer_idx") or not config.get("scale_attn_weights", True):
+        raise CallboardError("The model scales attention scores by layer or not at all, which is not supported.")
+    hidden, heads = config["n_embd"], config["n_head"]
+    return DecoderSpec(
+        num_layers=config["n_layer"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn_size=config.get("n_inner") or 4 * hidden,
+        vocab_size=config["vocab_size"],
+        max_positions=config["n_positions"],
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        rope=RopeSpec(partial=0.0),
+        activation="gelu_tanh",
+        tied_head=config.get("tie_word_embeddings", True),
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
+        fused=True,
+        gated=False,
+        norm="layer",
+        learned_positions=True,
+    )

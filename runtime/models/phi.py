@@ -1,0 +1,22 @@
+"""Phi-3, Phi-3.5 and Phi-4-mini: a Llama whose checkpoints have q, k and v as one tensor, and gate and up as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from runtime.models import llama, mistral
+from runtime.models.layout import Layout
+from runtime.models.spec import DecoderSpec
+
+LAYOUT = Layout({
+    **llama.LAYOUT.names,
+    "qkv": "model.layers.{}.self_attn.qkv_proj",
+    "gate_up": "model.layers.{}.mlp.gate_up_proj",
+})  # fmt: skip
+
+
+def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a config.json; raises CallboardError for what llama refuses."""
+    return replace(mistral.decoder_spec({"rms_norm_eps": 1e-5, **config}), fused=True)

@@ -1,0 +1,83 @@
+"""RoPE as a config.json states it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.core.types import CallboardError
+from runtime.models.spec import RopeSpec
+
+
+def rope_spec(config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
+    """From `rope_theta` + `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
+
+    Raises CallboardError for a type that is not supported."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {"rope_theta": config.get("rope_theta", theta), "max_position_embeddings": 2048, **config, **scaling}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    theta = float(rope["rope_theta"])
+    partial = float(rope.get("partial_rotary_factor") or 1.0)
+    most = int(rope["max_position_embeddings"])
+    # Phi-3 states the original context beside the scaling, not in it.
+    original = int(
+        config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or most
+    )
+    match kind:
+        case "default":
+            return RopeSpec(theta, partial=partial)
+        case "linear":
+            return RopeSpec(theta, "linear", float(rope["factor"]), partial=partial)
+        case "dynamic":
+            return RopeSpec(theta, "dynamic", float(rope["factor"]), original_positions=most, partial=partial)
+        case "llama3":
+            low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+            return RopeSpec(theta, "llama3", float(rope["factor"]), low, high, original, partial)
+        case "yarn":
+            factor = float(rope.get("factor") or most / original)
+            return RopeSpec(
+                theta,
+                "yarn",
+                factor,
+                original_positions=original,
+                partial=partial,
+                attention_factor=_yarn_attention_factor(rope, factor),
+                beta_fast=float(rope.get("beta_fast") or 32),
+                beta_slow=float(rope.get("beta_slow") or 1),
+                truncate=rope.get("truncate", True),
+            )
+        case "longrope" | "su":
+            factor = float(rope.get("factor") or most / original)
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            return RopeSpec(
+                theta,
+                "longrope",
+                original_positions=original,
+                partial=partial,
+                attention_factor=float(rope.get("attention_factor") or attention_factor),
+                short_factor=tuple(map(float, rope["short_factor"])),
+                long_factor=tuple(map(float, rope["long_factor"])),
+            )
+    raise CallboardError(
+        f"The model's rope type is {kind!r}; supported are default, linear, dynamic, llama3, yarn and longrope."
+    )
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """arXiv 2309.00071, section 3.4; DeepSeek's two multipliers of the logarithm."""
+
+    def scale(multiplier: float) -> float:
+        return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
+    return scale(1.0)
+
+
+def context(config: Mapping[str, Any], rope: RopeSpec) -> int:
+    """Positions that the model is made for; configs often state those before the stretch."""
+    stated = int(config.get("max_position_embeddings", 2048))
+    return max(stated, int(rope.original_positions * rope.factor)) if rope.type in ("dynamic", "yarn") else stated

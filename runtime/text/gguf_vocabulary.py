@@ -1,0 +1,253 @@
+"""A tokenizer of the `tokenizers` package, built from the vocabulary in a GGUF file's metadata.
+
+Three kinds, by `tokenizer.ggml.model`: byte-level BPE ("gpt2"), which needs to know how the model cuts text into words;
+sentencepiece's BPE ("llama": Llama 2, Mistral, Gemma, Phi-3), whose merges are implied by the pieces' scores; and
+sentencepiece's unigram model ("t5"). What the metadata leaves open is as in llama.cpp (src/llama-vocab.cpp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from runtime.core.types import CallboardError
+from runtime.loading.gguf import GgufFile
+
+# Token types (llama.h: llama_token_type); 2 is the unknown token, 6 a byte.
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+
+_SPACE = "▁"  # what stands for a space in sentencepiece's vocabularies
+_SPACES_OF_PIECES = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+_NEVER = -1e9  # the score of a piece that text must not become
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The lists of the metadata, of one length; `types` and `scores` are empty if there are none."""
+
+    tokens: list[str]
+    types: list[int]
+    scores: list[float]
+    ids: dict[str, int]
+
+    def of_type(self, kind: int) -> list[str]:
+        return [token for token, t in zip(self.tokens, self.types, strict=False) if t == kind]
+
+
+def tokenizer_of(file: GgufFile) -> tokenizers.Tokenizer:
+    """Encoding adds BOS and EOS where the model wants them; control tokens are special, user-defined ones are not.
+
+    Raises CallboardError if the vocabulary is damaged, or of a kind or with rules that are not known here."""
+    model, pre = file.value("tokenizer.ggml.model", str), file.value("tokenizer.ggml.pre", str, "")
+    vocabulary = _read(file)
+    match model:
+        case "gpt2":
+            backend = _byte_level_bpe(file, vocabulary, pre)
+        case "llama":
+            backend = _sentencepiece_bpe(file, vocabulary)
+        case "t5":
+            backend = _unigram(file, vocabulary)
+        case _:
+            raise CallboardError(
+                f"{file.path} has a {model!r} tokenizer; of GGUF files gpt2 (byte-level BPE), llama (sentencepiece "
+                "BPE) and t5 (unigram) are read."
+            )
+    # Phi-3 was trained on templates in which white space after a special token is not seen.
+    strips = model == "llama" and file.value("general.architecture", str, "") == "phi3"
+    special = [
+        AddedToken(t, special=True, normalized=False, rstrip=strips and t not in ("<s>", "<unk>", "<|endoftext|>"))
+        for t in vocabulary.of_type(_CONTROL)
+    ]
+    backend.add_tokens(special)
+    backend.add_tokens([AddedToken(t, normalized=False) for t in vocabulary.of_type(_USER_DEFINED)])
+    adds_bos = model == "llama" or (model == "gpt2" and pre in _WHOLE_WORDS)
+    _frame(file, backend, vocabulary, adds_bos, adds_eos=model == "t5")
+    return backend
+
+
+def _read(file: GgufFile) -> _Vocabulary:
+    tokens = _strings(file, "tokenizer.ggml.tokens")
+    types = file.value("tokenizer.ggml.token_type", list, [])
+    scores = file.value("tokenizer.ggml.scores", list, [])
+    # Some vocabularies are filled up to the size of the embedding; those ids stand for nothing.
+    end = len(tokens)
+    while len(types) == len(tokens) and end and types[end - 1] == _UNUSED:
+        end -= 1
+    ids = {token: i for i, token in enumerate(tokens[:end])}
+    if len(ids) != end or len(types) not in (0, len(tokens)):
+        raise CallboardError(f"{file.path}: tokenizer.ggml.tokens has repeated tokens or tokens without a type.")
+    if len(scores) not in (0, len(tokens)) or not all(type(s) is float for s in scores[:1]):
+        raise CallboardError(f"{file.path}: tokenizer.ggml.scores must be one number for each token.")
+    return _Vocabulary(tokens[:end], types[:end], scores[:end], ids)
+
+
+def _strings(file: GgufFile, key: str) -> list[str]:
+    values = file.value(key, list)
+    if values and not isinstance(values[0], str):
+        raise CallboardError(f"{file.path}: {key} is an array of {type(values[0]).__name__}; strings are needed.")
+    return values
+
+
+def _made(file: GgufFile, model: Callable[..., models.Model], *parts: Any, **options: Any) -> models.Model:
+    """A model of the package; raises CallboardError if the parts do not fit together."""
+    try:
+        return model(*parts, **options)
+    except Exception as e:  # the package raises nothing more specific
+        raise CallboardError(f"{file.path}: the lists of its vocabulary do not fit together: {e}.") from e
+
+
+def _frame(
+    file: GgufFile, backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos: bool
+) -> None:
+    """What encoding puts around every text."""
+    frame = {}
+    for name, default in (("bos", adds_bos), ("eos", adds_eos)):
+        token_id = file.value(f"tokenizer.ggml.{name}_token_id", int, -1)
+        known = 0 <= token_id < len(vocabulary.tokens)
+        frame[name] = vocabulary.tokens[token_id] if known else None
+        if not file.value(f"tokenizer.ggml.add_{name}_token", bool, default):
+            frame[name] = None
+    put_around(backend, frame["bos"], frame["eos"])
+
+
+def put_around(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None = None) -> None:
+    """Makes every encoded text begin with `bos` and end with `eos`, special tokens by their texts."""
+    around = [token for token in (bos, eos) if token is not None]
+    if around:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*around[: bos is not None], "$A", *around[bos is not None :]],
+            special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(around)],
+        )
+
+
+# ---- byte-level BPE -------------------------------------------------------------------------------------------------
+
+
+def _byte_level_bpe(file: GgufFile, vocabulary: _Vocabulary, pre: str) -> tokenizers.Tokenizer:
+    if pre not in _PRE_TOKENIZERS:
+        raise CallboardError(
+            f"{file.path} splits text by the rules of {pre!r}, which are not known here; "
+            f"known are {', '.join(_PRE_TOKENIZERS)}."
+        )
+    merges = [m.partition(" ")[::2] for m in _strings(file, "tokenizer.ggml.merges")]
+    backend = tokenizers.Tokenizer(_made(file, models.BPE, vocabulary.ids, merges, ignore_merges=pre in _WHOLE_WORDS))
+    if pre in ("qwen2", "deepseek-r1-qwen"):
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """A pattern of its own, then the byte alphabet without GPT-2's pattern."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+_GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+# In it the digits come first: a run of spaces before a number depends on it.
+_SMOLLM = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _GPT2])
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # white space
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"  # letters that begin, end a word
+_LLAMA3, _QWEN2 = (
+    _split(rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}")
+    for digits in (r"\p{N}{1,3}", r"\p{N}")
+)
+_TEKKEN, _GPT4O = (
+    _split(
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}"
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+    )
+    for ending, digits in (("", r"\p{N}"), (f"{_ENDINGS}?", r"\p{N}{1,3}"))
+)
+
+# How text is cut into words before merging, by `tokenizer.ggml.pre`; the patterns are those of the models' own
+# tokenizer.json files.
+_PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
+    "gpt-2": _GPT2,
+    "smollm": _SMOLLM,
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+}
+# Models that keep a word which is a token whole, whatever the merges say, and that want a BOS.
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+
+
+# ---- sentencepiece --------------------------------------------------------------------------------------------------
+
+
+def _sentencepiece_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    unknown = vocabulary.tokens[_unknown_id(file, vocabulary)]
+    backend = tokenizers.Tokenizer(
+        _made(
+            file,
+            models.BPE,
+            vocabulary.ids,
+            _merges(vocabulary),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    _mark_spaces(backend, file.value("tokenizer.ggml.add_space_prefix", bool, True), [])
+    return backend
+
+
+def _unknown_id(file: GgufFile, vocabulary: _Vocabulary) -> int:
+    """The id of the unknown token; raises CallboardError if it or a list that sentencepiece needs is missing."""
+    if not vocabulary.scores or not vocabulary.types:
+        raise CallboardError(f"{file.path} has no tokenizer.ggml.scores or no token_type, which its tokenizer needs.")
+    unknown = file.value("tokenizer.ggml.unknown_token_id", int, 0)
+    if unknown >= len(vocabulary.tokens):
+        raise CallboardError(f"{file.path}: tokenizer.ggml.unknown_token_id is {unknown}, which is no token.")
+    return unknown
+
+
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Every pair of pieces that make a third, the one of the highest score first: sentencepiece merges by that."""
+    tokens, ids = vocabulary.tokens, vocabulary.ids
+    splits = [
+        (-score, -at, at - len(piece), i)
+        for i, (piece, score, kind) in enumerate(zip(tokens, vocabulary.scores, vocabulary.types, strict=True))
+        if kind == _NORMAL
+        for at in range(1, len(piece))
+        if piece[:at] in ids and piece[at:] in ids
+    ]
+    splits.sort()
+    return [(tokens[i][:-at], tokens[i][-at:]) for _, at, _, i in splits]
+
+
+def _unigram(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    unknown = _unknown_id(file, vocabulary)
+    pieces = [
+        (token, score if kind == _NORMAL else _NEVER)
+        for token, score, kind in zip(vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True)
+    ]
+    has_bytes = "<0x00>" in vocabulary.ids
+    backend = tokenizers.Tokenizer(_made(file, models.Unigram, pieces, unk_id=unknown, byte_fallback=has_bytes))
+    steps: list[normalizers.Normalizer] = []
+    if charsmap := file.value("tokenizer.ggml.precompiled_charsmap", list, []):
+        steps.append(normalizers.Precompiled(bytes(b & 0xFF for b in charsmap)))
+    if file.value("tokenizer.ggml.remove_extra_whitespaces", bool, False):
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+    _mark_spaces(backend, file.value("tokenizer.ggml.add_space_prefix", bool, True), steps)
+    return backend
+
+
+def _mark_spaces(backend: tokenizers.Tokenizer, prefix: bool, before: list[normalizers.Normalizer]) -> None:
+    """Spaces as sentencepiece's pieces have them; with `prefix`, one more at the start of a text."""
+    prepend = [normalizers.Prepend(_SPACE)] if prefix else []
+    backend.normalizer = normalizers.Sequence([*before, *prepend, normalizers.Replace(" ", _SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    backend.decoder = decoders.Sequence([*_SPACES_OF_PIECES, *strip])

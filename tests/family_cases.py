@@ -1,0 +1,153 @@
+"""A tiny random checkpoint of every family and of what its published variants differ in, saved by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.models import describe
+from runtime.models.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CONTEXT = 32  # positions before a rope type stretches them
+_BASE = {
+    "vocab_size": 101,
+    "hidden_size": 60,
+    "intermediate_size": 76,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 192,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+_GPT2 = {"vocab_size": 101, "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 192, "eos_token_id": 2}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": CONTEXT}
+_LONG = {"short_factor": [1.0, 1.1, 1.3, 1.4, 2.0], "long_factor": [1.0, 1.5, 3.0, 5.5, 7.0]}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _rope(kind: str, theta: float = 1000.0, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **parameters}}
+
+
+def _yarn(**parameters: Any) -> dict[str, Any]:
+    return _rope("yarn", factor=4.0, original_max_position_embeddings=CONTEXT, **parameters)
+
+
+def _longrope(original: int, **config: Any) -> dict[str, Any]:
+    return _rope("longrope", **_LONG) | {"original_max_position_embeddings": original} | config
+
+
+# Name -> (configuration class, what it differs in)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama, all heads, biases": (
+        "LlamaConfig",
+        {"num_key_value_heads": 6, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "linear": ("LlamaConfig", _rope("linear", factor=2.0)),
+    "dynamic": ("LlamaConfig", _rope("dynamic", factor=4.0) | {"max_position_embeddings": CONTEXT}),
+    "llama3": ("LlamaConfig", _rope("llama3", factor=8.0, **_LLAMA3)),
+    "yarn": ("LlamaConfig", _yarn()),
+    "yarn, scaled": ("LlamaConfig", _yarn(mscale=0.8, mscale_all_dim=0.5, beta_fast=8.0, truncate=False)),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral, window": ("MistralConfig", {"sliding_window": 13}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral, window": (
+        "MixtralConfig",
+        {"sliding_window": 13, "num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 6},
+    ),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2, window": (
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3 moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 28, "num_experts": 9, "num_experts_per_tok": 3}),
+    "qwen3 moe, normalized": (
+        "Qwen3MoeConfig",
+        {"moe_intermediate_size": 28, "num_experts": 8, "num_experts_per_tok": 8, "norm_topk_prob": True},
+    ),
+    "gemma2": ("Gemma2Config", {"sliding_window": 13, "head_dim": 14, "query_pre_attn_scalar": 20}),
+    "gemma2, tight caps": (
+        "Gemma2Config",
+        {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "num_key_value_heads": 6},
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"sliding_window": 13, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gemma3, stretched": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 13,
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 2,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "gemma3, with a vision tower": ("Gemma3Config", {"sliding_window": 13, "tie_word_embeddings": True}),
+    "phi3": ("Phi3Config", {"sliding_window": 30}),
+    "phi3, short context": ("Phi3Config", _longrope(180)),
+    "phi3, long context": ("Phi3Config", _longrope(CONTEXT)),
+    "phi4-mini": (
+        "Phi3Config",
+        _longrope(CONTEXT, head_dim=12, hidden_size=72, partial_rotary_factor=0.84, tie_word_embeddings=True),
+    ),
+    "gpt2": ("GPT2Config", {}),
+    "gpt2, narrow": ("GPT2Config", {"n_inner": 50, "n_head": 3, "layer_norm_epsilon": 1e-3}),
+}
+
+
+def spec_of(case: str, **changes: Any) -> DecoderSpec:
+    """The spec, without the checkpoint: from a config as transformers would write it but for its defaults."""
+    kind, own = CASES[case]
+    names = {"GPT2Config": "GPT2LMHeadModel", "Gemma3TextConfig": "Gemma3ForCausalLM"}
+    names["Gemma3Config"] = "Gemma3ForConditionalGeneration"
+    architecture = names.get(kind) or kind.replace("Config", "ForCausalLM")
+    base = _GPT2 if kind == "GPT2Config" else _BASE
+    return describe({**base, **own, **changes, "architectures": [architecture]})[0]
+
+
+def save_model(folder: Path, case: str) -> PreTrainedModel:
+    """The checkpoint, with norms and biases that are not the neutral ones that transformers begins with."""
+    import transformers  # a machine with a GPU may not have it
+
+    kind, changes = CASES[case]
+    config_class = getattr(transformers, kind)
+    if kind == "Gemma3Config":
+        config = config_class(
+            text_config=_BASE | changes, vision_config=_VISION, mm_tokens_per_image=4, tie_word_embeddings=True
+        )
+        model_class = transformers.Gemma3ForConditionalGeneration
+    else:
+        config = config_class(**(_GPT2 if kind == "GPT2Config" else _BASE) | changes, initializer_range=0.15)
+        model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]
+    config._attn_implementation = "eager"  # the one with soft caps, and of the plainest sums
+    config._experts_implementation = "eager"  # the others want aligned sizes of bf16
+    torch.manual_seed(1)
+    model = model_class(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(folder)
+    return model

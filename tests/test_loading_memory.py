@@ -1,0 +1,119 @@
+"""Loading takes little memory beside the model: a shard and 1 GB are allowed; it is a tensor and some MB."""
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROWS, COLUMNS, NUM_TENSORS, NUM_SHARDS = 4096, 4096, 8, 4  # 32 MiB a tensor in bfloat16, 256 MiB in all
+MIB = 1 << 20
+SHARD = 32 * MIB
+
+
+def _write_safetensors(folder: Path) -> Path:
+    """Files with holes: zeros that take no space on the disk."""
+    weight_map = {}
+    size = ROWS * COLUMNS * 2
+    per_shard = NUM_TENSORS // NUM_SHARDS
+    for shard in range(NUM_SHARDS):
+        names = [f"w{shard * per_shard + i}" for i in range(per_shard)]
+        entries = {
+            n: {"dtype": "BF16", "shape": [ROWS, COLUMNS], "data_offsets": [i * size, (i + 1) * size]}
+            for i, n in enumerate(names)
+        }
+        header = json.dumps(entries).encode()
+        path = folder / f"model-{shard}.safetensors"
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(file.tell() + per_shard * size)
+        weight_map |= dict.fromkeys(names, path.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def _write_gguf(folder: Path) -> Path:
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for key in ("block_count", "embedding_length", "feed_forward_length", "context_length", "attention.head_count"):
+        writer.add_uint32(f"llama.{key}", 16)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    kind = gguf.GGMLQuantizationType.BF16
+    names = ["token_embd.weight", *(f"blk.{i}.ffn_up.weight" for i in range(NUM_TENSORS - 1))]
+    for name in names:
+        writer.add_tensor_info(name, (ROWS, COLUMNS * 2), np.dtype(np.uint8), ROWS * COLUMNS * 2, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    with path.open("r+b") as file:
+        file.truncate(-(-path.stat().st_size // 32) * 32 + NUM_TENSORS * ROWS * COLUMNS * 2)
+    return path
+
+
+_READ = """
+import resource, sys, torch
+from pathlib import Path
+from runtime.loading.checkpoint import open_checkpoint
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+torch.ones(8, 8) @ torch.ones(8, 8)
+before, size = peak(), 0
+checkpoint = open_checkpoint(Path(sys.argv[1]))
+for name in checkpoint.names():
+    size += checkpoint.tensor(name, torch.bfloat16).nbytes  # as if it were on a device now
+print(peak() - before, size)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write", [_write_safetensors, _write_gguf])
+def test_what_was_read_is_let_go(tmp_path, write):
+    command = [sys.executable, "-c", _READ, str(write(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    peak, size = map(int, done.stdout.split())
+    assert size == 256 * MIB
+    # A tensor, its source, and what torch's allocator and the tables of pages need.
+    assert peak < 2 * 32 * MIB + 48 * MIB
+
+
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+from runtime.loading.checkpoint import open_checkpoint
+from runtime.models import describe
+from runtime.models.decoder import Decoder, Numerics
+
+def status(key):
+    return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) << 10
+
+torch.set_num_threads(1)
+checkpoint = open_checkpoint(Path(sys.argv[1]))
+spec, layout = describe(checkpoint.config)
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+before = status("VmRSS")
+numerics = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
+decoder = Decoder.load(checkpoint, spec, layout, numerics, 64)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_load_needs_one_tensor_beside_the_model(tmp_path):
+    config = LlamaConfig(
+        vocab_size=9000, hidden_size=512, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=8,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path, max_shard_size=SHARD)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 5
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4 * model.num_parameters() + SHARD + 16 * MIB
