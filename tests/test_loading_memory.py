@@ -48,4 +48,5 @@ def test_a_load_needs_one_tensor_beside_the_model(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     dropped, loaded = map(int, done.stdout.split())
     assert dropped < SHARD + (16 << 20)
-    assert loaded < 4 * model.num_parameters() + SHARD + (16 << 20)
+    # The heap, and pages of libraries that load first now; files that stayed mapped would be another 195 MiB.
+    assert loaded < 4 * model.num_parameters() + SHARD + (64 << 20)
