@@ -1,10 +1,13 @@
 """Where the actors go, as plain functions of what the cluster has."""
 
 import pytest
+from ray.util.placement_group import PlacementGroup
 
-from actors.placement import bundles, default_fronts, uses_gpu
+from actors.placement import bundles, default_fronts, draft_options, runner_options, uses_gpu
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
+
+GROUP = PlacementGroup.empty()
 
 
 @pytest.mark.parametrize(("cpus", "fronts"), [(1, 1), (2, 1), (4, 1), (8, 2), (16, 4), (17.5, 4), (128, 4)])
@@ -26,5 +29,23 @@ def test_runners_get_gpus_where_there_are_some(device, gpus, want):
 
 
 def test_too_few_gpus_are_told():
-    with pytest.raises(CallboardError, match="tensor_parallel_size=2 needs that many GPUs, but the Ray cluster has 1"):
+    with pytest.raises(CallboardError, match="tensor_parallel_size=2 needs 2 GPUs, but the Ray cluster has 1"):
         uses_gpu(EngineConfig(device="cuda", tensor_parallel_size=2), {"GPU": 1.0})
+
+
+def test_a_draft_is_beside_the_runner_or_on_a_gpu_of_its_own():
+    beside, own = EngineConfig(draft="some/model"), EngineConfig(draft="some/model", draft_device="own")
+    assert bundles(beside, gpu=True) == bundles(EngineConfig(), gpu=True)
+    assert bundles(beside, gpu=False) == bundles(own, gpu=False) == bundles(EngineConfig(), gpu=False)
+    assert len(bundles(own, gpu=True)) == 3
+    assert not uses_gpu(own, {"GPU": 1.0})
+    assert uses_gpu(own, {"GPU": 2.0})
+    for config, gpu in ((beside, True), (beside, False), (EngineConfig(draft="m", draft_device="cpu"), True)):
+        runner, draft = runner_options(config, GROUP, 0, gpu), draft_options(config, GROUP, gpu)
+        for resource in ("num_cpus", "num_gpus"):
+            assert runner[resource] + draft[resource] == (1.0 if gpu or resource == "num_cpus" else 0.0)
+        assert draft["scheduling_strategy"].placement_group_bundle_index == 1
+    assert runner_options(own, GROUP, 0, True)["num_gpus"] == draft_options(own, GROUP, True)["num_gpus"] == 1.0
+    assert draft_options(own, GROUP, True)["scheduling_strategy"].placement_group_bundle_index == 2
+    with pytest.raises(CallboardError, match="draft_device=own needs 2 GPUs, but the Ray cluster has 1"):
+        uses_gpu(EngineConfig(device="cuda", draft="m", draft_device="own"), {"GPU": 1.0})
