@@ -27,10 +27,11 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What a client wants the output to match, in one of three forms."""
+    """What a client wants the output to match."""
 
-    kind: Literal["json", "regex", "choice"]
-    text: str  # a JSON Schema; a regular expression of the whole output; a JSON list of texts
+    kind: Literal["json", "regex", "choice", "calls"]
+    text: str  # a JSON Schema; a regular expression of the whole output; a JSON list of texts; see grammar.Calls
+    after: str = ""  # the output begins with free text up to this mark
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from runtime.structured.pattern import (
 )
 from runtime.structured.rules import NEVER, NOTHING, Name, Repeat, Row, Rule, Terminal, choice, optional, row, terminal
 
+MAX_BYTES = 262_144
 MAX_DEPTH = 64  # brackets within brackets
 MAX_PROPERTIES = 500  # in all
 MAX_ENUM_BYTES = 65_536  # of one enum
@@ -71,10 +72,8 @@ class _Flat(dict[str, Any]):
     """A schema of plain keywords and anyOf; `type` and `pattern` are lists, of which a text fits one or all."""
 
 
-def parse(text: str, max_bytes: int) -> Any:
+def parse(text: str) -> Any:
     """A schema's JSON with its limits checked; numbers with a point or an exponent are Decimal."""
-    if len(text) > max_bytes:
-        raise GrammarError(f"has {len(text)} bytes; the limit is {max_bytes} bytes of schema")
     try:
         schema = json.loads(text, parse_float=Decimal, parse_constant=Decimal)
     except (ValueError, RecursionError):
@@ -93,22 +92,24 @@ def parse(text: str, max_bytes: int) -> Any:
     return schema
 
 
-def rules_of(schema: Any, fits: Callable[[Terminal], bool]) -> dict[str, Rule]:
-    """The rules of a parsed schema, the first one named "start"; raises GrammarError.
+def rules_of(
+    root: Any, fits: Callable[[Terminal], bool], schema: Any = None, prefix: str = ""
+) -> dict[str, Rule]:
+    """The rules of a parsed schema, by default the root; the first one is `prefix` + "start". Raises GrammarError.
 
     `fits` tells whether any text matches an intersection of terminals."""
-    return _Writer(schema, fits).write()
+    return _Writer(root, fits, prefix).write(root if schema is None else schema)
 
 
 class _Writer:
-    def __init__(self, root: Any, fits: Callable[[Terminal], bool]) -> None:
-        self._root, self._fits = root, fits
+    def __init__(self, root: Any, fits: Callable[[Terminal], bool], prefix: str) -> None:
+        self._root, self._fits, self._prefix = root, fits, prefix
         self._rules: dict[str, Rule] = {}
         self._names: dict[str, str] = {}  # of rules, by their schema
         self._todo: list[tuple[str, Any, str]] = []
 
-    def write(self) -> dict[str, Rule]:
-        self._rules["start"] = self._rule(self._root, "#")
+    def write(self, schema: Any) -> dict[str, Rule]:
+        self._rules[f"{self._prefix}start"] = self._rule(schema, "#")
         while self._todo:
             name, schema, where = self._todo.pop()
             self._rules[name] = self._written(schema, where)
@@ -120,7 +121,7 @@ class _Writer:
         if key not in self._names:
             if len(self._names) > MAX_RULES:
                 raise _too_large()
-            self._names[key] = f"r{len(self._names)}"
+            self._names[key] = f"{self._prefix}r{len(self._names)}"
             self._todo.append((self._names[key], schema, where))
         return Name(self._names[key])
 
@@ -130,7 +131,7 @@ class _Writer:
             return rule
         if len(self._rules) > MAX_RULES:
             raise _too_large()
-        name = f"p{len(self._rules)}"
+        name = f"{self._prefix}p{len(self._rules)}"
         self._rules[name] = rule
         return Name(name)
 
