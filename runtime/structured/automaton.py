@@ -6,7 +6,6 @@ memory runs out, so `build` belongs into a child process (child.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,8 +14,8 @@ import numpy as np
 import outlines_core
 from numpy.typing import NDArray
 
-from runtime.core.types import CallboardError
-from runtime.structured.pattern import GrammarError
+from runtime.structured.matcher import Matcher
+from runtime.structured.pattern import NO_CHARACTER, GrammarError
 from runtime.structured.vocabulary import Vocabulary
 
 MAX_STATES = 4096
@@ -43,35 +42,28 @@ class Automaton:
 
 def build(expression: str, vocabulary: Vocabulary) -> Automaton:
     """Raises GrammarError if the automaton is over a limit."""
-    index = outlines_core.Index(expression, _vocabulary(vocabulary))
+    edge = f"\\x{{{NO_CHARACTER:x}}}"
+    index = outlines_core.Index(f"{edge}(?:{expression}){edge}", _vocabulary(vocabulary))
     transitions: dict[int, dict[int, int]] = index.get_transitions()
-    start = index.get_initial_state()
-    # States with nothing but EOS have no row in the index.
-    states = {start: 0}
-    for targets in transitions.values():
-        for state in targets.values():
-            states.setdefault(state, len(states))
+    start = transitions.pop(index.get_initial_state())[len(vocabulary.tokens)]
+    alive, accepting_states = _alive(transitions, len(vocabulary.tokens))
+    states = {start: 0} | {state: at for at, state in enumerate(alive - {start}, start=1)}
     size, num_words = len(vocabulary.tokens), vocabulary.num_words
     if len(states) > MAX_STATES or len(states) * num_words * 4 > MAX_BYTES:
         raise GrammarError(f"has {len(states)} states; the limits are {MAX_STATES} states and {MAX_BYTES} bytes")
 
-    columns: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
-    for state, targets in transitions.items():
-        tokens = np.fromiter(targets.keys(), np.int64, len(targets))
-        reached = np.fromiter((states[t] for t in targets.values()), np.int64, len(targets))
-        kept = ~np.isin(tokens, vocabulary.eos_ids)
-        columns[states[state]] = tokens[kept], reached[kept]
+    columns = []
+    for state in states:
+        targets = {token: states[to] for token, to in transitions[state].items() if to in states and token < size}
+        columns.append([np.fromiter(of, np.int64, len(targets)) for of in (targets.keys(), targets.values())])
+    accepting = np.array([state in accepting_states for state in states])
     token_class, num_classes = _classes(columns, size)
     next_state = np.full((len(states), num_classes), -1, np.int16)
     masks = np.zeros((len(states), num_words), np.int32)
-    accepting = np.zeros(len(states), np.bool_)
-    accepting[[states[state] for state in index.get_final_states() if state in states]] = True
-    for at in range(len(states)):
+    for at, (tokens, reached) in enumerate(columns):
         allowed = np.zeros(num_words * 32, np.bool_)
-        if at in columns:
-            tokens, reached = columns[at]
-            next_state[at, token_class[tokens]] = reached
-            allowed[tokens] = True
+        next_state[at, token_class[tokens]] = reached
+        allowed[tokens] = True
         allowed[list(vocabulary.eos_ids)] = accepting[at]
         masks[at] = np.packbits(allowed, bitorder="little").view(np.int32)
     automaton = Automaton(vocabulary.eos_ids, token_class, next_state, masks, accepting)
@@ -80,12 +72,27 @@ def build(expression: str, vocabulary: Vocabulary) -> Automaton:
     return automaton
 
 
-def _classes(columns: dict[int, tuple[NDArray[Any], NDArray[Any]]], size: int) -> tuple[NDArray[np.int32], int]:
+def _alive(transitions: dict[int, dict[int, int]], edge: int) -> tuple[set[int], set[int]]:
+    """The states from which a text can be completed, and those in which it is."""
+    accepting = {state for state, targets in transitions.items() if edge in targets}
+    before: dict[int, set[int]] = {}
+    for state, targets in transitions.items():
+        for to in {to for token, to in targets.items() if token != edge}:
+            before.setdefault(to, set()).add(state)
+    alive, todo = set(accepting), list(accepting)
+    while todo:
+        found = before.get(todo.pop(), set()) - alive
+        alive |= found
+        todo += found
+    return alive, accepting
+
+
+def _classes(columns: list[list[NDArray[Any]]], size: int) -> tuple[NDArray[np.int32], int]:
     """Each token's class and their number. A class is told by a hash of all that its tokens do; with 2**18 tokens, two
     have the same by chance once in 10**8 vocabularies."""
     generator = np.random.default_rng(0)
     hashes = np.zeros(size, np.uint64)
-    for tokens, reached in columns.values():
+    for tokens, reached in columns:
         marks = generator.integers(1, 1 << 63, reached.max(initial=0) + 1, dtype=np.uint64)
         hashes[tokens] += marks[reached]
     _, classes = np.unique(np.append(hashes, np.uint64(0)), return_inverse=True)
@@ -94,22 +101,27 @@ def _classes(columns: dict[int, tuple[NDArray[Any], NDArray[Any]]], size: int) -
 
 @cache
 def _vocabulary(vocabulary: Vocabulary) -> outlines_core.Vocabulary:
-    ids: dict[bytes, list[int]] = {}
+    """With one token more, for the edges of a text. Of alternatives the package follows only those before the first
+    that matches: every text must end in a character that no text has, or what could have gone on would be lost. And an
+    expression that begins with digits takes it exponential time, unless something stands before them. Tokens of single
+    bytes can begin that character too; `_alive` finds that nothing comes of it."""
+    edge = chr(NO_CHARACTER).encode()
+    ids: dict[bytes, list[int]] = {edge: [len(vocabulary.tokens)]}
     for i, token in enumerate(vocabulary.tokens):
-        if token:
+        if token and edge not in token:
             ids.setdefault(token, []).append(i)
-    return outlines_core.Vocabulary(vocabulary.eos_ids[0], ids)
+    return outlines_core.Vocabulary(len(vocabulary.tokens) + 1, ids)
 
 
-class EagerMatcher:
-    """Where one output is in an automaton, on the host: what the device does, in numpy. Methods as LazyMatcher's."""
+class EagerMatcher(Matcher):
+    """A matcher over an automaton, on the host: what a device does with the arrays, in numpy."""
 
     engine = "eager"
 
     def __init__(self, automaton: Automaton) -> None:
+        super().__init__(automaton.eos_ids)
         self.automaton = automaton
         self._states = [0]  # after each token
-        self._ended = 0  # EOS tokens taken
 
     @property
     def state(self) -> int:
@@ -119,52 +131,18 @@ class EagerMatcher:
     def is_accepting(self) -> bool:
         return bool(self.automaton.accepting[self.state])
 
-    @property
-    def is_finished(self) -> bool:
-        return bool(self._ended) or not (self.automaton.next_state[self.state] >= 0).any()
+    def _is_complete(self) -> bool:
+        return not (self.automaton.next_state[self.state] >= 0).any()
 
-    def fill(self, mask: NDArray[np.int32]) -> None:
-        if self._ended:
-            mask[:] = 0
-            for i in self.automaton.eos_ids:
-                mask.view(np.uint32)[i // 32] |= np.uint32(1 << i % 32)
-        else:
-            mask[:] = self.automaton.masks[self.state]
+    def _fill(self, mask: NDArray[np.int32]) -> None:
+        mask[:] = self.automaton.masks[self.state]
 
-    def fill_ahead(self, masks: NDArray[np.int32], guesses: Sequence[int]) -> int:
-        taken = self.allowed(guesses)
-        self.fill(masks[0])
-        for i in range(taken):
-            self.advance(guesses[i : i + 1])
-            self.fill(masks[i + 1])
-        self.rollback(taken)
-        return taken
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        if (taken := self._walk(tokens)) < len(tokens):
-            self.rollback(taken)
-            raise CallboardError(f"The token {tokens[taken]} is not what this request's grammar allows there.")
-
-    def allowed(self, tokens: Sequence[int]) -> int:
-        taken = self._walk(tokens)
-        self.rollback(taken)
-        return taken
-
-    def rollback(self, num_tokens: int) -> None:
-        ends = min(num_tokens, self._ended)
-        self._ended -= ends
-        del self._states[len(self._states) - (num_tokens - ends) :]
-
-    def _walk(self, tokens: Sequence[int]) -> int:
-        """Takes tokens as long as they are allowed."""
+    def _step(self, token: int) -> bool:
         automaton = self.automaton
-        for i, token in enumerate(tokens):
-            if token in automaton.eos_ids:
-                if self._ended or not self.is_accepting:
-                    return i
-                self._ended += 1
-            elif self._ended or (after := int(automaton.next_state[self.state, automaton.token_class[token]])) < 0:
-                return i
-            else:
-                self._states.append(after)
-        return len(tokens)
+        after = int(automaton.next_state[self.state, automaton.token_class[token]])
+        if after >= 0:
+            self._states.append(after)
+        return after >= 0
+
+    def _back(self, num_tokens: int) -> None:
+        del self._states[-num_tokens:]

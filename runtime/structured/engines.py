@@ -12,6 +12,7 @@ from runtime.core.types import Grammar
 from runtime.structured.automaton import Automaton, EagerMatcher, build
 from runtime.structured.child import Child
 from runtime.structured.lazy import LazyEngine, LazyMatcher
+from runtime.structured.matcher import Matcher
 from runtime.structured.pattern import GrammarError
 from runtime.structured.vocabulary import Vocabulary
 
@@ -53,7 +54,7 @@ class Engines:
         self._child: Child | None = None
         self.num_served = {"lazy": 0, "eager": 0}  # requests, by engine
 
-    def matcher(self, grammar: Grammar) -> LazyMatcher | EagerMatcher:
+    def matcher(self, grammar: Grammar) -> Matcher:
         """For one output, at its beginning: 10 us for a known grammar, else about 1 ms. Raises CallboardError if the
         grammar is too complex."""
         with self._lock:
@@ -71,7 +72,7 @@ class Engines:
                 entry.tried = True
                 self._builder.submit(self._build, grammar, entry)
             self._trim()
-            found = entry.prototype.copy() if entry.automaton is None else EagerMatcher(entry.automaton)
+            found: Matcher = EagerMatcher(entry.automaton) if entry.automaton else entry.prototype.copy()
             self.num_served[found.engine] += 1
         return found
 

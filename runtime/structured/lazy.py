@@ -6,13 +6,12 @@ that it is the same everywhere: at most some 15 ms, in grammars that mean harm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.types import CallboardError
+from runtime.structured.matcher import Matcher
 from runtime.structured.vocabulary import Vocabulary
 
 LIMITS = llguidance.LLParserLimits(
@@ -42,71 +41,46 @@ class LazyEngine:
 
     def matcher(self, lark: str) -> LazyMatcher:
         """At the beginning of an output; raises CallboardError if a limit is in the way of the grammar."""
-        matcher = LazyMatcher(llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS))
-        matcher.check()
-        return matcher
+        matcher = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
+        return LazyMatcher(matcher, self.vocabulary.eos_ids)
 
 
-class LazyMatcher:
-    """Where one output is in its grammar. One thread at a time; the GIL is free while a mask is computed."""
+class LazyMatcher(Matcher):
+    """A matcher over llguidance's, which gives the GIL up while it computes a mask."""
 
     engine = "lazy"
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: tuple[int, ...]) -> None:
+        super().__init__(eos_ids)
         self._matcher = matcher
+        self._check()
 
     def copy(self) -> LazyMatcher:
-        """An output of its own from here on."""
-        return LazyMatcher(self._matcher.deep_copy())
+        """An output of its own from here on; the two share what has been worked out of the grammar."""
+        return LazyMatcher(self._matcher.deep_copy(), self._eos_ids)
 
     @property
     def is_accepting(self) -> bool:
-        """Whether the output may end here."""
         return self._matcher.is_accepting()
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing but EOS may follow, or it has come."""
+    def _is_complete(self) -> bool:
         return self._matcher.is_stopped()
 
-    def fill(self, mask: NDArray[np.int32]) -> None:
-        """Bit i % 32 of word i // 32 tells whether token i may come next: `mask` [num_words], in one piece.
-
-        Raises CallboardError if the grammar has run out of fuel; it is of no use then."""
+    def _fill(self, mask: NDArray[np.int32]) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self.check()
+        self._check()
 
-    def fill_ahead(self, masks: NDArray[np.int32], guesses: Sequence[int]) -> int:
-        """The masks before each guess and after the last, as far as the grammar allows them: `masks`
-        [len(guesses) + 1, num_words]. Returns how many guesses it allows; masks after those are left as they are."""
-        taken = 0
-        self.fill(masks[0])
-        while taken < len(guesses) and self.allowed(guesses[taken : taken + 1]):
-            self.advance(guesses[taken : taken + 1])
-            taken += 1
-            self.fill(masks[taken])
-        self.rollback(taken)
-        return taken
+    def _step(self, token: int) -> bool:
+        if self._matcher.try_consume_tokens([token]):
+            return True
+        self._check()
+        return False
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Raises CallboardError if one of them is not allowed; none is taken then."""
-        if (taken := self._matcher.try_consume_tokens(list(tokens))) < len(tokens):
-            self.rollback(taken)
-            self.check()
-            raise CallboardError(f"The token {tokens[taken]} is not what this request's grammar allows there.")
+    def _back(self, num_tokens: int) -> None:
+        self._matcher.rollback(num_tokens)
+        self._check()
 
-    def allowed(self, tokens: Sequence[int]) -> int:
-        """How many of them, from the first on, the grammar allows in a row."""
-        return self._matcher.validate_tokens(list(tokens))
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take the last tokens back."""
-        if num_tokens:
-            self._matcher.rollback(num_tokens)
-            self.check()
-
-    def check(self) -> None:
-        """Raises CallboardError if the grammar cannot go on."""
+    def _check(self) -> None:
         matcher = self._matcher
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             reason = matcher.get_error().partition("\n")[0][:200] or str(matcher.stop_reason())

@@ -12,9 +12,10 @@ from decimal import Decimal
 _MOST_DIGITS = 19
 _EXACT_DIGITS = 15  # decimals of so many digits survive a double
 INTEGER = "(?:0|\\x{2d}?[1-9][0-9]{0,18})"
-# Finite as a double in any case.
+# With an exponent there is one digit before the point; finite as a double in any case.
 NUMBER = (
-    "\\x{2d}?(?:0|[1-9][0-9]{0,15})(?:\\x{2e}[0-9]{1,17})?(?:[eE][\\x{2b}\\x{2d}]?(?:[0-9]{1,2}|[12][0-8][0-9]))?"
+    "\\x{2d}?(?:(?:0|[1-9][0-9]{0,15})(?:\\x{2e}[0-9]{1,17})?"
+    "|[0-9](?:\\x{2e}[0-9]{1,17})?[eE][\\x{2b}\\x{2d}]?(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7]))"
 )
 
 

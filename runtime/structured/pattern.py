@@ -56,7 +56,8 @@ def _of(chars: str) -> Ranges:
     return ranges((ord(c), ord(c)) for c in chars)
 
 
-ALL: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))  # surrogates are no characters
+NO_CHARACTER = 0x10FFFF  # is never written: it means the end of a text to the eager engine
+ALL: Ranges = ((0, 0xD7FF), (0xE000, NO_CHARACTER - 1))  # surrogates are no characters
 _DIGIT: Ranges = ((0x30, 0x39),)
 _WORD = ranges([*_DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
 _SPACE = _of("\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff" + "".join(map(chr, range(0x2000, 0x200B))))
@@ -274,7 +275,7 @@ class _Parser:
                 pairs.append((low[0][0], high[0][1]))
             else:
                 pairs += low
-        return without(ALL, ranges(pairs)) if negated else without(ranges(pairs), ((0xD800, 0xDFFF),))
+        return without(ALL, ranges(pairs)) if negated else without(ranges(pairs), without(((0, NO_CHARACTER),), ALL))
 
     def _set_item(self) -> Ranges:
         if (char := self._take()) != "\\":
@@ -292,7 +293,7 @@ class _Parser:
             if found := digits.match(self._source, self._at):
                 self._at = found.end()
                 code = int(found[1] or found[2], 16)
-                if code <= 0x10FFFF and not 0xD800 <= code <= 0xDFFF:
+                if code < NO_CHARACTER and not 0xD800 <= code <= 0xDFFF:
                     return ((code, code),)
         elif not char.isalnum():
             return _of(char)

@@ -74,6 +74,10 @@ def choice(options: Iterable[Rule]) -> Rule:
     return different[0] if len(different) == 1 else Choice(different)
 
 
+def repeat(part: Rule, least: int, most: int | None) -> Rule:
+    return NOTHING if most == 0 else Repeat(part, least, most)
+
+
 def optional(part: Rule) -> Rule:
     return Choice((part, NOTHING))
 

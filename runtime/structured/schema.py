@@ -37,7 +37,7 @@ from runtime.structured.pattern import (
     shown,
     whole,
 )
-from runtime.structured.rules import NEVER, NOTHING, Name, Repeat, Row, Rule, Terminal, choice, optional, row, terminal
+from runtime.structured.rules import NEVER, NOTHING, Name, Rule, Terminal, choice, optional, repeat, row, terminal
 
 MAX_BYTES = 262_144
 MAX_DEPTH = 64  # brackets within brackets
@@ -327,9 +327,9 @@ class _Writer:
         if items is False or rest_most == 0:
             rest = NEVER if rest_least else NOTHING
         elif k:
-            rest = Repeat(row(_COMMA, others), rest_least, rest_most)
+            rest = repeat(row(_COMMA, others), rest_least, rest_most)
         else:
-            more = Repeat(row(_COMMA, others), max(rest_least - 1, 0), None if rest_most is None else rest_most - 1)
+            more = repeat(row(_COMMA, others), max(rest_least - 1, 0), None if rest_most is None else rest_most - 1)
             rest = row(others, more) if rest_least else optional(row(others, more))
         for i in reversed(range(k)):
             rest = self._named(row(_COMMA if i else NOTHING, first[i], rest))
@@ -360,9 +360,9 @@ class _Writer:
 
         least, most = (schema.get(f"{end}Properties") for end in ("min", "max"))
         least = 0 if least is None or least <= len(set(required)) else least
-        if least > 1 and others is not NEVER:
+        if least > 1 and others != NEVER:
             raise _at(where, "has 'minProperties' above its required properties, where names are free to repeat")
-        most = None if most is None or (others is NEVER and most >= len(members)) else most
+        most = None if most is None or (others == NEVER and most >= len(members)) else most
         cap = max(1, least, most or 0)  # members so far are counted up to here
         if cap > MAX_RULES:
             raise _too_large()
@@ -391,17 +391,17 @@ class _Writer:
         return choice(
             row(key, _COLON, self._rule(value, f"{where}/{keyword}"))
             for key, value, keyword in options
-            if value is not False and key is not NEVER
+            if value is not False and key != NEVER
         )
 
     def _more(self, member: Rule, n: int, least: int, most: int | None) -> Rule:
         """Any number of `member` after `n` others, with their commas."""
         room = None if most is None else max(most - n, 0)
-        if member is NEVER or room == 0:
+        if member == NEVER or room == 0:
             return NOTHING if n >= least else NEVER
         if n:
-            return Repeat(row(_COMMA, member), 0, room)
-        some = row(member, Repeat(row(_COMMA, member), 0, None if room is None else room - 1))
+            return repeat(row(_COMMA, member), 0, room)
+        some = row(member, repeat(row(_COMMA, member), 0, None if room is None else room - 1))
         return some if least else optional(some)
 
 
