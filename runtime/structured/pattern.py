@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from runtime.core.types import CallboardError
 
@@ -60,10 +61,30 @@ NO_CHARACTER = 0x10FFFF  # is never written: it means the end of a text to the e
 ALL: Ranges = ((0, 0xD7FF), (0xE000, NO_CHARACTER - 1))  # surrogates are no characters
 _DIGIT: Ranges = ((0x30, 0x39),)
 _WORD = ranges([*_DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
-_SPACE = _of("\t\n\v\f\r \u00a0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff" + "".join(map(chr, range(0x2000, 0x200B))))
-# Not all that \s means: what Python's and ECMA's agree on.
-_CLASSES = {"d": _DIGIT, "w": _WORD, "s": _of("\t\n\v\f\r "), "D": without(ALL, _DIGIT), "W": without(ALL, _WORD)}
-_CLASSES["S"] = without(ALL, _SPACE)
+_NARROW = {"d": _DIGIT, "w": _WORD, "s": _of("\t\n\v\f\r ")}
+
+
+@cache
+def _wide(letter: str) -> Ranges:
+    match letter:
+        case "d":
+            return ranges((c, c) for c in range(NO_CHARACTER) if chr(c).isdecimal())
+        case "w":
+            return ranges([*_WORD, (0x80, NO_CHARACTER)])
+    return ranges((c, c) for c in range(0xFFFF) if chr(c).isspace() or c == 0xFEFF)
+
+
+def _class_of(letter: str, wide: bool) -> Ranges:
+    """The characters of \\d, \\w, \\s and their opposites.
+
+    ECMA's and Python's differ beyond ASCII. What is written is in both; `wide` is what is in either, for what a "[^" takes
+    away."""
+    small = letter.lower()
+    if letter == small:
+        return _wide(small) if wide else _NARROW[small]
+    return without(ALL, _NARROW[small] if wide else _wide(small))
+
+
 _DOT = without(ALL, _of("\n\r\u2028\u2029"))
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 
@@ -169,6 +190,7 @@ class _Parser:
         self._source = source
         self._at = 0
         self._depth = 0
+        self._negated = False  # within "[^"
 
     def parse(self) -> Pattern:
         pattern = self._either()
@@ -263,7 +285,7 @@ class _Parser:
         return inner
 
     def _set(self) -> Ranges:
-        negated = self._skip("^")
+        self._negated = negated = self._skip("^")
         pairs: list[tuple[int, int]] = []
         while not self._skip("]"):
             low = self._set_item()
@@ -275,6 +297,7 @@ class _Parser:
                 pairs.append((low[0][0], high[0][1]))
             else:
                 pairs += low
+        self._negated = False
         return without(ALL, ranges(pairs)) if negated else without(ranges(pairs), without(((0, NO_CHARACTER),), ALL))
 
     def _set_item(self) -> Ranges:
@@ -284,8 +307,8 @@ class _Parser:
 
     def _escape(self) -> Ranges:
         char = self._take()
-        if char in _CLASSES:
-            return _CLASSES[char]
+        if char in "dwsDWS":
+            return _class_of(char, self._negated)
         if char in _CONTROLS and not (char == "0" and self._peek().isdigit()):
             return _of(_CONTROLS[char])
         if char in "xu":
