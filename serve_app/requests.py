@@ -294,6 +294,7 @@ _Content = Annotated[
 
 _LEGACY = _refused(None, [], says="this field is OpenAI's old one; use tools, tool_choice and tool_calls instead")
 
+
 class CalledFunction(_Model):
     name: str
     arguments: str

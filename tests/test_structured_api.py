@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 
 import httpx
-import msgspec
 import pytest
 from fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 from structured_cases import fits
@@ -41,7 +40,9 @@ def client_of(engine: FakeEngine, template: str = QWEN) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
-async def send(body: dict, path: str = "/v1/chat/completions", template: str = QWEN) -> tuple[FakeEngine, httpx.Response]:
+async def send(
+    body: dict, path: str = "/v1/chat/completions", template: str = QWEN
+) -> tuple[FakeEngine, httpx.Response]:
     engine = FakeEngine(CITY, max_model_len=4096)
     async with client_of(engine, template) as client:
         return engine, await client.post(path, json={**PATHS[path], **body})
@@ -56,7 +57,10 @@ async def grammar_of(body: dict, path: str = "/v1/chat/completions", template: s
 
 
 FORMS = [
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}, CITY),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        CITY,
+    ),
     ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, CITY),
     ({"response_format": {"type": "json_object"}}, '{"a":[1,{}]}'),
     ({"response_format": {"type": "regex", "regex": "a{2}|é"}}, "é"),
@@ -148,7 +152,9 @@ NAME = {"type": "function", "function": {"name": "get_time"}}
 async def test_calls_that_are_asked_for_are_enforced(strict: bool | None):
     named = await grammar_of({"tools": tools_of(strict=strict), "tool_choice": NAME})
     assert fits(named, f" {CITY}}}\n</tool_call>")
-    assert not fits(named, f'{CITY}}}\n</tool_call>\n<tool_call>\n{{"name": "get_time", "arguments":{CITY}}}\n</tool_call>')
+    assert not fits(
+        named, f'{CITY}}}\n</tool_call>\n<tool_call>\n{{"name": "get_time", "arguments":{CITY}}}\n</tool_call>'
+    )
     assert not fits(named, "{}}\n</tool_call>")
     one = f'get_weather", "arguments": {CITY}}}\n</tool_call>'
     any_of = {"tools": tools_of(strict=strict), "tool_choice": "required"}

@@ -21,10 +21,10 @@ from runtime.structured.matcher import Matcher
 from runtime.structured.pattern import GrammarError
 from runtime.structured.vocabulary import Vocabulary
 
-_PIECES = '{" ":" ": ", " "," }, "}] ]] [{ "a "b ": null true false 10 -1 0.5 e+ \\" \\\\ \\n aa ab zz 2024 -01 é😀 T1'.split()
+_PIECES = '{" ":" ": ", " "," }, "}] ]] [{ "a "b ": null true false 10 -1 0.5 e+ \\" \\\\ \\n aa ab zz 2024 -01 é😀 T1'
 _SPACED = [b" ", b", ", b'": ', b'", "', b': "']
-# Bytes, pieces of JSON, halves of characters, a token without text, padding, and two ids of EOS.
-TOKENS = [*(bytes((i,)) for i in range(256)), *(p.encode() for p in _PIECES), *_SPACED, b"\xf0\x9f", b"\x98\x80", b"", b""]
+# Bytes, pieces of JSON, halves of characters, a token without text; then two ids of EOS.
+TOKENS = [*(bytes((i,)) for i in range(256)), *_PIECES.encode().split(b" "), *_SPACED, b"\xf0\x9f", b"\x98\x80", b""]
 SMALL = Vocabulary((*TOKENS, b"", b""), (len(TOKENS), len(TOKENS) + 1))
 ENGINE = LazyEngine(SMALL)
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -101,10 +101,14 @@ def scalars(draw) -> dict:
             ends = draw(st.sampled_from([("minimum", "maximum"), ("exclusiveMinimum", "maximum")]))
             return {"type": kind, **_bounds(draw, *ends, _SMALL_NUMBERS)}
         case "enum":
-            values = st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.lists(st.integers(), max_size=2)
+            values = (
+                st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.lists(st.integers(), max_size=2)
+            )
             return {"enum": draw(st.lists(values, min_size=1, max_size=4))}
         case "pattern":
-            parts = st.sampled_from(["a", "[a-f0-9]", "\\d+", ".", "(?:x|yy){1,3}", "[^a]*", '"?', "\\\\", "é|😀", "\\w\\s?"])
+            parts = st.sampled_from(
+                ["a", "[a-f0-9]", "\\d+", ".", "(?:x|yy){1,3}", "[^a]*", '"?', "\\\\", "é|😀", "\\w\\s?"]
+            )
             body = "".join(draw(st.lists(parts, max_size=4)))
             return {"type": "string", "pattern": draw(st.sampled_from(["^(?:{})$", "^(?:{})", "(?:{})"])).format(body)}
         case "format":
@@ -129,7 +133,9 @@ def objects(draw, values) -> dict:
         case 0:
             schema["additionalProperties"] = draw(values)
         case 1:
-            schema["patternProperties"] = draw(st.dictionaries(st.sampled_from(["^x", "y$", "[0-9]"]), values, max_size=2))
+            schema["patternProperties"] = draw(
+                st.dictionaries(st.sampled_from(["^x", "y$", "[0-9]"]), values, max_size=2)
+            )
         case 2:
             schema["maxProperties"] = draw(st.integers(len(schema["required"]), 5))
         case 3:

@@ -76,7 +76,7 @@ def _calls(calls: Calls) -> dict[str, Rule]:
             found = schema.rules_of(root, _fits, arguments, f"f{i}")
         except GrammarError as e:
             if name not in calls.lenient:
-                raise GrammarError(f"has parameters of the function {name} that cannot be enforced: the schema {e}") from e
+                raise GrammarError(f"has a function {name} whose parameters cannot be enforced: the schema {e}") from e
             found = schema.rules_of({}, _fits, arguments, f"f{i}")
         written |= found
         opening = terminal(literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?")

@@ -25,7 +25,8 @@ LIMITS = llguidance.LLParserLimits(
 )
 # Texts within strings that most tokens are: where all of them fit, a mask takes them at once. These are llguidance's
 # own, less the two characters that "." does not mean.
-_SLICES = [r"[\x20\x0A\x0D\x09]+", *(rf"[^\"\\\x00-\x1F\x7F\x{{2028}}\x{{2029}}]{n}" for n in ("{1,10}", "{1,30}", "+"))]
+_IN_STRING = r"[^\"\\\x00-\x1F\x7F\x{2028}\x{2029}]"
+_SLICES = [r"[\x20\x0A\x0D\x09]+", _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
 
 
 class LazyEngine:

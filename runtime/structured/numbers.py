@@ -36,11 +36,10 @@ def decimals(low: Decimal | None, high: Decimal | None, low_open: bool, high_ope
     zero = Decimal(0)
     options = []
     if high is None or high >= 0:
-        from_zero = low is None or low < 0
-        options.append(_positive(zero if from_zero else low, high, low_open and not from_zero, high_open))
+        near, near_open = (zero, False) if low is None or low < 0 else (low, low_open)
+        options.append(_positive(near, high, near_open, high_open))
     if low is None or low < 0:
-        to_zero = high is None or high > 0
-        near, near_open = (zero, True) if to_zero else (-high, high_open)
+        near, near_open = (zero, True) if high is None or high > 0 else (-high, high_open)
         negative = _positive(near, None if low is None else -low, near_open, low_open)
         options.append(None if negative is None else "\\x{2d}" + negative)
     return _any_of([option for option in options if option is not None])
@@ -53,7 +52,7 @@ def _positive(low: Decimal, high: Decimal | None, low_open: bool, high_open: boo
     first, last = int(low), None if high is None else int(high)
     room = max(1, _EXACT_DIGITS - len(str(first if last is None else last)), _room(low), _room(high or low))
     low_digits, high_digits = _fraction(low), None if high is None else _fraction(high)
-    options = []
+    options: list[tuple[int | str, str | None]] = []
     if first == last:
         options.append((first, _point(low_digits, high_digits, low_open, high_open, room)))
     else:

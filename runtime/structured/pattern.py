@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -77,7 +77,7 @@ def _wide(letter: str) -> Ranges:
 def _class_of(letter: str, wide: bool) -> Ranges:
     """The characters of \\d, \\w, \\s and their opposites.
 
-    ECMA's and Python's differ beyond ASCII. What is written is in both; `wide` is what is in either, for what a "[^" takes
+    ECMA's and Python's differ beyond ASCII. What is written is in both; `wide` is what is in either, which a "[^" takes
     away."""
     small = letter.lower()
     if letter == small:
@@ -180,6 +180,10 @@ def _has_edge(pattern: Pattern) -> bool:
     return isinstance(pattern, Edge)
 
 
+_CODES = {
+    "x": re.compile(r"\{([0-9a-fA-F]{1,6})\}|([0-9a-fA-F]{2})"),
+    "u": re.compile(r"\{([0-9a-fA-F]{1,6})\}|([0-9a-fA-F]{4})"),
+}
 _COUNT = re.compile(r"\{(\d{1,9})(,?)(\d{0,9})\}")
 
 
@@ -312,8 +316,7 @@ class _Parser:
         if char in _CONTROLS and not (char == "0" and self._peek().isdigit()):
             return _of(_CONTROLS[char])
         if char in "xu":
-            digits = re.compile(r"\{([0-9a-fA-F]{1,6})\}|([0-9a-fA-F]{%d})" % (2 if char == "x" else 4))
-            if found := digits.match(self._source, self._at):
+            if found := _CODES[char].match(self._source, self._at):
                 self._at = found.end()
                 code = int(found[1] or found[2], 16)
                 if code < NO_CHARACTER and not 0xD800 <= code <= 0xDFFF:
@@ -331,12 +334,12 @@ _ESCAPED: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # what JSON does not
 
 def plain(pattern: Pattern) -> str:
     """The regular expression of the texts of a pattern as they stand."""
-    return _write(pattern, _class)
+    return _written(pattern, _class)
 
 
 def quoted(pattern: Pattern) -> str:
     """The regular expression of the texts of a pattern as JSON strings."""
-    return '"' + _write(pattern, _json_class) + '"'
+    return '"' + _written(pattern, _json_class) + '"'
 
 
 def literal_text(text: str) -> str:
@@ -349,20 +352,19 @@ def literal_string(text: str) -> str:
     return literal_text(json.dumps(text, ensure_ascii=False))
 
 
-def _write(pattern: Pattern, of_chars: object) -> str:
-    write = of_chars
-    assert callable(write)
+def _written(pattern: Pattern, of: Callable[[Ranges], str]) -> str:
+    """`of` writes one character."""
     match pattern:
         case Chars(these):
-            return str(write(these))
+            return of(these)
         case Cat(parts):
-            return "".join(_write(part, write) for part in parts)
+            return "".join(_written(part, of) for part in parts)
         case Either(parts):
-            return "(?:" + "|".join(_write(part, write) for part in parts) + ")"
+            return "(?:" + "|".join(_written(part, of) for part in parts) + ")"
         case Times(part, least, most):
-            inner = _write(part, write)
+            inner = _written(part, of)
             return f"(?:{inner}){{{least},{'' if most is None else most}}}" if inner else ""
-    raise AssertionError(pattern)
+    raise AssertionError(pattern)  # edges are gone by now
 
 
 def _class(these: Ranges) -> str:

@@ -153,8 +153,8 @@ def lark(rules: Mapping[str, Rule]) -> str:
             case Choice(parts):
                 return "(" + " | ".join(map(write, parts)) + ")"
             case Repeat(part, least, most):
-                inner = f"({write(part)})"
-                return f"{inner}*" if (least, most) == (0, None) else f"{inner}{{{least},{'' if most is None else most}}}"
+                times = "*" if (least, most) == (0, None) else f"{{{least},{'' if most is None else most}}}"
+                return f"({write(part)}){times}"
             case Name(name):
                 return name
 

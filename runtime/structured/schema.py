@@ -55,10 +55,9 @@ _ABOUT = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const", "type")
-ANNOTATIONS = frozenset(
-    "$schema $id $comment $anchor $defs definitions title description default examples deprecated readOnly writeOnly "
-    "contentEncoding contentMediaType discriminator".split()
-)
+_OF_DOCUMENTS = ("$schema", "$id", "$comment", "$anchor", "$defs", "definitions", "title", "description", "default")
+_OF_USES = ("examples", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "discriminator")
+ANNOTATIONS = frozenset((*_OF_DOCUMENTS, *_OF_USES))
 _HARMLESS = {"uniqueItems": False, "nullable": False}  # of keywords that are not supported, the values that ask nothing
 KEYWORDS = frozenset(_APPLICATORS).union(*_ABOUT.values())
 
@@ -92,9 +91,7 @@ def parse(text: str) -> Any:
     return schema
 
 
-def rules_of(
-    root: Any, fits: Callable[[Terminal], bool], schema: Any = None, prefix: str = ""
-) -> dict[str, Rule]:
+def rules_of(root: Any, fits: Callable[[Terminal], bool], schema: Any = None, prefix: str = "") -> dict[str, Rule]:
     """The rules of a parsed schema, by default the root; the first one is `prefix` + "start". Raises GrammarError.
 
     `fits` tells whether any text matches an intersection of terminals."""
@@ -314,7 +311,7 @@ class _Writer:
         return self._fitting(Terminal(tuple(all_of)))
 
     def _fitting(self, rule: Terminal) -> Rule:
-        return rule if len(rule.all_of) == 1 and not rule.none_of or self._fits(rule) else NEVER
+        return rule if (len(rule.all_of) == 1 and not rule.none_of) or self._fits(rule) else NEVER
 
     def _array(self, schema: Schema, where: str) -> Rule:
         least, most = _bounds(schema, "Items", where)
@@ -494,8 +491,8 @@ def _number(schema: Schema, where: str) -> Rule:
     if schema["type"] == "number" and "multipleOf" not in schema:
         if low is None and high is None:
             return terminal(numbers.NUMBER)
-        bounds = (None if b is None else Decimal(b) for b in (low, high))
-        found = numbers.decimals(*bounds, low_open, high_open)
+        ends = [None if bound is None else Decimal(bound) for bound in (low, high)]
+        found = numbers.decimals(ends[0], ends[1], low_open, high_open)
         return NEVER if found is None else terminal(found)
     least = None if low is None else math.floor(low) + 1 if low_open else math.ceil(low)
     most = None if high is None else math.ceil(high) - 1 if high_open else math.floor(high)
@@ -505,9 +502,11 @@ def _number(schema: Schema, where: str) -> Rule:
     if least is not None and most is not None and (most - least) // of < 1000:
         found = numbers.listed(range(-(-least // of) * of, most + 1, of))
         return NEVER if found is None else terminal(found)
-    if (ends := numbers.multiples(of)) is None or least is not None or most is not None:
-        raise _at(where, f"has 'multipleOf' {of}; supported are divisors of 1000 without bounds, and 1000 values at most")
-    return Terminal((numbers.INTEGER, ends))
+    if (tails := numbers.multiples(of)) is None or least is not None or most is not None:
+        raise _at(
+            where, f"has 'multipleOf' {of}; supported are divisors of 1000 without bounds, and 1000 values at most"
+        )
+    return Terminal((numbers.INTEGER, tails))
 
 
 def _separated(members: list[Rule], after_others: bool) -> Iterable[Rule]:
