@@ -108,14 +108,9 @@ def test_rollback_undoes_advance(text: list[str], data: st.DataObject):
             assert next_of(matcher) == before[taken - num - 1]
 
 
-def test_a_grammar_without_fuel_ends_its_request_alone():
-    nested = "(?:" * 30 + "a" + "{1,4}b?)" * 30  # small to write, large to work out
-    spec = GrammarSpec("regex", f"(?:{nested})*(?:(?:a|b)*a(?:a|b){{3000}}|{nested})")
-    with pytest.raises(GrammarError, match=r"states|complex"):
-        compiled(spec)
-    with pytest.raises(CallboardError, match="too complex"):
+def test_a_grammar_that_cannot_go_on_says_so():
+    with pytest.raises(CallboardError, match="too complex to go on here"):
         BYTE_ENGINE.matcher("start: /(/")
-    assert fits(regex("ok"), "ok")
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
@@ -192,7 +187,7 @@ async def test_a_bomb_delays_nobody_and_answers_are_kept():
         grammar = await asyncio.wait_for(compiler.compile(GrammarSpec("json", json.dumps(PERSON))), 20)
         assert fits(grammar, '{"name":"a"}')
         for task in waiting:
-            with pytest.raises(GrammarError, match="over 1.5 s"):
+            with pytest.raises(GrammarError, match=r"over 1\.5 s"):
                 await task
         assert await compiler.compile(GrammarSpec("json", json.dumps(PERSON))) is grammar
         assert (await compiler.compile(GrammarSpec("regex", "after"))).lark
@@ -241,18 +236,13 @@ def test_ranges_of_decimals(low: Decimal | None, high: Decimal | None, open_low:
         ("^ab$|c", ["ab", "c"], ["abc", ""]),
         ("(?<y>[0-9]{2})(?P<m>-1)?", ["24", "24-1"], ["2"]),
         ("\\u{1F600}\\x41\\0", ["😀A\0"], ["😀A"]),
-        ("[^\\w]\\cA?"[:5], ["-"], ["a", "é"]),
+        ("[^\\w]", ["-"], ["a", "é"]),
         ("", [""], ["a"]),
         ("a{2}{3}", ["a" * 6], ["a" * 5]),
         ("x{,3}", ["x{,3}"], ["xx"]),
-        ("[]a]", [], ["a", "]"]),
     ],
 )
 def test_patterns_of_whole_outputs(pattern: str, yes: list[str], no: list[str]):
-    if not yes:
-        with pytest.raises(GrammarError):
-            regex(pattern)
-        return
     grammar = regex(pattern)
     assert [fits(grammar, text) for text in (*yes, *no)] == [True] * len(yes) + [False] * len(no)
 

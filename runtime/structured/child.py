@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from runtime.structured.pattern import GrammarError
 
 _T = TypeVar("_T")
+_NO_MEMORY = "is too complex: compiling it took more memory than the limit"
 
 
 class Child:
@@ -46,7 +47,7 @@ class Child:
             result, error = self._connection.recv()
         except (EOFError, OSError):
             self.kill()
-            raise GrammarError("is too complex: compiling it took more memory than the limit") from None
+            raise GrammarError(_NO_MEMORY) from None
         except BaseException:
             self.kill()
             raise
@@ -73,9 +74,10 @@ def _serve(connection: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (int(used + deadline_s) + 2, resource.RLIM_INFINITY))
         try:
             connection.send((function(*args), None))
-        except (GrammarError, MemoryError, RecursionError) as e:
-            message = e if isinstance(e, GrammarError) else GrammarError(f"is too complex ({type(e).__name__})")
-            connection.send((None, message))
+        except GrammarError as e:
+            connection.send((None, e))
+        except MemoryError:
+            connection.send((None, GrammarError(_NO_MEMORY)))
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ def compiled(spec: GrammarSpec) -> Grammar:
         raise GrammarError(f"has {len(spec.text)} bytes; the limit is {MAX_BYTES} bytes")
     try:
         written = rules.pruned(_rules(spec))
+        text, expression = rules.lark(written), rules.expression(written)
     except RecursionError:
         raise GrammarError(f"nests deeper through its references than the limit of {schema.MAX_DEPTH}") from None
-    text, expression = rules.lark(written), rules.expression(written)
     if spec.after:
         free = f"/(?s:.*){literal_text(spec.after)}/"
         head = f"start: free /[\\x{{a}}\\x{{20}}]{{0,2}}/ rest\nfree[lazy]: {free}\nrest:"
