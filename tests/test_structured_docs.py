@@ -13,7 +13,7 @@ _NOTES = {
     "$ref": "within the schema (`#`, `#/…`); recursion to any depth",
     "allOf": "merged",
     "anyOf": "with what stands beside it",
-    "oneOf": "where no value fits two options: other types, other constants, or a required property that tells them apart",
+    "oneOf": "where no value fits two options: other types, other constants, a required property that differs",
     "enum": "beside `type` alone; the values are written as they are",
     "const": "as an `enum` of one",
     "type": "where it is missing and all other keywords are about one type, that type",
@@ -49,8 +49,8 @@ _HEAD = """# Structured output
 
 An answer can be bound to a JSON Schema, a regular expression or a choice of texts. What is answered then fits, whatever
 the temperature; an answer that ends by `max_tokens` is cut off where it is, and says `length`. What cannot be enforced
-is refused with a 400 that names the keyword or the limit: nothing is ignored. (The engine does not enforce grammars yet:
-until it does, the front door refuses all that asks for one.)
+is refused with a 400 that names the keyword or the limit: nothing is ignored. (The engine does not enforce grammars
+yet: until it does, the front door refuses all that asks for one.)
 
 | field | value |
 | --- | --- |

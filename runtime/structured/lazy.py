@@ -24,8 +24,8 @@ LIMITS = llguidance.LLParserLimits(
     verbose_errors=False,
 )
 # Texts within strings that most tokens are: where all of them fit, a mask takes them at once. These are llguidance's
-# own, less the two characters that "." does not mean.
-_IN_STRING = r"[^\"\\\x00-\x1F\x7F\x{2028}\x{2029}]"
+# own, less the characters that "." does not mean, and the one that is never written.
+_IN_STRING = r"[^\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFFF}]"
 _SLICES = [r"[\x20\x0A\x0D\x09]+", _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
 
 
