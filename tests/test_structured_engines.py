@@ -195,6 +195,53 @@ async def test_a_bomb_delays_nobody_and_answers_are_kept():
         compiler.close()
 
 
+def nested(depth: int) -> str:
+    return '{"type":"array","items":' * depth + "{}" + "}" * depth
+
+
+CHAIN = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3000)}
+BOMBS = [
+    (GrammarSpec("json", nested(1000)), "nested deeper than the limit of 64"),
+    (GrammarSpec("json", nested(10_000)), "nested deeper"),
+    (GrammarSpec("json", '{"properties":{"a":{"$ref":"#"}},"required":["a"]}'), "no text fits"),
+    (GrammarSpec("json", '{"allOf":[{"$ref":"#"}]}'), "leads to itself"),
+    (GrammarSpec("json", json.dumps({"properties": {f"p{i}": {} for i in range(10_000)}})), "limit is 500"),
+    (GrammarSpec("json", '{"$ref":"https://example.com/s.json"}'), "within the schema"),
+    (GrammarSpec("json", json.dumps({"enum": ["x" * 1000] * 1000})), "limit is 262144 bytes"),
+    (GrammarSpec("json", '{"type":"integer","minimum":5,"maximum":4}'), "no text fits"),
+    (GrammarSpec("json", '{"type":"string","pattern":"^(a+)+$","not":{}}'), '"not"'),
+    (GrammarSpec("json", json.dumps({"$defs": CHAIN, "$ref": "#/$defs/0"})), "references"),
+    (GrammarSpec("regex", "x{1,100000}"), "limit is 10000 repetitions"),
+    (GrammarSpec("regex", "(?<=a)b"), "looks ahead or behind"),
+    (GrammarSpec("regex", "((a{1,100}){1,100}){1,100}"), "limit is 50000 states"),
+    (GrammarSpec("regex", "(" * 100_000), "limit of 60"),
+    (GrammarSpec("choice", json.dumps(["x" * 1000] * 200 + ["y" * 60_000])), "limit is 50000"),
+    (GrammarSpec("regex", "(a+)+b"), ""),
+    (GrammarSpec("regex", "(a|aa){50}"), ""),
+    (GrammarSpec("regex", "(x+x+)+y"), ""),
+    (GrammarSpec("regex", "(a|b)*a(a|b){2000}"), ""),
+    (GrammarSpec("regex", ".{0,10000}"), ""),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+async def test_bombs_end_in_time():
+    compiler = GrammarCompiler(deadline_s=5.0)
+    try:
+        await compiler.compile(GrammarSpec("regex", "warm"))
+        for spec, says in BOMBS:
+            start = time.monotonic()
+            if says:
+                with pytest.raises(GrammarError, match=re.escape(says)):
+                    await compiler.compile(spec)
+            else:
+                grammar = await compiler.compile(spec)
+                next_of(BYTE_ENGINE.matcher(grammar.lark))
+            assert time.monotonic() - start < 5.0, spec.text[:60]
+    finally:
+        compiler.close()
+
+
 # ---- numbers and patterns --------------------------------------------------------------------------------------------
 
 _INTEGERS = st.none() | st.integers(-3000, 3000)

@@ -1,5 +1,6 @@
 """Whatever is chosen under the masks, by whatever weights: what comes out parses and fits its schema."""
 
+import contextlib
 import json
 import re
 
@@ -19,6 +20,7 @@ from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.matcher import Matcher
 from runtime.structured.pattern import GrammarError
+from runtime.structured.schema import KEYWORDS
 from runtime.structured.vocabulary import Vocabulary
 
 _PIECES = '{" ":" ": ", " "," }, "}] ]] [{ "a "b ": null true false 10 -1 0.5 e+ \\" \\\\ \\n aa ab zz 2024 -01 é😀 T1'
@@ -188,6 +190,21 @@ def test_many_random_schemas_and_weights():
 def test_the_corpus_under_random_weights():
     finished = sum(check_walks(schema, [at, at + 1000]) for at, (schema, _, _) in enumerate(CASES))
     assert finished > len(CASES)
+
+
+_WORDS = sorted(KEYWORDS | {"#", "#/$defs/a", "a", "^a", "object", "array", "string", "number", "integer", "$defs"})
+_ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(_WORDS) | st.floats(-2, 2),
+    lambda j: st.lists(j, max_size=3) | st.dictionaries(st.sampled_from(_WORDS), j, max_size=4),
+    max_leaves=15,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(_ANY_JSON)
+def test_whatever_comes_is_compiled_or_refused(schema: object):
+    with contextlib.suppress(GrammarError):
+        assert compiled(GrammarSpec("json", json.dumps(schema))).lark
 
 
 @pytest.mark.slow

@@ -74,10 +74,10 @@ def _serve(connection: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (int(used + deadline_s) + 2, resource.RLIM_INFINITY))
         try:
             connection.send((function(*args), None))
-        except GrammarError as e:
-            connection.send((None, e))
         except MemoryError:
             connection.send((None, GrammarError(_NO_MEMORY)))
+        except Exception as e:  # the owner's to judge
+            connection.send((None, e))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from runtime.structured.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 _MEMORY = 4 << 30  # address space of a build
+_START_S = 60.0  # at most, for a child to start and to read the vocabulary
 _USES_OF_A_PROTOTYPE = 1000  # copies share what has been worked out, which grows
 
 
@@ -83,10 +84,10 @@ class Engines:
             self._child.kill()
 
     def _build(self, grammar: Grammar, entry: _Entry) -> None:
-        if self._child is None or not self._child.is_alive:
-            self._child = Child(_MEMORY, niceness=10)
-            self._child.run(60.0, load, self.vocabulary)
         try:
+            if self._child is None or not self._child.is_alive:
+                self._child = Child(_MEMORY, niceness=10)
+                self._child.run(_START_S, load, self.vocabulary)
             automaton = self._child.run(self._deadline_s, build_loaded, grammar.expression)
         except GrammarError as e:
             logger.info("the lazy engine keeps a grammar: it %s", e)

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 
 from runtime.core.types import CallboardError
@@ -399,5 +400,5 @@ def _char(code: int) -> str:
 
 def shown(value: object) -> str:
     """A value of the client's as a message may show it."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = str(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

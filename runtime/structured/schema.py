@@ -62,7 +62,6 @@ _HARMLESS = {"uniqueItems": False, "nullable": False}  # of keywords that are no
 KEYWORDS = frozenset(_APPLICATORS).union(*_ABOUT.values())
 
 _COMMA, _COLON = terminal(",\\x{20}?"), terminal(":\\x{20}?")
-_STRING = terminal(quoted(ANY_TEXT))
 
 Schema = dict[str, Any]
 
@@ -74,7 +73,7 @@ class _Flat(dict[str, Any]):
 def parse(text: str) -> Any:
     """A schema's JSON with its limits checked; numbers with a point or an exponent are Decimal."""
     try:
-        schema = json.loads(text, parse_float=Decimal, parse_constant=Decimal)
+        schema = json.loads(text, parse_float=Decimal, parse_constant=_no_number)
     except (ValueError, RecursionError):
         raise GrammarError(f"is no JSON, or nested deeper than the limit of {MAX_DEPTH}") from None
     level, depth, num_properties = [schema], 0, 0
@@ -89,6 +88,10 @@ def parse(text: str) -> Any:
     if num_properties > MAX_PROPERTIES:
         raise GrammarError(f"has {num_properties} properties; the limit is {MAX_PROPERTIES}")
     return schema
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(name)
 
 
 def rules_of(root: Any, fits: Callable[[Terminal], bool], schema: Any = None, prefix: str = "") -> dict[str, Rule]:
@@ -195,13 +198,13 @@ class _Writer:
         if not ref.startswith("#"):
             raise _at(where, f"has the '$ref' {shown(ref)}; only references within the schema (#/...) are supported")
         found = self._root
-        for step in ref[1:].split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            found = found[int(step)] if isinstance(found, list) and step.isdecimal() else found
-            if not isinstance(found, list) and (found := found.get(step) if isinstance(found, dict) else None) is None:
-                break
-        if found is None or not (ref == "#" or ref.startswith("#/")):
-            raise _at(where, f"has the '$ref' {shown(ref)}, which leads nowhere")
+        try:
+            for step in ref[1:].split("/"):
+                if found is not self._root or step:
+                    step = step.replace("~1", "/").replace("~0", "~")
+                    found = found[int(step)] if isinstance(found, list) else found[step]
+        except (LookupError, ValueError, TypeError):
+            raise _at(where, f"has the '$ref' {shown(ref)}, which leads nowhere") from None
         return found
 
     def _one_of(self, options: list[Any], where: str) -> _Flat:
@@ -246,8 +249,8 @@ class _Writer:
 
     def _merged(self, a: _Flat | None, b: _Flat | None, where: str) -> _Flat | None:
         """What fits both of two flat schemas."""
-        if a is None or b is None:
-            return None
+        if not a or not b:
+            return b if a == {} else a if b == {} else None
         free = [s.get("additionalProperties", True) for s in (a, b)]
         if any("patternProperties" in s for s in (a, b)) and free != [True, True]:
             raise _at(where, "combines 'patternProperties' with 'additionalProperties' of another schema")
@@ -457,7 +460,7 @@ def _check(schema: Any, where: str) -> None:
         if keyword in _SHAPE_OF:
             wanted, fits = _SHAPES[_SHAPE_OF[keyword]]
             if not fits(value):
-                raise _at(where, f"has {keyword!r} as {_shown_value(value)}; it should be {wanted}")
+                raise _at(where, f"has {keyword!r} as {shown(value)}; it should be {wanted}")
         if keyword == "enum" and (size := len(_dumped(value))) > MAX_ENUM_BYTES:
             raise _at(where, f"has an 'enum' of {size} bytes; the limit is {MAX_ENUM_BYTES} bytes")
 
@@ -474,7 +477,7 @@ def _bounds(schema: Schema, of: str, where: str) -> tuple[int, int | None]:
 
 def _divisor(value: int | Decimal, where: str) -> int:
     if value != int(value) or value <= 0:
-        raise _at(where, f"has 'multipleOf' as {_shown_value(value)}; only whole numbers from 1 on are supported")
+        raise _at(where, f"has 'multipleOf' as {shown(value)}; only whole numbers from 1 on are supported")
     return int(value)
 
 
@@ -487,7 +490,7 @@ def _number(schema: Schema, where: str) -> Rule:
         high, high_open = bound, True
     for name, bound in (("minimum", low), ("maximum", high)):
         if bound is not None and bound and not -9 <= Decimal(bound).adjusted() <= 17:
-            raise _at(where, f"has a {name} of {_shown_value(bound)}; supported are 0 and sizes from 1e-9 to 1e17")
+            raise _at(where, f"has a {name} of {shown(bound)}; supported are 0 and sizes from 1e-9 to 1e17")
     if schema["type"] == "number" and "multipleOf" not in schema:
         if low is None and high is None:
             return terminal(numbers.NUMBER)
@@ -575,8 +578,3 @@ def _key(value: Any, in_order: bool = False) -> str:
             return "[" + ",".join(_key(item, in_order) for item in value) + "]"
     members = [f"{json.dumps(name)}:{_key(member, in_order)}" for name, member in value.items()]
     return "{" + ",".join(members if in_order else sorted(members)) + "}"
-
-
-def _shown_value(value: Any) -> str:
-    text = _dumped(value)
-    return text if len(text) <= 60 else text[:57] + "..."
