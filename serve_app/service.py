@@ -337,6 +337,8 @@ class Service:
         is_asked = structure is not None
         if isinstance(request, ChatRequest) and reply is not None:
             if structure is not None and reply.in_reasoning:
+                if self.tokenizer.token_to_id(reasoning.CLOSE) in self.tokenizer.special_ids:
+                    raise invalid(structure.field, "cannot follow reasoning of this model; turn its reasoning off")
                 structure = replace(structure, spec=replace(structure.spec, after=reasoning.CLOSE))
             if reply.tools is not None and reply.begun is not None:
                 is_asked = any(tool.function.strict for tool in request.offered_tools())

@@ -41,9 +41,12 @@ class Automaton:
 
 
 def build(expression: str, vocabulary: Vocabulary) -> Automaton:
-    """Raises GrammarError if the automaton is over a limit."""
+    """Raises GrammarError if the automaton is over a limit of ours or the package's."""
     edge = f"\\x{{{NO_CHARACTER:x}}}"
-    index = outlines_core.Index(f"{edge}(?:{expression}){edge}", _vocabulary(vocabulary))
+    try:
+        index = outlines_core.Index(f"{edge}(?:{expression}){edge}", _vocabulary(vocabulary))
+    except ValueError as e:
+        raise GrammarError(f"is refused by outlines-core ({e})") from None
     transitions: dict[int, dict[int, int]] = index.get_transitions()
     start = transitions.pop(index.get_initial_state())[len(vocabulary.tokens)]
     alive, accepting_states = _alive(transitions, len(vocabulary.tokens))

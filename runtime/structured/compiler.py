@@ -103,7 +103,7 @@ class GrammarCompiler:
     def _add_child(self) -> None:
         child = Child(_MEMORY)
         with contextlib.suppress(GrammarError):
-            child.run(_START_S, compiled, GrammarSpec("choice", '["a"]'))
+            child.run(_START_S, compiled, GrammarSpec("regex", "\\D"))  # Unicode digits are looked up once
         self._give_back(child)
 
     def _give_back(self, child: Child) -> None:

@@ -28,7 +28,6 @@ class _Entry:
     prototype: LazyMatcher
     uses: int = 0
     automaton: Automaton | None = None
-    tried: bool = False  # whether the eager engine was asked
 
 
 class Engines:
@@ -69,8 +68,7 @@ class Engines:
             if not known:
                 entry.prototype = prototype
             entry.uses += 1
-            if grammar.expression and not entry.tried and entry.uses == self._eager_after:
-                entry.tried = True
+            if grammar.expression and entry.uses == self._eager_after:
                 self._builder.submit(self._build, grammar, entry)
             self._trim()
             found: Matcher = EagerMatcher(entry.automaton) if entry.automaton else entry.prototype.copy()
