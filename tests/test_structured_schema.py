@@ -1,10 +1,13 @@
 """Schemas against their own instances: every valid one can be written under the masks, no invalid one can."""
 
 import json
+from datetime import date
+from typing import Annotated, Literal
 
 import jsonschema
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field
 from structured_cases import BYTE_ENGINE, fits
 from structured_corpus import CASES, REFUSED
 
@@ -81,3 +84,33 @@ def test_the_eager_engine_allows_the_same():
                 eager.advance([token])
     assert num_small > 80
     assert MAX_STATES < 1 << 15  # states fit the table's int16
+
+
+class _Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(9, ge=1, le=9)
+
+
+class _Dog(BaseModel):
+    kind: Literal["dog"]
+    good: bool = True
+
+
+class _Owner(BaseModel):
+    name: str = Field(min_length=1, max_length=50)
+    age: int | None = None
+    pet: Annotated[_Cat | _Dog, Field(discriminator="kind")]
+    born: date
+    marks: dict[str, float]
+    place: tuple[int, str]
+    friends: list["_Owner"] = []
+
+
+def test_models_of_pydantic():
+    grammar = grammar_of(_Owner.model_json_schema())
+    friend = _Owner(name="B", pet=_Cat(kind="cat"), born=date(2000, 2, 29), marks={}, place=(1, "x"))
+    more = {"age": 3, "marks": {"é": 0.5}, "place": (-1, ""), "friends": [friend]}
+    owner = _Owner(name="A", pet=_Dog(kind="dog"), born=date(1, 1, 1), **more)
+    for model in (friend, owner):
+        assert fits(grammar, model.model_dump_json())
+    assert not fits(grammar, owner.model_dump_json().replace('"dog"', '"cat"'))
