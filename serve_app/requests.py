@@ -11,11 +11,15 @@ import json
 from typing import Annotated, Any, Literal, LiteralString, TypeVar
 from urllib.parse import quote
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
-from runtime.core.types import SamplingParams
+from runtime.core.types import GrammarSpec, SamplingParams
+from runtime.structured.grammar import Calls
+from runtime.text.tool_calls import ToolFormat
 from serve_app.errors import ApiError, echoed, invalid
+from serve_app.structure import ResponseFormat, Structure, StructuredOutputs, asked_structure
 
 MAX_CHOICES = 1024  # of one request: its prompts times n
 _MAX_IGNORED = 32  # names of unknown fields to report
@@ -158,8 +162,8 @@ class _Sampling(_Model):
 
     tools: Annotated[Any, _refused(None, [])] = None
     functions: Annotated[Any, _refused(None, [])] = None
-    response_format: Annotated[Any, _refused(None, {"type": "text"})] = None
-    structured_outputs: Annotated[Any, _refused(None)] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def max_output(self) -> int | None:
         """Tokens of output asked for; None if the request does not say."""
@@ -190,6 +194,14 @@ class _Sampling(_Model):
             raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
+        if (structure := self.structure()) is not None:
+            for name, asks in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+                if asks:
+                    raise invalid(name, f"cannot be combined with {structure.field}, which says where the output ends")
+
+    def structure(self) -> Structure | None:
+        """What the output must match; None if it is free."""
+        return asked_structure(self.response_format, self.structured_outputs)
 
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         """The engine's parameters, with `max_tokens` resolved; raises ApiError naming the field at fault."""
@@ -283,7 +295,6 @@ _Content = Annotated[
 
 
 _LEGACY = _refused(None, [], says="this field is OpenAI's old one; use tools, tool_choice and tool_calls instead")
-_UNENFORCED = _refused(None, False, says="schemas of arguments are not enforced yet; leave it out")
 
 
 class CalledFunction(_Model):
@@ -353,7 +364,7 @@ class Function(_Model):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[bool | None, _UNENFORCED] = None
+    strict: bool | None = None  # the arguments fit `parameters`, or the request is refused
 
 
 class Tool(_Model):
@@ -388,8 +399,8 @@ _NOT_KWARGS = {"messages", "tools", "add_generation_prompt", "continue_final_mes
 class ChatRequest(_Sampling):
     """POST /v1/chat/completions.
 
-    `tool_choice` "required" or a function makes the model go on from the beginning of a call. So there is a call, but
-    nothing enforces the schema of its arguments, nor that they are JSON."""
+    `tool_choice` "required" or a function makes the model go on from the beginning of a call, whose grammar is that of
+    its arguments."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
@@ -437,6 +448,14 @@ class ChatRequest(_Sampling):
                 raise invalid(
                     "tool_choice.function.name", f"is {_shown(self.tool_choice.function.name)}, which no tool has"
                 )
+        if self.offered_tools() and (structure := self.structure()) is not None:
+            raise invalid(structure.field, "cannot be combined with tools that may be called; set tool_choice to none")
+        if self.tool_choice in (None, "auto"):
+            for i, tool in enumerate(self.tools or ()):
+                if tool.function.strict:
+                    raise invalid(
+                        f"tools.{i}.function.strict", "is supported where tool_choice is required or names a function"
+                    )
 
     @property
     def function_names(self) -> set[str]:
@@ -465,6 +484,25 @@ class ChatRequest(_Sampling):
                 names = self.function_names
                 return names.pop() if len(names) == 1 else ""
         return None
+
+    def call_structure(self, form: ToolFormat, marks_are_text: bool) -> Structure | None:
+        """What must follow the opening of a call with which the prompt ends; None if it ends with none.
+
+        Arguments fit their schema; without `strict` any object will do where the schema is not supported."""
+        if (begun := self.begun_call()) is None:
+            return None
+        functions = [tool.function for tool in self.offered_tools() if begun in ("", tool.function.name)]
+        nothing = {"type": "object", "additionalProperties": False}
+        again = ("; " if form.is_bare else "\n") + form.opening("")
+        calls = Calls(
+            functions={f.name: nothing if f.parameters is None else f.parameters for f in functions},
+            lenient=[f.name for f in functions if not f.strict],
+            named=bool(begun),
+            to_arguments=f'", "{form.arguments}":',
+            end="\n" + form.end_mark if form.end_mark and marks_are_text else "",
+            again=again if marks_are_text and self.most_calls() is None else "",
+        )
+        return Structure(GrammarSpec("calls", msgspec.json.encode(calls).decode()), "tools")
 
     def most_calls(self) -> int | None:
         """How many calls the answer may have; None: any number."""

@@ -11,12 +11,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
 from actors.link import EngineBusy, EngineClient, EngineDraining, QueueTimeout
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
+from runtime.structured.compiler import GrammarCompiler
+from runtime.structured.pattern import GrammarError
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
 from runtime.text.stream import TextStream
@@ -27,6 +29,7 @@ from serve_app.errors import ApiError, echoed, invalid
 from serve_app.metrics import JobRecord, Origin, ServiceMetrics
 from serve_app.reply import ReplyFormat, ReplyReader
 from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
+from serve_app.structure import Structure
 
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
@@ -50,6 +53,7 @@ class Job:
     speculates: bool  # a draft may guess: the usage tells how well
     ignored_fields: list[str]
     reply: ReplyFormat | None  # how a chat's text is read; None: all of it is content
+    structure: Structure | None  # what the output must match; the requests get its grammar when they run
 
     def headers(self) -> dict[str, str]:
         """What a client should know that the answer's shape has no place for."""
@@ -71,6 +75,8 @@ class Job:
 class Service:
     """Answers API requests with one model, whatever brings the requests here."""
 
+    enforces_structure = False  # until the engine does, what asks for structure is refused: see `_structure`
+
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, model: str, draft: str | None = None) -> None:
         """`model` is the name that clients use, `draft` that of what guesses for it, None if nothing does. Without a
         tokenizer the service is loading until `start`."""
@@ -78,6 +84,7 @@ class Service:
         self._client = client
         self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
+        self.grammars = GrammarCompiler()
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
             self.start(tokenizer)
@@ -88,6 +95,8 @@ class Service:
         marks = (reasoning.OPEN, reasoning.CLOSE, HERMES.mark, HERMES.end_mark, LLAMA3.mark)
         self._mark_ids = tokenizer.special_ids.intersection(map(tokenizer.token_to_id, marks))
         self._tokenizer = tokenizer
+        if self.enforces_structure:
+            self.grammars.start()
 
     @property
     def loading(self) -> bool:
@@ -190,6 +199,7 @@ class Service:
             speculates=self.draft is not None,
             ignored_fields=request.ignored_fields(),
             reply=reply,
+            structure=self._structure(request, reply),
         )
 
     async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[list[Delta], None]:
@@ -199,6 +209,8 @@ class Service:
         with self.metrics.job(job.id, origin or Origin()) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
+            if job.structure is not None:
+                await self._give_grammar(job, job.structure)
             try:
                 if len(job.requests) == 1:
                     async with aclosing(self._choice(job, 0, record)) as choice:
@@ -275,6 +287,14 @@ class Service:
                         self.metrics.delivered(seen)
                         return
 
+    async def _give_grammar(self, job: Job, structure: Structure) -> None:
+        try:
+            grammar = await self.grammars.compile(structure.spec)
+        except GrammarError as e:
+            raise invalid(structure.field, str(e)) from e
+        for request in job.requests:
+            request.params = replace(request.params, grammar=grammar)
+
     # ---- preparing --------------------------------------------------------------------------------------------------
 
     def chat_prompt(self, request: ChatRequest) -> tuple[list[int], ReplyFormat | None]:
@@ -316,6 +336,24 @@ class Service:
                 kept_special_ids=self._mark_ids,
             )
         return tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens)), reply
+
+    def _structure(self, request: CompletionRequest | ChatRequest, reply: ReplyFormat | None) -> Structure | None:
+        """What the output must match, counted from where the prompt ends."""
+        structure = request.structure()
+        is_asked = structure is not None
+        if isinstance(request, ChatRequest) and reply is not None:
+            if structure is not None and reply.in_reasoning:
+                if self.tokenizer.token_to_id(reasoning.CLOSE) in self.tokenizer.special_ids:
+                    raise invalid(structure.field, "cannot follow reasoning of this model; turn its reasoning off")
+                structure = replace(structure, spec=replace(structure.spec, after=reasoning.CLOSE))
+            if reply.tools is not None and reply.begun is not None:
+                is_asked = any(tool.function.strict for tool in request.offered_tools())
+                structure = request.call_structure(reply.tools, marks_are_text=not reply.kept_special_ids)
+        if structure is not None and not self.enforces_structure:
+            if is_asked:
+                raise invalid(structure.field, "is not supported yet: nothing would enforce it; leave it out")
+            return None
+        return structure
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         given, n = request.prompts(), request.n or 1

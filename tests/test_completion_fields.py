@@ -166,7 +166,7 @@ async def test_harmless_values_and_nulls():
     "fields",
     [{"guided_json": {}}, {"guided_choice": ["a"]}, {"use_beam_search": True}, {"length_penalty": 2}, {"suffix": "b"},
      {"bad_words": ["a"]}, {"allowed_token_ids": [1]}, {"regex": "a"}, {"typical_p": 0.5}, {"max_new_tokens": 5},
-     {"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_schema"}}, {"best_of": 2},
+     {"best_of": 2},
      {"return_tokens_as_token_ids": True}, {"truncation_side": "right"}],
 )  # fmt: skip
 async def test_fields_that_would_change_the_answer_are_refused(path: str, fields: dict):

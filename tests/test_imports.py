@@ -13,6 +13,7 @@ FORBIDDEN = {  # folder -> top-level packages that no file in it may import, at 
     "runtime": {"ray", "actors", "serve_app", "starlette", "fastapi", "transformers"},
     "runtime/core": {"torch", "triton"},
     "runtime/text": {"torch", "triton", "transformers"},
+    "runtime/structured": {"torch", "triton"},
     "actors": {"serve_app", "transformers"},
     "serve_app": {"torch", "triton", "transformers"},
 }
@@ -48,6 +49,7 @@ def test_no_file_imports_what_its_folder_must_not(folder: str):
         pytest.param(["serve_app.app", "actors.supervisor"], ["torch", "triton"], marks=pytest.mark.slow),
         (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),
         (["runtime.text.tokenizer", "runtime.text.chat", "runtime.text.stream"], ["torch", "ray"]),
+        (["runtime.structured.engines", "runtime.structured.compiler"], ["torch", "ray", "tokenizers"]),
         (["runtime.llm"], ["torch", "ray"]),
         (["runtime.inspection"], ["torch", "ray"]),
         (["runtime.loading.resolve"], ["torch", "ray", "huggingface_hub"]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class CallboardError(Exception):
@@ -23,6 +23,25 @@ class FinishReason(IntEnum):
     LENGTH = 2  # max_tokens or the model's context is exhausted
     ABORT = 3  # the client went away or asked for it
     ERROR = 4  # a fault of this request alone (non-finite logits, say)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What a client wants the output to match."""
+
+    kind: Literal["json", "regex", "choice", "calls"]
+    text: str  # a JSON Schema; a regular expression of the whole output; a JSON list of texts; see grammar.Calls
+    after: str = ""  # the output begins with free text up to this mark
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A GrammarSpec as the engines take it (runtime.structured.grammar): every output that it allows is what was
+    asked for."""
+
+    key: str  # hash of what it allows
+    lark: str  # llguidance's form
+    expression: str  # the same as one regular expression; "" if there is none of a reasonable length
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +63,7 @@ class SamplingParams:
     seed: int | None = None  # None: the replica draws one (C4: every request has a seed)
     logprobs: int | None = None  # None: off; n: the sampled token's and the n best ones'
     prompt_logprobs: int | None = None  # None: off; n: at each prompt position, its own token's and the n best ones'
+    grammar: Grammar | None = None  # None: the output is free
     # Text level: matched by the detokenizer's owner, never seen by the engine or the runners.
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False

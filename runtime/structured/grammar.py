@@ -1,0 +1,100 @@
+"""From what a client asks for to what the engines take, with every limit on the way.
+
+`compiled` can take long and much memory for a grammar that means harm: it belongs into a child process (child.py).
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from runtime.core.types import CallboardError, Grammar, GrammarSpec
+from runtime.structured import rules, schema
+from runtime.structured.lazy import LazyEngine
+from runtime.structured.pattern import MAX_STATES, Either, GrammarError, literal, literal_text, plain, size, whole
+from runtime.structured.rules import NOTHING, Name, Repeat, Rule, Terminal, choice, row, terminal
+from runtime.structured.vocabulary import BYTES
+
+MAX_BYTES = schema.MAX_BYTES  # of a specification
+_BYTES = LazyEngine(BYTES)  # what a grammar says does not depend on the vocabulary
+
+
+class Calls(msgspec.Struct):
+    """Calls of functions, from within the first one on: the prompt ends with its opening."""
+
+    functions: dict[str, Any]  # the schemas of their arguments, by name
+    lenient: list[str]  # functions that take any object where their schema is not supported
+    named: bool  # the opening names the (only) function
+    to_arguments: str  # what is between a function's name and its arguments
+    end: str  # what follows a call
+    again: str  # what comes before the name in another call; "": there is just one
+
+
+def compiled(spec: GrammarSpec) -> Grammar:
+    """Raises GrammarError, a sentence about the specification without its subject."""
+    if len(spec.text) > MAX_BYTES:
+        raise GrammarError(f"has {len(spec.text)} bytes; the limit is {MAX_BYTES} bytes")
+    try:
+        written = rules.pruned(_rules(spec))
+        text, expression = rules.lark(written), rules.expression(written)
+    except RecursionError:
+        raise GrammarError(f"nests deeper through its references than the limit of {schema.MAX_DEPTH}") from None
+    if spec.after:
+        free = f"/(?s:.*){literal_text(spec.after)}/"
+        head = f"start: free /[\\x{{a}}\\x{{20}}]{{0,2}}/ rest\nfree[lazy]: {free}\nrest:"
+        text, expression = text.replace("start:", head, 1), ""
+    if reason := _fault(text):
+        raise GrammarError(reason)
+    return Grammar(blake2b(text.encode(), digest_size=16).hexdigest(), text, expression)
+
+
+def _rules(spec: GrammarSpec) -> dict[str, Rule]:
+    match spec.kind:
+        case "json":
+            return schema.rules_of(schema.parse(spec.text), _fits)
+        case "regex":
+            return {"start": terminal(plain(whole(spec.text)))}
+        case "choice":
+            options = Either(tuple(literal(text) for text in dict.fromkeys(json.loads(spec.text))))
+            if (states := size(options)) > MAX_STATES:
+                raise GrammarError(f"has choices of {states} characters; the limit is {MAX_STATES}")
+            return {"start": terminal(plain(options))}
+    return _calls(msgspec.json.decode(spec.text, type=Calls))
+
+
+def _calls(calls: Calls) -> dict[str, Rule]:
+    written: dict[str, Rule] = {}
+    bodies: list[Rule] = []
+    for i, (name, parameters) in enumerate(calls.functions.items()):
+        arguments = {"allOf": [{"type": "object"}, {"$ref": "#"}]}
+        try:
+            root = schema.parse(json.dumps(parameters))
+            found = schema.rules_of(root, _fits, arguments, f"f{i}")
+        except GrammarError as e:
+            if name not in calls.lenient:
+                raise GrammarError(f"has a function {name} whose parameters cannot be enforced: the schema {e}") from e
+            found = schema.rules_of({}, _fits, arguments, f"f{i}")
+        written |= found
+        opening = terminal(literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?")
+        bodies.append(row(opening, Name(f"f{i}start"), terminal(literal_text("}" + calls.end))))
+    written["call"] = choice(bodies)
+    more = Repeat(row(terminal(literal_text(calls.again)), Name("call")), 0, None) if calls.again else NOTHING
+    return {"start": row(Name("call"), more), **written}
+
+
+def _fits(each: Terminal) -> bool:
+    return not _fault(rules.lark({"start": each}))
+
+
+def _fault(lark: str) -> str:
+    """Why no output can even begin; "" if one can."""
+    mask = np.zeros(BYTES.num_words, np.int32)
+    try:
+        _BYTES.matcher(lark).fill(mask)
+    except CallboardError as e:
+        return f"cannot be used: {e}"
+    return "" if mask.any() else "cannot be satisfied: no text fits it"

@@ -1,0 +1,99 @@
+"""What the step needs of a grammar, whichever engine serves it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.types import CallboardError
+
+
+class Matcher(ABC):
+    """Where one output is in its grammar. One thread at a time; after a CallboardError it is of no use any more.
+
+    EOS is a token like any other here: allowed where the output may end, and after it there is nothing else."""
+
+    engine: ClassVar[str]
+
+    def __init__(self, eos_ids: tuple[int, ...]) -> None:
+        self._eos_ids = eos_ids
+        self._num_ended = 0  # EOS tokens taken
+
+    @property
+    @abstractmethod
+    def is_accepting(self) -> bool:
+        """Whether the output may end here."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing but EOS may follow."""
+        return self._num_ended > 0 or self._is_complete()
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        """Bit i % 32 of word i // 32 tells whether token i may come next: `mask` [num_words], in one piece.
+
+        Raises CallboardError if a limit is in the way."""
+        if not self._num_ended:
+            self._fill(mask)
+            return
+        mask[:] = 0
+        for i in self._eos_ids:
+            mask.view(np.uint32)[i // 32] |= np.uint32(1 << i % 32)
+
+    def fill_ahead(self, masks: NDArray[np.int32], guesses: Sequence[int]) -> int:
+        """The masks before each guess and after the last, as far as the grammar allows them: `masks`
+        [len(guesses) + 1, num_words]. Returns how many guesses it allows; masks after those are left as they are."""
+        taken = 0
+        self.fill(masks[0])
+        for i in range(len(guesses)):
+            if not self._walk(guesses[i : i + 1]):
+                break
+            taken += 1
+            self.fill(masks[taken])
+        self.rollback(taken)
+        return taken
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Raises CallboardError if one of them is not allowed."""
+        if (taken := self._walk(tokens)) < len(tokens):
+            raise CallboardError(f"The token {tokens[taken]} is not what this request's grammar allows there.")
+
+    def allowed(self, tokens: Sequence[int]) -> int:
+        """How many of them, from the first on, the grammar allows in a row."""
+        taken = self._walk(tokens)
+        self.rollback(taken)
+        return taken
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take the last tokens back."""
+        ends = min(num_tokens, self._num_ended)
+        self._num_ended -= ends
+        if num_tokens > ends:
+            self._back(num_tokens - ends)
+
+    def _walk(self, tokens: Sequence[int]) -> int:
+        """Takes tokens as long as they are allowed; how many."""
+        for i, token in enumerate(tokens):
+            if token in self._eos_ids:
+                if not self._num_ended and not self.is_accepting:
+                    return i
+                self._num_ended += 1
+            elif self._num_ended or not self._step(token):
+                return i
+        return len(tokens)
+
+    @abstractmethod
+    def _is_complete(self) -> bool: ...
+
+    @abstractmethod
+    def _fill(self, mask: NDArray[np.int32]) -> None: ...
+
+    @abstractmethod
+    def _step(self, token: int) -> bool: ...
+
+    @abstractmethod
+    def _back(self, num_tokens: int) -> None: ...

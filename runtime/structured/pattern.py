@@ -1,0 +1,404 @@
+"""Regular expressions, read and written again: what every engine agrees about, and nothing else.
+
+`parse` takes the part of ECMA-262's syntax that describes regular languages and refuses the rest by name. `Written`
+says how a language of texts is spelled in the output: as it stands, or between the quotes of a JSON string, where each
+character has exactly one form (`\\n` is an escape, `é` is itself), so that lengths and patterns mean characters. The
+regular expressions that come out are in the Rust syntax that llguidance and outlines-core share.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import cache
+
+from runtime.core.types import CallboardError
+
+MAX_REPEAT = 10_000  # of one quantifier, minLength, maxLength
+MAX_STATES = 50_000  # of a pattern with its repetitions written out
+MAX_NESTING = 60  # of groups
+
+
+class GrammarError(CallboardError):
+    """A grammar that cannot be enforced. The text is a predicate: what names the grammar goes before it."""
+
+
+Ranges = tuple[tuple[int, int], ...]  # code points, sorted and apart, both ends included
+
+
+def ranges(pairs: Iterable[tuple[int, int]]) -> Ranges:
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(pairs):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(high, merged[-1][1])
+        else:
+            merged.append((low, high))
+    return tuple(merged)
+
+
+def without(these: Ranges, those: Ranges) -> Ranges:
+    """`these` characters but not `those`."""
+    left: list[tuple[int, int]] = []
+    for low, high in these:
+        for start, end in those:
+            if start > high or end < low:
+                continue
+            if start > low:
+                left.append((low, start - 1))
+            low = end + 1
+        if low <= high:
+            left.append((low, high))
+    return tuple(left)
+
+
+def _of(chars: str) -> Ranges:
+    return ranges((ord(c), ord(c)) for c in chars)
+
+
+NO_CHARACTER = 0x10FFFF  # is never written: it means the end of a text to the eager engine
+ALL: Ranges = ((0, 0xD7FF), (0xE000, NO_CHARACTER - 1))  # surrogates are no characters
+_DIGIT: Ranges = ((0x30, 0x39),)
+_WORD = ranges([*_DIGIT, (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])
+_NARROW = {"d": _DIGIT, "w": _WORD, "s": _of("\t\n\v\f\r ")}
+
+
+@cache
+def _wide(letter: str) -> Ranges:
+    match letter:
+        case "d":
+            return ranges((c, c) for c in range(NO_CHARACTER) if chr(c).isdecimal())
+        case "w":
+            return ranges([*_WORD, (0x80, NO_CHARACTER)])
+    return ranges((c, c) for c in range(0xFFFF) if chr(c).isspace() or c == 0xFEFF)
+
+
+def _class_of(letter: str, wide: bool) -> Ranges:
+    """The characters of \\d, \\w, \\s and their opposites.
+
+    ECMA's and Python's differ beyond ASCII. What is written is in both; `wide` is what is in either, which a "[^" takes
+    away."""
+    small = letter.lower()
+    if letter == small:
+        return _wide(small) if wide else _NARROW[small]
+    return without(ALL, _NARROW[small] if wide else _wide(small))
+
+
+_DOT = without(ALL, _of("\n\r\u2028\u2029"))
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """Any one of these characters."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Cat:
+    parts: tuple[Pattern, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Either:
+    parts: tuple[Pattern, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    part: Pattern
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Where a pattern is tied to the beginning (^) or the end ($) of the text."""
+
+    at_end: bool
+
+
+Pattern = Chars | Cat | Either | Times | Edge
+ANY_TEXT = Times(Chars(ALL), 0, None)
+
+
+def literal(text: str) -> Cat:
+    return Cat(tuple(Chars(_of(c)) for c in text))
+
+
+def size(pattern: Pattern) -> int:
+    """About how many states an automaton of it has."""
+    match pattern:
+        case Chars():
+            return 1
+        case Cat(parts) | Either(parts):
+            return sum(map(size, parts)) + 1
+        case Times(part, least, most):
+            return size(part) * max(least if most is None else most, 1)
+    return 0
+
+
+def whole(source: str) -> Pattern:
+    """A pattern that must match all of a text; raises GrammarError."""
+    return _checked(_anchored(_Parser(source).parse(), ()), source)
+
+
+def search(source: str) -> Pattern:
+    """A pattern that must match somewhere in a text, as JSON Schema means it; raises GrammarError."""
+    return _checked(_anchored(_Parser(source).parse(), (ANY_TEXT,)), source)
+
+
+def _checked(pattern: Pattern, source: str) -> Pattern:
+    if (states := size(pattern)) > MAX_STATES:
+        raise GrammarError(f"has the pattern {shown(source)}, of {states} states; the limit is {MAX_STATES} states")
+    return pattern
+
+
+def _anchored(pattern: Pattern, around: tuple[Pattern, ...]) -> Pattern:
+    """Without its edges; each alternative gets `around` on the sides that are not tied."""
+    if isinstance(pattern, Either):
+        return Either(tuple(_anchored(part, around) for part in pattern.parts))
+    parts = pattern.parts if isinstance(pattern, Cat) else (pattern,)
+    if len(parts) == 1 and isinstance(parts[0], Either):
+        return _anchored(parts[0], around)
+    starts = bool(parts) and parts[0] == Edge(False)
+    ends = len(parts) > starts and parts[-1] == Edge(True)
+    inner = parts[starts : len(parts) - ends]
+    if any(map(_has_edge, inner)):
+        raise GrammarError("has a pattern with ^ or $ inside; they are supported at its ends only")
+    return Cat((*(() if starts else around), *inner, *(() if ends else around)))
+
+
+def _has_edge(pattern: Pattern) -> bool:
+    match pattern:
+        case Cat(parts) | Either(parts):
+            return any(map(_has_edge, parts))
+        case Times(part):
+            return _has_edge(part)
+    return isinstance(pattern, Edge)
+
+
+_CODES = {
+    "x": re.compile(r"\{([0-9a-fA-F]{1,6})\}|([0-9a-fA-F]{2})"),
+    "u": re.compile(r"\{([0-9a-fA-F]{1,6})\}|([0-9a-fA-F]{4})"),
+}
+_COUNT = re.compile(r"\{(\d{1,9})(,?)(\d{0,9})\}")
+
+
+class _Parser:
+    """Recursive descent over one pattern."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._at = 0
+        self._depth = 0
+        self._negated = False  # within "[^"
+
+    def parse(self) -> Pattern:
+        pattern = self._either()
+        if self._at < len(self._source):
+            raise self._error("has a ')' too many")
+        return pattern
+
+    def _error(self, problem: str) -> GrammarError:
+        return GrammarError(f"has the pattern {shown(self._source)}, which {problem}")
+
+    def _peek(self) -> str:
+        return self._source[self._at : self._at + 1]
+
+    def _take(self) -> str:
+        if not (char := self._peek()):
+            raise self._error("ends too early")
+        self._at += 1
+        return char
+
+    def _skip(self, text: str) -> bool:
+        found = self._source.startswith(text, self._at)
+        self._at += len(text) * found
+        return found
+
+    def _either(self) -> Pattern:
+        parts = [self._cat()]
+        while self._skip("|"):
+            parts.append(self._cat())
+        return parts[0] if len(parts) == 1 else Either(tuple(parts))
+
+    def _cat(self) -> Pattern:
+        parts = []
+        while self._peek() not in ("", "|", ")"):
+            parts.append(self._times(self._atom()))
+        return parts[0] if len(parts) == 1 else Cat(tuple(parts))
+
+    def _times(self, part: Pattern) -> Pattern:
+        while True:
+            least, most = 0, None
+            if self._skip("+"):
+                least = 1
+            elif self._skip("?"):
+                most = 1
+            elif count := _COUNT.match(self._source, self._at):
+                self._at = count.end()
+                least = int(count[1])
+                most = int(count[3]) if count[3] else None if count[2] else least
+            elif not self._skip("*"):
+                return part
+            if max(least, most or 0) > MAX_REPEAT:
+                raise self._error(f"repeats {max(least, most or 0)} times; the limit is {MAX_REPEAT} repetitions")
+            if most is not None and most < least:
+                raise self._error(f"repeats at least {least} and at most {most} times")
+            if isinstance(part, Edge):
+                raise self._error("repeats ^ or $")
+            self._skip("?")  # which match is preferred does not change what matches
+            part = Times(part, least, most)
+
+    def _atom(self) -> Pattern:
+        match char := self._take():
+            case "(":
+                return self._group()
+            case "[":
+                return Chars(self._set())
+            case ".":
+                return Chars(_DOT)
+            case "^" | "$":
+                return Edge(char == "$")
+            case "\\":
+                return Chars(self._escape())
+            case "*" | "+" | "?":
+                raise self._error(f"has a {char!r} with nothing to repeat")
+        return Chars(_of(char))
+
+    def _group(self) -> Pattern:
+        if self._skip("?"):
+            for mark in ("=", "!", "<=", "<!"):
+                if self._skip(mark):
+                    raise self._error("looks ahead or behind, which is not supported")
+            if self._skip("<") or self._skip("P<"):
+                while self._take() != ">":
+                    pass
+            elif not self._skip(":"):
+                raise self._error("has a group with flags, which are not supported")
+        self._depth += 1
+        if self._depth > MAX_NESTING:
+            raise self._error(f"nests groups deeper than the limit of {MAX_NESTING}")
+        inner = self._either()
+        self._depth -= 1
+        if not self._skip(")"):
+            raise self._error("leaves a group open")
+        return inner
+
+    def _set(self) -> Ranges:
+        self._negated = negated = self._skip("^")
+        pairs: list[tuple[int, int]] = []
+        while not self._skip("]"):
+            low = self._set_item()
+            if self._peek() == "-" and self._source[self._at + 1 : self._at + 2] not in ("]", ""):
+                self._take()
+                high = self._set_item()
+                if len(low) != 1 or len(high) != 1 or low[0][0] > high[0][1] or low[0][0] != low[0][1]:
+                    raise self._error("has a range in brackets that is none")
+                pairs.append((low[0][0], high[0][1]))
+            else:
+                pairs += low
+        self._negated = False
+        return without(ALL, ranges(pairs)) if negated else without(ranges(pairs), without(((0, NO_CHARACTER),), ALL))
+
+    def _set_item(self) -> Ranges:
+        if (char := self._take()) != "\\":
+            return _of(char)
+        return _of("\b") if self._skip("b") else self._escape()
+
+    def _escape(self) -> Ranges:
+        char = self._take()
+        if char in "dwsDWS":
+            return _class_of(char, self._negated)
+        if char in _CONTROLS and not (char == "0" and self._peek().isdigit()):
+            return _of(_CONTROLS[char])
+        if char in "xu":
+            if found := _CODES[char].match(self._source, self._at):
+                self._at = found.end()
+                code = int(found[1] or found[2], 16)
+                if code < NO_CHARACTER and not 0xD800 <= code <= 0xDFFF:
+                    return ((code, code),)
+        elif not char.isalnum():
+            return _of(char)
+        problem = "refers back to a group" if char.isdigit() or char == "k" else f"has the escape \\{char}"
+        raise self._error(f"{problem}, which is not supported")
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+_ESCAPED: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # what JSON does not let stand for itself
+
+
+def plain(pattern: Pattern) -> str:
+    """The regular expression of the texts of a pattern as they stand."""
+    return _written(pattern, _class)
+
+
+def quoted(pattern: Pattern) -> str:
+    """The regular expression of the texts of a pattern as JSON strings."""
+    return '"' + _written(pattern, _json_class) + '"'
+
+
+def literal_text(text: str) -> str:
+    """The regular expression of one text."""
+    return "".join(map(_char, map(ord, text)))
+
+
+def literal_string(text: str) -> str:
+    """The regular expression of one text as a JSON string."""
+    return literal_text(json.dumps(text, ensure_ascii=False))
+
+
+def _written(pattern: Pattern, of: Callable[[Ranges], str]) -> str:
+    """`of` writes one character."""
+    match pattern:
+        case Chars(these):
+            return of(these)
+        case Cat(parts):
+            return "".join(_written(part, of) for part in parts)
+        case Either(parts):
+            return "(?:" + "|".join(_written(part, of) for part in parts) + ")"
+        case Times(part, least, most):
+            inner = _written(part, of)
+            return f"(?:{inner}){{{least},{'' if most is None else most}}}" if inner else ""
+    raise AssertionError(pattern)  # edges are gone by now
+
+
+def _class(these: Ranges) -> str:
+    if not these:
+        raise GrammarError("has a pattern with an empty set of characters, which nothing matches")
+    if len(these) == 1 and these[0][0] == these[0][1]:
+        return _char(these[0][0])
+    return "[" + "".join(_char(a) if a == b else f"{_char(a)}-{_char(b)}" for a, b in these) + "]"
+
+
+def _json_class(these: Ranges) -> str:
+    plain_chars = without(these, _ESCAPED)
+    escaped = [chr(c) for a, b in these for c in range(a, min(b, 0x5C) + 1) if any(x <= c <= y for x, y in _ESCAPED)]
+    if not escaped:
+        return _class(plain_chars)
+    forms = [json.dumps(c)[2:-1] for c in escaped]
+    letters = [form for form in forms if len(form) == 1]
+    codes = [form for form in forms if len(form) > 1]
+    options = [_class(plain_chars)] if plain_chars else []
+    if letters:
+        options.append(r"\x{5c}" + _class(_of("".join(letters))))
+    for high in "01":
+        if low := "".join(code[4] for code in codes if code[3] == high):
+            options.append(rf"\x{{5c}}u00{high}" + _class(_of(low)))
+    return "(?:" + "|".join(options) + ")"
+
+
+def _char(code: int) -> str:
+    char = chr(code)
+    return char if char.isascii() and char.isalnum() else f"\\x{{{code:x}}}"
+
+
+def shown(value: object) -> str:
+    """A value of the client's as a message may show it."""
+    text = str(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

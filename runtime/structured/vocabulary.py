@@ -1,0 +1,33 @@
+"""What grammars need of a tokenizer: the bytes of each token, and which tokens end an output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.core.config import ModelInfo
+    from runtime.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """`tokens[i]` are the bytes that token i adds to a text; empty where it is no text, and in the padding of the
+    model's output head. `eos_ids` may follow a finished text, and nothing else."""
+
+    tokens: tuple[bytes, ...]  # [vocab_size]
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, info: ModelInfo) -> Vocabulary:
+        none = {*tokenizer.special_ids, *info.eos_token_ids}
+        sizes = range(info.vocab_size)
+        return cls(tuple(b"" if i in none else tokenizer.token_bytes(i) for i in sizes), info.eos_token_ids)
+
+    @property
+    def num_words(self) -> int:
+        """int32 words of a mask, one bit a token."""
+        return -(-len(self.tokens) // 32)
+
+
+BYTES = Vocabulary((*(bytes((i,)) for i in range(256)), b""), (256,))  # one token a byte, and EOS

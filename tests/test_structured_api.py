@@ -1,0 +1,225 @@
+"""Structured output at the front door: every form becomes one grammar, and what cannot be enforced is a 400."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
+from structured_cases import fits
+from test_chat_api import LLAMA, QWEN, THINKING, TOOLS
+
+from actors.frames import Submit, decode_from_replica, encode
+from runtime.core.types import Grammar
+from runtime.structured.compiler import GrammarCompiler
+from serve_app.http import build_http_app
+from serve_app.service import Service
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY = '{"city": "Zürich"}'
+PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(deadline_s=3.0)
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture
+def enforcing(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the engine enforced grammars."""
+    monkeypatch.setattr(Service, "enforces_structure", True)
+    monkeypatch.setattr("serve_app.service.GrammarCompiler", lambda: compiler)
+
+
+def client_of(engine: FakeEngine, template: str = QWEN) -> httpx.AsyncClient:
+    app = build_http_app(Service(engine, byte_tokenizer(template), MODEL))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+async def send(
+    body: dict, path: str = "/v1/chat/completions", template: str = QWEN
+) -> tuple[FakeEngine, httpx.Response]:
+    engine = FakeEngine(CITY, max_model_len=4096)
+    async with client_of(engine, template) as client:
+        return engine, await client.post(path, json={**PATHS[path], **body})
+
+
+async def grammar_of(body: dict, path: str = "/v1/chat/completions", template: str = QWEN) -> Grammar:
+    engine, response = await send(body, path, template)
+    assert response.status_code == 200, response.text
+    (grammar,) = {request.params.grammar for request in engine.requests}
+    assert grammar is not None
+    return grammar
+
+
+FORMS = [
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        CITY,
+    ),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, CITY),
+    ({"response_format": {"type": "json_object"}}, '{"a":[1,{}]}'),
+    ({"response_format": {"type": "regex", "regex": "a{2}|é"}}, "é"),
+    ({"structured_outputs": {"json": SCHEMA}}, CITY),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, CITY),
+    ({"structured_outputs": {"regex": "a{2}"}}, "aa"),
+    ({"structured_outputs": {"choice": ["yes", "no\n"]}}, "no\n"),
+    ({"structured_outputs": {"json_object": True, "regex": None}}, "{}"),
+]
+
+
+@pytest.mark.usefixtures("enforcing")
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("fields", "answer"), FORMS)
+async def test_every_form_reaches_the_engine_as_a_grammar(path: str, fields: dict, answer: str):
+    grammar = await grammar_of({**fields, "n": 2}, path)
+    assert fits(grammar, answer)
+    assert not fits(grammar, answer + "x")
+    assert not fits(grammar, "[1]")
+
+
+async def test_text_is_no_structure_and_a_grammar_travels_in_its_frame():
+    engine, response = await send({"response_format": {"type": "text"}})
+    assert response.status_code == 200
+    request = engine.requests[0]
+    assert request.params.grammar is None
+    sent = decode_from_replica(encode(Submit(1, request, resumed=False))[4:])
+    assert isinstance(sent, Submit)
+    assert sent.request == request
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("fields", [form for form, _ in FORMS])
+async def test_until_the_engine_enforces_it_structure_is_refused(path: str, fields: dict):
+    engine, response = await send(fields, path)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"].startswith(next(iter(fields)))
+    assert "not supported yet" in error["message"]
+    assert engine.requests == []
+
+
+NESTED = {"type": "json_schema", "json_schema": {"name": "x"}}
+
+
+@pytest.mark.usefixtures("enforcing")
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "missing"),
+        ({"response_format": NESTED}, "response_format.json_schema.schema", "missing"),
+        ({"response_format": {"type": "regex"}}, "response_format.regex", "missing"),
+        ({"response_format": {"type": "regex", "pattern": "a"}}, "response_format.pattern", "not permitted"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema", "json_object"),
+        ({"response_format": {**NESTED, "schema": {}}}, "response_format.schema", "twice"),
+        ({"structured_outputs": {}}, "structured_outputs", "just one"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "just one"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+        ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs.grammar", "not permitted"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "looks ahead"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", '"not"'),
+        ({**FORMS[0][0], "structured_outputs": {"regex": "a"}}, "structured_outputs", "one of them"),
+        ({**FORMS[0][0], "ignore_eos": True}, "ignore_eos", "ends"),
+        ({**FORMS[0][0], "min_tokens": 1}, "min_tokens", "ends"),
+        ({**FORMS[0][0], "tools": TOOLS}, "response_format.json_schema.schema", "tools"),
+    ],
+)
+async def test_bad_structure(fields: dict, param: str, says: str):
+    engine, response = await send(fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert says in error["message"]
+    assert error["message"].endswith(".")
+    assert engine.requests == []
+
+
+def tools_of(**more) -> list[dict]:
+    return [{**tool, "function": {**tool["function"], **more}} for tool in TOOLS]
+
+
+NAME = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.usefixtures("enforcing")
+@pytest.mark.parametrize("strict", [None, True])
+async def test_calls_that_are_asked_for_are_enforced(strict: bool | None):
+    named = await grammar_of({"tools": tools_of(strict=strict), "tool_choice": NAME})
+    assert fits(named, f" {CITY}}}\n</tool_call>")
+    assert not fits(
+        named, f'{CITY}}}\n</tool_call>\n<tool_call>\n{{"name": "get_time", "arguments":{CITY}}}\n</tool_call>'
+    )
+    assert not fits(named, "{}}\n</tool_call>")
+    one = f'get_weather", "arguments": {CITY}}}\n</tool_call>'
+    any_of = {"tools": tools_of(strict=strict), "tool_choice": "required"}
+    grammar = await grammar_of(any_of)
+    assert fits(grammar, one)
+    assert fits(grammar, f'{one}\n<tool_call>\n{{"name": "get_time", "arguments":{CITY}}}\n</tool_call>')
+    assert not fits(grammar, one.replace("weather", "rain"))
+    assert not fits(await grammar_of({**any_of, "parallel_tool_calls": False}), f"{one}\n{one}")
+    llama = await grammar_of(any_of, template=LLAMA)
+    assert fits(llama, f'get_weather", "parameters": {CITY}}}; {{"name": "get_time", "parameters": {CITY}}}')
+
+
+@pytest.mark.usefixtures("enforcing")
+async def test_only_strict_functions_insist_on_their_schema():
+    odd = {"type": "object", "propertyNames": {"minLength": 2}}
+    body = {"tools": tools_of(parameters=odd), "tool_choice": NAME}
+    assert fits(await grammar_of(body), '{"b":1}}\n</tool_call>')
+    _, response = await send({**body, "tools": tools_of(parameters=odd, strict=True)})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+    assert "get_time" in response.json()["error"]["message"]
+    assert "propertyNames" in response.json()["error"]["message"]
+    none = await grammar_of({"tools": tools_of(parameters=None), "tool_choice": NAME})
+    assert fits(none, "{}}\n</tool_call>")
+    assert not fits(none, '{"a":1}}\n</tool_call>')
+
+
+async def test_strict_functions_are_refused_where_nothing_enforces_them():
+    for choice in ({}, {"tool_choice": "auto"}):
+        _, response = await send({"tools": tools_of(strict=True), **choice})
+        assert response.json()["error"]["param"] == "tools.0.function.strict"
+    _, response = await send({"tools": tools_of(strict=True), "tool_choice": "required"})
+    assert "not supported yet" in response.json()["error"]["message"]
+    engine, response = await send({"tools": TOOLS, "tool_choice": "required"})  # was never promised
+    assert response.status_code == 200
+    assert engine.requests[0].params.grammar is None
+
+
+@pytest.mark.usefixtures("enforcing")
+async def test_a_structure_begins_after_the_reasoning():
+    grammar = await grammar_of(FORMS[1][0], template=THINKING)
+    assert fits(grammar, f"I {{think}} </thin\n</think>\n\n{CITY}")
+    assert not fits(grammar, CITY)
+    plain = await grammar_of({**FORMS[1][0], "chat_template_kwargs": {"thinking": False}}, template=THINKING)
+    assert fits(plain, CITY)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("enforcing")
+async def test_a_bomb_is_a_400_in_time_and_delays_nobody(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiler, "_deadline_s", 1.0)
+    names = {f"^a{i}.*(x|y){{1,50}}z": {"type": "string"} for i in range(250)}
+    bomb = {"response_format": {"type": "json_schema", "schema": {"type": "object", "patternProperties": names}}}
+    engine = FakeEngine(CITY, max_model_len=4096)
+    async with client_of(engine) as client:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        waiting = asyncio.create_task(client.post("/v1/chat/completions", json={**chat(), **bomb}))
+        await asyncio.sleep(0.2)
+        other = await client.post("/v1/chat/completions", json={**chat(), **FORMS[0][0]})
+        assert other.status_code == 200
+        assert not waiting.done()
+        response = await waiting
+        assert response.status_code == 400
+        assert "over 1 s" in response.json()["error"]["message"]
+        assert loop.time() - began < 10
+        again = await client.post("/v1/chat/completions", json={**chat(), **bomb})  # refused from memory
+        assert again.json() == response.json()

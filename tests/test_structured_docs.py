@@ -1,0 +1,101 @@
+"""docs/structured-output.md is what the code says; `python tests/test_structured_docs.py` writes it."""
+
+from pathlib import Path
+
+from structured_corpus import CASES, REFUSED
+
+from runtime.structured import pattern, schema
+from runtime.structured.formats import FORMATS
+from runtime.structured.grammar import MAX_BYTES
+
+PAGE = Path(__file__).parent.parent / "docs" / "structured-output.md"
+_NOTES = {
+    "$ref": "within the schema (`#`, `#/…`); recursion to any depth",
+    "allOf": "merged",
+    "anyOf": "with what stands beside it",
+    "oneOf": "where no value fits two options: other types, other constants, a required property that differs",
+    "enum": "beside `type` alone; the values are written as they are",
+    "const": "as an `enum` of one",
+    "type": "where it is missing and all other keywords are about one type, that type",
+    "additionalProperties": "missing beside `properties` or `patternProperties`, it means false",
+    "patternProperties": "a free name matches just one pattern; not merged with another schema's additionalProperties",
+    "minProperties": "up to the number of required properties, to 1, or where all names are listed",
+    "required": "names that are not listed come after those that are",
+    "properties": "in the order of the schema",
+    "pattern": "ECMA-262 without look-around, back-references, `\\b`, `\\p` and flags; `^` and `$` at its ends",
+    "format": ", ".join(f"`{name}`" for name in FORMATS),
+    "multipleOf": "whole numbers: divisors of 1000 without bounds, or up to 1000 values within bounds",
+    "minimum": "from 1e-9 to 1e17, or 0; a bounded number is written without an exponent",
+}
+_LIMITS = {
+    "bytes of the schema, the expression or the choices": MAX_BYTES,
+    "nesting of the schema": schema.MAX_DEPTH,
+    "properties in all": schema.MAX_PROPERTIES,
+    "bytes of one `enum`": schema.MAX_ENUM_BYTES,
+    "repetitions (`minLength`, `maxItems`, `{n,m}` …)": pattern.MAX_REPEAT,
+    "states of a pattern with its repetitions written out": pattern.MAX_STATES,
+    "nested groups of a pattern": pattern.MAX_NESTING,
+    "rules of a grammar": schema.MAX_RULES,
+    "seconds to compile": 5,
+}
+_UNSUPPORTED = (
+    "additionalItems", "contains", "dependentRequired", "dependentSchemas", "$dynamicRef", "if", "not", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+)  # fmt: skip
+
+_HEAD = """# Structured output
+
+<!-- Written by tests/test_structured_docs.py from the code; change that. -->
+
+An answer can be bound to a JSON Schema, a regular expression or a choice of texts. What is answered then fits, whatever
+the temperature; an answer that ends by `max_tokens` is cut off where it is, and says `length`. What cannot be enforced
+is refused with a 400 that names the keyword or the limit: nothing is ignored. (The engine does not enforce grammars
+yet: until it does, the front door refuses all that asks for one.)
+
+| field | value |
+| --- | --- |
+| `response_format` | `{"type": "json_schema", "json_schema": {"name": …, "schema": …}}`, OpenAI's |
+| `response_format` | `{"type": "json_schema", "schema": …}` |
+| `response_format` | `{"type": "json_object"}`, `{"type": "regex", "regex": …}` |
+| `structured_outputs` | one of `json`, `regex`, `choice` and `json_object`, vLLM's |
+| `tools` | `tool_choice` required or a function: arguments fit their schema (without `strict`: if it is supported) |
+
+White space is at most one space after each comma and colon. In strings, characters stand for themselves, and what JSON
+does not allow is escaped in the shortest way. Integers have up to 19 digits.
+A model that reasons does so first; the structure begins after `</think>`.
+
+## JSON Schema (draft 2020-12)
+
+| keyword | enforced |
+| --- | --- |
+"""
+
+
+def page() -> str:
+    lines = [f"| `{word}` | {_NOTES.get(word, 'yes')} |" for word in sorted(schema.KEYWORDS, key=str.lower)]
+    return (
+        _HEAD
+        + "\n".join(lines)
+        + "\n\nAnnotations are read over: "
+        + ", ".join(f"`{word}`" for word in sorted(schema.ANNOTATIONS, key=str.lower))
+        + ", and names that begin with `x-`.\nEverything else is refused, among it "
+        + ", ".join(f"`{word}`" for word in _UNSUPPORTED)
+        + ".\n\n## Limits\n\n| of | at most |\n| --- | --- |\n"
+        + "".join(f"| {what} | {most:,} |\n" for what, most in _LIMITS.items())
+    )
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text("utf-8") == page(), "run python tests/test_structured_docs.py"
+
+
+def test_each_keyword_of_the_page_is_in_the_corpus():
+    text = str(CASES)
+    assert [word for word in (*schema.KEYWORDS, *FORMATS) if f"'{word}'" not in text] == []
+    refused = str(REFUSED)
+    assert [word for word in _UNSUPPORTED if f"'{word}'" not in refused] == []
+    assert _NOTES.keys() <= schema.KEYWORDS
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), "utf-8")
