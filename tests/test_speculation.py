@@ -169,21 +169,22 @@ class Constant(Drafter):
 
 def test_the_count_follows_acceptance_and_cost():
     cheap = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0), (64, 300.0), (512, 2000.0)), 10.0)
-    state = type("State", (), {"acceptance": -1.0})()
     counts = []
     for acceptance in (0.0, 0.2, 0.5, 0.8, 0.99):
-        state.acceptance = acceptance
-        cheap.begin(1)
-        counts.append(cheap._count(state))
+        cheap.begin(1, acceptance)
+        counts.append(cheap.round_count)
     assert counts == sorted(counts)
     assert counts[0] == 0
     assert counts[-1] == 7, "and the known token make eight rows"
-    cheap.begin(256)
-    state.acceptance = 0.8
-    assert cheap._count(state) == 0, "a large batch does not gain"
+    state = type("State", (), {"acceptance": 0.5, "limit": 100, "num_total": 50})()
+    assert cheap._count(state) == 2, "what is right once in eight times is not worth a row"
+    state.limit = 52
+    assert cheap._count(state) == 1, "nothing is verified after the last token"
+    cheap.begin(256, 0.8)
+    assert cheap.round_count == 0, "a large batch does not gain"
     slow = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0)), 1000.0)
-    slow.begin(1)
-    assert slow._count(state) == 0, "nor does one whose steps would no longer overlap"
+    slow.begin(1, 0.8)
+    assert slow.round_count == 0, "nor does one whose steps would no longer overlap"
 
 
 def test_ngram_looks_up_what_followed():
@@ -209,11 +210,10 @@ def test_what_rounds_really_take_is_learned():
     """A round that takes long beyond all estimates is given up, by size of the batch, and tried again later."""
     now = [0.0]
     speculation = Speculation(Ngram(), None, ((1, 1000.0), (64, 1500.0), (512, 4000.0)), 50.0, lambda: now[0])
-    state = type("State", (), {"acceptance": 0.8})()
 
     def step(rows, round_us, plain_us):
-        speculation.begin(rows)
-        count = speculation._count(state)
+        speculation.begin(rows, 0.8)
+        count = speculation.round_count
         now[0] += (round_us if count else plain_us) / 1e6
         speculation.stepped(rows, rows * (1 + count), count)
         return count > 0

@@ -17,6 +17,10 @@ from runtime.core.request_state import RequestState
 MOST_GUESSES = 8  # of one row
 _FITTING = 7  # most that the estimate chooses: with the known token, eight rows are what few-row products take at once
 _MOST_ACCEPTANCE = 0.975  # that is believed
+_LEAST_LIKELY = 0.15  # a guess that is right less often is not worth its place in a step
+_LIKELY = [  # guesses of a row, by its acceptance in 40ths
+    next((n for n in range(8, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
+]
 _PRIOR = 0.6  # acceptance before anything is known, and where a request's drifts back to while it rests
 _WEIGHT, _OVERALL_WEIGHT = 0.1, 0.01  # of the newest guess in a request's estimate, and in that of all requests
 _BEYOND_WEIGHT = 0.2  # of the newest step in the estimate of what steps take beyond the model's time
@@ -141,7 +145,8 @@ class Speculation:
         self._beyond_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_asked = 0.0, False
         self._num_rows, self._rounded = 0, (latency_us, 0.0)
-        self._num_begun, self._rests = 0, False  # rests: no count pays, whatever the acceptance
+        self._num_begun = 0
+        self.round_count = 0  # guesses of a row in the step that is being planned; 0: it does not pay
         self._best = lru_cache(maxsize=4096)(self._compute_best)
 
     def stats(self) -> dict[str, float]:
@@ -153,8 +158,25 @@ class Speculation:
             **self.drafter.stats(),
         }
 
-    def begin(self, num_rows: int) -> None:
-        """A step of about so many rows is being planned."""
+    def gather(self, running: Sequence[RequestState]) -> bool:
+        """A step is about to be planned: ask for its guesses. True: they should be waited for, or those in flight, so
+        that all rows stay in one step."""
+        drafter, rested = self.drafter, self.round_count == 0
+        self.begin(len(running), self._mean_acceptance(running))
+        if self.round_count == 0 and rested and drafter.is_ready:
+            return False  # nothing was asked, and nothing is in flight
+        if any(state.verifying for state in running):
+            return True
+        for state in running if self.round_count else ():
+            count = self._count(state)
+            is_known = state.num_total == len(state.tokens) == state.num_computed + 1
+            if count > 0 and drafter.follows(state, count) and is_known:
+                drafter.ask(state, count)
+                self._was_asked = True
+        return drafter.is_due()
+
+    def begin(self, num_rows: int, acceptance: float) -> None:
+        """A step of about so many rows is being planned; their mean acceptance."""
         self._num_begun += 1
         rest = _REST_BEYOND if self._num_begun % _REST_EVERY == 0 else 0.0
         if rest or num_rows != self._num_rows:
@@ -164,39 +186,33 @@ class Speculation:
                 beyond[size] = known + rest * (first - known)
             round_us, step_us = (round(beyond[size] / _COARSE_US) * _COARSE_US for beyond in self._beyond_us)
             self._rounded = round_us, step_us
-        self._rests = self._count_at(_MOST_ACCEPTANCE) == 0
+        if not self.drafter.is_ready:
+            self.round_count = 0
+        elif self._fixed is not None:
+            self.round_count = self._fixed
+        else:
+            self.round_count = self._best(num_rows, self._rounded, round(acceptance * 40))
 
-    def gather(self, running: Sequence[RequestState]) -> bool:
-        """A step is about to be planned: ask for its guesses. True: they should be waited for, or those in flight, so
-        that all rows stay in one step."""
-        drafter, was_resting = self.drafter, self._rests
-        self.begin(len(running))
-        if self._rests and was_resting and drafter.is_ready:
-            return False  # nothing was asked, and nothing is in flight
-        if any(state.verifying for state in running):
-            return True
-        for state in running if not self._rests else ():
-            count = min(self._count(state), state.limit - state.num_total - 1)
-            is_known = state.num_total == len(state.tokens) == state.num_computed + 1
-            if count > 0 and drafter.follows(state, count) and is_known:
-                drafter.ask(state, count)
-                self._was_asked = True
-        return drafter.is_due()
+    def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
+        """Requests drift back to the first estimate while none is guessed for."""
+        if self._fixed is not None or not running or not self._best(len(running), self._rounded, 40):
+            return 1.0  # it makes no difference
+        total = 0.0
+        for state in running:
+            if state.acceptance < 0:
+                state.acceptance = self.acceptance
+            elif self.round_count == 0:
+                state.acceptance += _REST * (_PRIOR - state.acceptance)
+            total += state.acceptance
+        return total / len(running)
 
     def holds(self, state: RequestState) -> bool:
         """Whether a request whose last token is in flight is left out of this step, to be guessed for in the next."""
-        if self._rests:
-            return False
         count = self._count(state)
-        if count <= 0:
-            state.acceptance += _REST * (_PRIOR - state.acceptance)
-        count = min(count, state.limit - state.num_total - 1)
         return count > 0 and self.drafter.follows(state, count)
 
     def guess(self, state: RequestState, most: int) -> list[int]:
         """At most `most` tokens that may follow the request's known ones; empty if that would not pay."""
-        if self._rests:
-            return []
         count = min(most, self._count(state))
         if count <= 0 or (guesses := self.drafter.guess(state, count)) is None:
             return []
@@ -226,22 +242,19 @@ class Speculation:
         known = beyond.setdefault(size, self._first_us[count == 0])
         beyond[size] += _BEYOND_WEIGHT * min(max(took_us - expected_us - known, -most), most)
         if count:
-            self._num_rows = 0  # begin looks again
+            self._num_rows = 0  # `begin` looks again
 
     def _count(self, state: RequestState) -> int:
+        """Of a round's guesses, those of a request that are likely enough; its last token is never guessed."""
+        most = min(self.round_count, state.limit - state.num_total - 1)
+        if self._fixed is not None or most <= 0:
+            return most
         if state.acceptance < 0:
             state.acceptance = self.acceptance
-        return self._count_at(state.acceptance)
-
-    def _count_at(self, acceptance: float) -> int:
-        if not self.drafter.is_ready:
-            return 0
-        if self._fixed is not None:
-            return self._fixed
-        return self._best(self._num_rows, self._rounded, round(acceptance * 40))
+        return min(most, _LIKELY[round(state.acceptance * 40)])
 
     def _compute_best(self, num_rows: int, beyond_us: tuple[float, float], acceptance_40ths: int) -> int:
-        """The count that yields the most tokens a second, were all rows alike; 0 if plain steps do."""
+        """The count that yields the most tokens a second if all rows are alike; 0 if plain steps do."""
         rate = min(acceptance_40ths / 40, _MOST_ACCEPTANCE)
         round_us, step_us = beyond_us
         draft_us = self.drafter.step_us(num_rows)

@@ -168,21 +168,23 @@ class ModelRunner:
         return MOST_GUESSES if self.config.num_draft_tokens is None else self.config.num_draft_tokens
 
     def _time_steps(self) -> None:
-        """Measure what speculation weighs (ModelInfo.step_us, latency_us): decode steps of rising size, on the null
-        block."""
+        """Measure what speculation weighs (ModelInfo.step_us, latency_us), on the null block: decode steps of rising
+        size, launched behind one another as in serving; a draft's, as its chains are, by one plan."""
+        in_a_row = 16 if self.asynchronous else 1
 
-        def seconds(num_rows: int, num_steps: int) -> float:
+        def seconds(num_rows: int, num_plans: int, repeats: int = 1) -> float:
             starts, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
-            plan = StepPlan(0, slots=np.arange(num_rows, dtype=np.int32), starts=starts, counts=ones, samples=ones)
+            slots = np.arange(num_rows, dtype=np.int32)
+            plan = StepPlan(0, slots=slots, starts=starts, counts=ones, samples=ones, repeats=repeats)
             start = time.perf_counter()
-            for wait in [self.steps.launch(plan) for _ in range(num_steps)]:
+            for wait in [self.steps.launch(plan) for _ in range(num_plans)]:
                 wait()
-            return (time.perf_counter() - start) / num_steps
+            return (time.perf_counter() - start) / (num_plans * repeats)
 
         most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         sizes = [1 << i for i in range(8) if 1 << i <= most]
-        in_a_row = 16 if self.asynchronous else 1  # so that launching hides behind computing, as it does in serving
-        best = {size: min(seconds(size, in_a_row) for _ in range(3)) * 1e6 for size in sizes}
+        how = (1, in_a_row) if self.is_draft else (in_a_row, 1)
+        best = {size: min(seconds(size, *how) for _ in range(3)) * 1e6 for size in sizes}
         latency_us = min(seconds(1, 1) for _ in range(3)) * 1e6 - best[1]
         rising = np.maximum.accumulate(list(best.values())).tolist()
         logger.info("decode steps: %s us", ", ".join(f"{n} rows {us:.0f}" for n, us in zip(sizes, rising, strict=True)))
