@@ -155,6 +155,7 @@ class ModelRunner:
             self.steps.capture_graphs(self._most_given())
             logger.info("CUDA graphs: %d", sum(map(len, self.steps.graphs.values())))
         if self.config.draft is not None or self.is_draft:
+            self.reset()  # what was run until now was not sampled plainly
             self._time_steps()
         self.steps.cache[:, :, :, 0] = 0
         self.reset()
