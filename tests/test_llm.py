@@ -1,6 +1,8 @@
 """Offline Python on a tiny random model: every toggle changes speed, never tokens (C6); texts, stops, seeds."""
 
+import numpy as np
 import pytest
+from conftest import TINY_TOKENS
 
 from runtime.core.types import CallboardError, FinishReason, SamplingParams
 from runtime.llm import LLM
@@ -47,6 +49,33 @@ def test_no_toggle_changes_a_token(load):
         llm = load(**toggle)
         assert tokens(llm) == expected, toggle
         assert tokens(llm) == expected, f"{toggle}, once more with a warm prefix cache"
+
+
+def test_a_draft_model_changes_no_token(load, write_tiny_gguf):
+    """One that is the model itself, and one whose weights are others; their context may be shorter than the model's."""
+    expected = tokens(load())
+    rng = np.random.default_rng(9)
+    other = {"output_norm.weight": rng.normal(1, 0.5, 32).astype(np.float32)}
+    drafts = {
+        "same": write_tiny_gguf(name="same.gguf"),
+        "other": write_tiny_gguf(tensors=other, name="other.gguf", llama__context_length=48),
+    }
+    for draft, count in (("same", 3), ("other", 5), ("same", None)):
+        llm = load(draft=str(drafts[draft]), num_draft_tokens=count, draft_kv_cache_memory=0.01)
+        assert tokens(llm) == expected
+        if count:
+            scheduler = llm.engine.scheduler
+            assert scheduler.num_draft_tokens > 0
+            assert (sum(scheduler.accepted_at) == scheduler.num_draft_tokens) == (draft == "same")
+
+
+def test_a_draft_with_another_vocabulary_is_refused(load, write_tiny_gguf):
+    words, types = [*TINY_TOKENS, "other"], [3, 3, *[1] * (len(TINY_TOKENS) - 1)]
+    draft = write_tiny_gguf(
+        name="draft.gguf", tokenizer__ggml__tokens=words, tokenizer__ggml__token_type=types
+    )  # refused before its weights are read
+    with pytest.raises(CallboardError, match=r"vocabulary \(263 tokens\) than the model .* \(262 tokens\)"):
+        load(draft=str(draft))
 
 
 def test_a_preempted_request_gives_the_same_tokens(load):

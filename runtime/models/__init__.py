@@ -28,7 +28,13 @@ class Family:
 FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures`
     "GPT2LMHeadModel": Family("GPT-2, DistilGPT2", "openai-community/gpt2", gpt2.decoder_spec, gpt2.LAYOUT),
     "Gemma2ForCausalLM": Family("Gemma 2", "google/gemma-2-2b-it", gemma.gemma2_spec, gemma.LAYOUT),
-    "Gemma3ForCausalLM": Family("Gemma 3 270M, 1B", "google/gemma-3-270m", gemma.gemma3_spec, gemma.LAYOUT),
+    "Gemma3ForCausalLM": Family(
+        "Gemma 3 270M, 1B",
+        "google/gemma-3-270m",
+        gemma.gemma3_spec,
+        gemma.LAYOUT,
+        f"{_RANDOM}; texts and perplexity of Gemma 3 270M",
+    ),
     "Gemma3ForConditionalGeneration": Family(
         "Gemma 3 4B, 12B, 27B, without images", "google/gemma-3-4b-it", gemma.gemma3_spec, gemma.LAYOUT
     ),
