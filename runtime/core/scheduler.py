@@ -199,8 +199,11 @@ class Scheduler:
         new: list[NewSlot] = []
         budget = self.budget
         self.admitted = []
-        if self.speculation is not None and self.speculation.gather(self.running):
-            return None
+        guessing = None  # what guesses for rows of this step, if any does
+        if self.speculation is not None:
+            if self.speculation.gather(self.running):
+                return None
+            guessing = self.speculation if self.speculation.round_count else None
 
         def give(state: RequestState, count: int, guesses: Sequence[int] = ()) -> None:
             rows.append(state)
@@ -241,7 +244,7 @@ class Scheduler:
                 if not self.config.chunked_prefill:
                     continue
                 count = budget
-            speculation = self.speculation if count == 1 else None
+            speculation = guessing if count == 1 else None
             if speculation is not None and state.num_total > len(state.tokens):  # guesses continue known tokens
                 if speculation.holds(state):
                     continue
