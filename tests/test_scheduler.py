@@ -309,9 +309,9 @@ def test_leaves_are_evicted_before_their_parents():
     session.add([1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=1, ignore_eos=True))
     session.finish()
     scheduler = session.core.scheduler
-    assert len(scheduler.cache) == 3
+    assert len(scheduler.tables.cache) == 3
     scheduler.pool.allocate(4)  # three free blocks and one from the cache
-    hit = scheduler._match(scheduler.add(Request("x", [1, 2, 3, 4, 5, 6, 7], 7, SamplingParams())))
+    hit = scheduler.tables.match(scheduler.add(Request("x", [1, 2, 3, 4, 5, 6, 7], 7, SamplingParams())))
     assert len(hit) == 2
 
 

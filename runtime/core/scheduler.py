@@ -13,7 +13,7 @@ twin. What is seen late, an end of sequence, costs one row whose token is droppe
 leaves its slot, and a result that carries another epoch is stale (C3). Blocks and slots may be reused at once, because
 runners execute plans in order (C2).
 
-This file is hot: it sequences the block pool and the prefix cache, and does no I/O (C1).
+This file is hot: it sequences the block tables and speculation, and does no I/O (C1).
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from runtime.core.block_pool import BlockPool
+from runtime.core.block_tables import BlockTables
 from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan, StepResult, num_scored
-from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
+from runtime.core.plan import EMPTY, NewSlot, StepPlan, StepResult, num_scored
 from runtime.core.prompt_scores import ScoredRow, are_finite, take_scores
 from runtime.core.request_state import NEVER, RequestState
 from runtime.core.speculation import MOST_GUESSES, Speculation
@@ -48,8 +47,8 @@ class Scheduler:
         self.budget = config.max_num_batched_tokens or info.max_num_batched_tokens
         if not config.chunked_prefill:
             self.budget = max(self.budget, self.max_len)
-        self.cache = PrefixCache()
-        self.pool = BlockPool(info.num_kv_blocks, self.cache.evict)
+        self.tables = BlockTables(info, config.prefix_cache)
+        self.pool = self.tables.pool
         self.requests: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # in order of admission
         self.admitted: list[RequestState] = []  # by the last plan
@@ -72,7 +71,7 @@ class Scheduler:
         self._in_flight: deque[tuple[int, list[tuple[RequestState, int, int]], list[ScoredRow]]] = deque()
         self._shapes: deque[tuple[int, int, int]] = deque()
         self._freed: list[int] = []
-        self._writes: list[tuple[int, int, int]] = []  # slot, index in its table, block: not sent yet
+        self.tables.reset()
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -136,8 +135,6 @@ class Scheduler:
             self._detach(state)
             self._enqueue(state)
         self.running.clear()
-        self.cache.reset()
-        self.pool.reset()
 
     def _enqueue(self, state: RequestState) -> None:
         heappush(self._waiting, (state.key, state))
@@ -158,13 +155,10 @@ class Scheduler:
 
     def _leave_slot(self, state: RequestState) -> None:
         slot = state.slot
-        self._register(state, move=False)
-        self.pool.release(state.blocks)
+        self.tables.close(state)
         self.running.remove(state)
         self._free_slots.append(slot)
         self._freed.append(slot)
-        if self._writes:
-            self._writes = [w for w in self._writes if w[0] != slot]
         self._detach(state)
 
     def _end(self, state: RequestState) -> None:
@@ -232,7 +226,7 @@ class Scheduler:
             else:
                 samples.append(0)
             if state.num_computed >= state.next_full:
-                self._register(state)
+                self.tables.register(state)
 
         for state in list(self.running):
             if budget <= 0:
@@ -265,7 +259,7 @@ class Scheduler:
             new.append(self._open_slot(state))
             count = min(budget, state.num_total - state.num_computed)
             if count > 0:  # a static batch may open more slots than this step's budget computes
-                self._extend(state, state.num_computed + count)
+                self.tables.extend(state, state.num_computed + count)
                 give(state, count)
                 budget -= count
 
@@ -284,7 +278,7 @@ class Scheduler:
             self._step_id,
             np.array(self._freed, np.int32) if self._freed else EMPTY,
             new,
-            np.array(self._writes, np.int32).T.copy() if self._writes else EMPTY_TABLE,
+            self.tables.take_writes(),
             np.array(slots, np.int32),
             np.array(starts, np.int32),
             np.array(counts, np.int32),
@@ -294,18 +288,17 @@ class Scheduler:
         if given:
             plan.given = np.array(given + [0] * (len(rows) - len(given)), np.int32)
             plan.given_ids = np.array(given_ids, np.int32)
-        self._freed, self._writes = [], []
+        self._freed = []
         return plan
 
     def _go_on(self, rows: list[RequestState]) -> int:
         """How many more tokens all of these rows may sample in the same plan, one by one; with blocks for them."""
+        missing = self.tables.num_missing
         more = min(self.most_repeats - 1, *(state.upto - state.num_total for state in rows))
-        while more > 0 and self.pool.num_available < sum(
-            max(0, self._blocks_for(state.num_computed + more) - len(state.blocks)) for state in rows
-        ):
+        while more > 0 and self.pool.num_available < sum(missing(s, s.num_computed + more) for s in rows):
             more -= 1
         for state in rows if more > 0 else ():
-            self._extend(state, state.num_computed + more)
+            self.tables.extend(state, state.num_computed + more)
             state.num_computed += more
             state.num_total += more
         return max(0, more)
@@ -320,7 +313,7 @@ class Scheduler:
             self.num_draft_tokens += len(guesses)
             state.num_guessed += len(guesses)
             state.num_right = 0
-            self._extend(state, state.num_total + len(guesses))
+            self.tables.extend(state, state.num_total + len(guesses))
         return guesses
 
     def _next_admitted(self, budget: int) -> RequestState | None:
@@ -333,16 +326,13 @@ class Scheduler:
             return None
         state = self._waiting[0][1]
         known = len(state.tokens)
-        hits = self._match(state)
+        hits = self.tables.match(state)
         start = len(hits) * self.block_size
         if not self.config.chunked_prefill and known - start > budget:
             return None
         room = self.pool.num_available - sum(self.pool.refs(b) == 0 for b in hits)
-        needed = self._blocks_for(known) - len(hits)
-        if self.running:
-            needed = self._blocks_for(self._expected_len(state)) - len(hits)
-            for other in self.running:
-                needed += max(0, self._blocks_for(self._expected_len(other)) - len(other.blocks))
+        needed = self.tables.blocks_for(self._expected_len(state) if self.running else known) - len(hits)
+        needed += sum(self.tables.num_missing(other, self._expected_len(other)) for other in self.running)
         if needed > room:
             return None
         heappop(self._waiting)
@@ -357,9 +347,7 @@ class Scheduler:
         request = state.request
         state.slot = self._free_slots.pop()
         self.running.append(state)
-        self._writes += [(state.slot, i, b) for i, b in enumerate(state.blocks)]
-        if self.config.prefix_cache:
-            state.next_full = (len(state.blocks) + 1) * self.block_size
+        self.tables.open(state)
         if state.num_cached < 0:
             state.num_cached = min(state.num_computed, state.prompt_len)
             self.prompt_tokens_cached += state.num_cached
@@ -370,24 +358,15 @@ class Scheduler:
     def _grow(self, state: RequestState, count: int, rows: list[RequestState]) -> bool:
         """Blocks for `count` more tokens of a running request, if need be by preempting requests without a row in
         this step, last in the order of service first. False: it goes without a row this time."""
-        while self._blocks_for(state.num_computed + count) - len(state.blocks) > self.pool.num_available:
+        while self.tables.num_missing(state, state.num_computed + count) > self.pool.num_available:
             victim = max((s for s in self.running if s not in rows), key=lambda s: s.key)
             if victim is state:
                 return False  # all others go before it: it keeps what it has until they end or take it
             self.num_preemptions += 1
             self._leave_slot(victim)
             self._enqueue(victim)
-        self._extend(state, state.num_computed + count)
+        self.tables.extend(state, state.num_computed + count)
         return True
-
-    def _extend(self, state: RequestState, num_tokens: int) -> None:
-        blocks = self.pool.allocate(self._blocks_for(num_tokens) - len(state.blocks))
-        at = len(state.blocks)
-        self._writes += [(state.slot, at + i, b) for i, b in enumerate(blocks)]
-        state.blocks += blocks
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def _expected_len(self, state: RequestState) -> int:
         """Tokens that a request is expected to hold in the end: exact if it ignores EOS, else from the estimate."""
@@ -395,49 +374,6 @@ class Scheduler:
             return state.limit
         expected = state.prompt_len + int(self.output_share * state.params.max_tokens)
         return min(state.limit, max(expected, state.num_total + 1))
-
-    # ---- prefix cache ---------------------------------------------------------------------------------------------
-
-    def _identify(self, state: RequestState, num_blocks: int) -> list[bytes]:
-        """The identities of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""
-        identities, size = state.identities, self.block_size
-        parent = identities[-1] if identities else root_identity(self.info.fingerprint, state.request.cache_salt)
-        for i in range(len(identities), num_blocks):
-            parent = block_identity(parent, state.tokens[i * size : (i + 1) * size])
-            identities.append(parent)
-        return identities
-
-    def _match(self, state: RequestState) -> list[int]:
-        """Cached blocks of the request's known prefix; never its last token, which must be computed to sample, and none
-        if log-probabilities of the prompt are wanted, which are not in the cache."""
-        if not self.config.prefix_cache or state.scores is not None:
-            return []
-        num_full = (len(state.tokens) - 1) // self.block_size
-        return self.cache.match(self._identify(state, num_full)[:num_full])
-
-    def _register(self, state: RequestState, move: bool = True) -> None:
-        """Put the request's newly full blocks into the tree.
-
-        They may be matched from this step on, even by a row of the same step: runners store the K/V of all rows of a
-        layer before any row attends. If another request got there first, this one moves to its block: one copy
-        remains, and whoever holds a block holds its ancestors (block_pool.py)."""
-        if state.next_full == NEVER:
-            return
-        size = self.block_size
-        num_full = min(state.num_computed, len(state.tokens), state.final_len) // size
-        identities = self._identify(state, num_full)
-        for at in range(state.next_full // size - 1, num_full):
-            block = state.blocks[at]
-            holder = self.cache.insert(identities[at], block)
-            if holder == block:
-                self.pool.mark_cached(block)
-            else:
-                self.pool.acquire([holder])
-                self.pool.release([block])
-                state.blocks[at] = holder
-                if move:
-                    self._writes.append((state.slot, at, holder))
-        state.next_full = max(state.next_full, (num_full + 1) * size)
 
     # ---- results --------------------------------------------------------------------------------------------------
 
@@ -482,7 +418,7 @@ class Scheduler:
                 finished.append((state, FinishReason.LENGTH))
             else:
                 if len(tokens) >= state.next_full:
-                    self._register(state)
+                    self.tables.register(state)
                 continue
             share = (len(tokens) - state.prompt_len) / state.params.max_tokens
             self.output_share += _ESTIMATE_WEIGHT * (share - self.output_share)

@@ -1,0 +1,101 @@
+"""The requests' block tables: which block holds which of a request's tokens, shared by equal prefixes, and what of it
+the runners have not been told yet."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from runtime.core.block_pool import BlockPool
+from runtime.core.config import ModelInfo
+from runtime.core.plan import EMPTY_TABLE, Int32s
+from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
+from runtime.core.request_state import NEVER, RequestState
+
+
+class BlockTables:
+    """Works on `RequestState.blocks`; the scheduler decides who gets blocks."""
+
+    def __init__(self, info: ModelInfo, prefix_cache: bool) -> None:
+        self._fingerprint, self._size, self._shares = info.fingerprint, info.block_size, prefix_cache
+        self.cache = PrefixCache()
+        self.pool = BlockPool(info.num_kv_blocks, self.cache.evict)
+        self._writes: list[tuple[int, int, int]] = []  # slot, index in its table, block: not sent yet
+
+    def reset(self) -> None:
+        """The runners are gone, and with them what the blocks held."""
+        self.cache.reset()
+        self.pool.reset()
+        self._writes = []
+
+    def take_writes(self) -> Int32s:
+        """What has changed since the last call: [3, n] slot, index in its table, block (StepPlan.tables)."""
+        writes, self._writes = self._writes, []
+        return np.array(writes, np.int32).T.copy() if writes else EMPTY_TABLE
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self._size)
+
+    def num_missing(self, state: RequestState, num_tokens: int) -> int:
+        """Blocks that a request lacks to hold so many tokens."""
+        return max(0, self.blocks_for(num_tokens) - len(state.blocks))
+
+    def open(self, state: RequestState) -> None:
+        """A request has got a slot, with its cached prefix as blocks."""
+        self._writes += [(state.slot, i, b) for i, b in enumerate(state.blocks)]
+        if self._shares:
+            state.next_full = (len(state.blocks) + 1) * self._size
+
+    def close(self, state: RequestState) -> None:
+        """A request leaves its slot; full blocks stay in the cache as long as nobody needs their place."""
+        self.register(state, move=False)
+        self.pool.release(state.blocks)
+        if self._writes:
+            self._writes = [w for w in self._writes if w[0] != state.slot]
+
+    def extend(self, state: RequestState, num_tokens: int) -> None:
+        """Blocks for so many tokens in all; there must be as many available."""
+        blocks, at = self.pool.allocate(self.num_missing(state, num_tokens)), len(state.blocks)
+        self._writes += [(state.slot, at + i, b) for i, b in enumerate(blocks)]
+        state.blocks += blocks
+
+    def match(self, state: RequestState) -> list[int]:
+        """Cached blocks of the request's known prefix; never its last token, which must be computed to sample, and none
+        if log-probabilities of the prompt are wanted, which are not in the cache."""
+        if not self._shares or state.scores is not None:
+            return []
+        num_full = (len(state.tokens) - 1) // self._size
+        return self.cache.match(self._identify(state, num_full)[:num_full])
+
+    def register(self, state: RequestState, move: bool = True) -> None:
+        """Put the request's newly full blocks into the cache.
+
+        They may be matched from this step on, even by a row of the same step: runners store the K/V of all rows of a
+        layer before any row attends. If another request got there first, this one moves to its block: one copy
+        remains, and whoever holds a block holds its ancestors (block_pool.py)."""
+        if state.next_full == NEVER:
+            return
+        size = self._size
+        num_full = min(state.num_computed, len(state.tokens), state.final_len) // size
+        identities = self._identify(state, num_full)
+        for at in range(state.next_full // size - 1, num_full):
+            block = state.blocks[at]
+            holder = self.cache.insert(identities[at], block)
+            if holder == block:
+                self.pool.mark_cached(block)
+            else:
+                self.pool.acquire([holder])
+                self.pool.release([block])
+                state.blocks[at] = holder
+                if move:
+                    self._writes.append((state.slot, at, holder))
+        state.next_full = max(state.next_full, (num_full + 1) * size)
+
+    def _identify(self, state: RequestState, num_blocks: int) -> list[bytes]:
+        """The identities of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""
+        identities, size = state.identities, self._size
+        parent = identities[-1] if identities else root_identity(self._fingerprint, state.request.cache_salt)
+        for i in range(len(identities), num_blocks):
+            parent = block_identity(parent, state.tokens[i * size : (i + 1) * size])
+            identities.append(parent)
+        return identities
