@@ -172,7 +172,6 @@ class DraftKeeper:
     def __init__(self, start: Callable[[Callable[[], None]], None]) -> None:
         """`start(on_loss)` starts a draft and attaches it; raises what a failed start raises."""
         self._start, self._lost = start, threading.Event()
-        self.num_restarts = 0
         start(self._lost.set)
         threading.Thread(target=self._keep, name="draft-keeper", daemon=True).start()
 
@@ -182,7 +181,6 @@ class DraftKeeper:
             self._lost.wait()
             self._lost.clear()
             logger.warning("the draft is gone; starting another")
-            self.num_restarts += 1
             try:
                 self._start(self._lost.set)
                 pause = _RETRY_S

@@ -79,11 +79,6 @@ class DraftClient(Drafter):
         self._late_in_a_row = 0
 
     @property
-    def is_attached(self) -> bool:
-        """Whether there is a draft, answering or not."""
-        return self._wire is not None
-
-    @property
     def is_hung(self) -> bool:
         """Whether the draft has been silent for so long that a new one should take its place."""
         return self._late_in_a_row >= _HUNG

@@ -191,11 +191,13 @@ class Speculation:
         elif self._fixed is not None:
             self.round_count = self._fixed
         else:
-            self.round_count = self._best(num_rows, self._rounded, round(acceptance * 40))
+            draft_us = self.drafter.step_us(num_rows)
+            self.round_count = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
 
     def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
         """Requests drift back to the first estimate while none is guessed for."""
-        if self._fixed is not None or not running or not self._best(len(running), self._rounded, 40):
+        draft_us = self.drafter.step_us(len(running))
+        if self._fixed is not None or not running or not self._best(len(running), draft_us, self._rounded, 40):
             return 1.0  # it makes no difference
         total = 0.0
         for state in running:
@@ -253,11 +255,12 @@ class Speculation:
             state.acceptance = self.acceptance
         return min(most, _LIKELY[round(state.acceptance * 40)])
 
-    def _compute_best(self, num_rows: int, beyond_us: tuple[float, float], acceptance_40ths: int) -> int:
+    def _compute_best(
+        self, num_rows: int, draft_us: float, beyond_us: tuple[float, float], acceptance_40ths: int
+    ) -> int:
         """The count that yields the most tokens a second if all rows are alike; 0 if plain steps do."""
         rate = min(acceptance_40ths / 40, _MOST_ACCEPTANCE)
         round_us, step_us = beyond_us
-        draft_us = self.drafter.step_us(num_rows)
         best, most = 0, 1 / max(1.0, self._times.us(num_rows) + step_us)
         for count in range(1, _FITTING + 1):
             tokens = (1 - rate ** (count + 1)) / (1 - rate)
