@@ -25,6 +25,8 @@ VARIANTS = {
     "small-chunks": ["max_num_batched_tokens=256"],
     "few-rows": ["max_num_seqs=4"],
     "deterministic": ["deterministic=true"],
+    "guesses": ["draft=ngram", "num_draft_tokens=4"],
+    "many-guesses": ["draft=ngram", "num_draft_tokens=8"],
 }
 
 Text = tuple[list[int], list[float]]  # tokens, and at each the gap between the best two
