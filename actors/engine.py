@@ -153,9 +153,16 @@ class EngineLoop:
         return client if isinstance(client, DraftClient) else None
 
     def attach_draft(self, wire: DraftWire, step_us: tuple[tuple[int, float], ...]) -> None:
-        """Let a draft that knows nothing yet guess from now on."""
-        assert self.draft is not None
-        self._inbox.put(partial(self.draft.attach, wire, step_us))
+        """Let a draft that knows nothing yet guess from now on; returns when the old one is forgotten."""
+        done: Future[None] = Future()
+
+        def attach() -> None:
+            assert self.draft is not None
+            self.draft.attach(wire, step_us)
+            done.set_result(None)
+
+        self._inbox.put(attach)
+        done.result()
 
     def join(self) -> None:
         """Wait until the step thread has ended."""
@@ -416,6 +423,7 @@ class EngineActor:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._config, self._group, self._gpu = config, group, gpu
         self._runners: list[Any] = []
+        self._attached: Any = None  # the draft actor that the step thread asks
         self._loaded = False
 
     async def start(self) -> ModelInfo:
@@ -486,9 +494,10 @@ class EngineActor:
             await asyncio.sleep(1.0)
             if not self._loop.check_progress():
                 os._exit(1)  # the supervisor starts another engine, and the links resubmit
-            if self._loop.draft is not None and self._loop.draft.is_hung:
+            if self._attached is not None and self._loop.draft is not None and self._loop.draft.is_hung:
                 logger.error("the draft does not answer")
-                ray.kill(self._draft)
+                hung, self._attached = self._attached, None
+                ray.kill(hung)
 
     def _start_runners(self) -> tuple[Executor, ModelInfo]:
         """A fresh group of runners, loaded and connected; what was left of the old one is killed."""
@@ -542,6 +551,7 @@ class EngineActor:
             raise CallboardError(f"The draft did not connect within {_MEETING_S:.0f} s.")
         self._draft.forever.remote().future().add_done_callback(lambda _: on_loss())
         self._loop.attach_draft(SocketDraft(wires[0]), self._draft_us)
+        self._attached = self._draft
 
 
 def _host() -> str:
