@@ -55,13 +55,13 @@ class SocketDraft:
         if not self._writable.poll(_UNREAD_MS):
             raise TimeoutError("the draft does not read")
 
-    def receive(self, timeout_s: float) -> list[Chain]:
-        chains: list[Chain] = []
-        while self._readable.poll(0 if chains else timeout_s * 1000):
+    def receive(self, timeout_s: float) -> list[Chain] | None:
+        chains: list[Chain] | None = None
+        while self._readable.poll(timeout_s * 1000 if chains is None else 0):
             frame = self._wire.receive()
             if frame is None:
                 raise ConnectionResetError("the draft has closed its connection")
-            chains += self._decoder.decode(frame)
+            chains = (chains or []) + self._decoder.decode(frame)
         return chains
 
 

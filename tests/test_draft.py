@@ -72,7 +72,7 @@ class BadWire:
                 continue
             (self.late if fate < 2 * self.loss else came).append(chain)
         self.clock.now += 0.0001 if came else timeout_s
-        return came
+        return came or None
 
 
 def test_a_chain_continues_what_is_final():
@@ -254,7 +254,18 @@ def test_a_silent_draft_costs_one_wait():
     assert 5 <= len(waits) <= 12
     assert waits[0] < 0.003
     assert max(waits) < 0.02
+    core.abort("0")
     wire.loss = 0.0
+    client.is_due()
+    wire.loss, client.is_hung, client._silent_since = 1.1, False, 0.0
+    for i in range(1, 300):  # none of them lives long enough to be waited for
+        core.add(Request(str(i), [1, 2, 3], 3, SamplingParams(max_tokens=60, ignore_eos=True), seed=i))
+        while core.has_work:
+            core.step()
+            clock.now += 0.001
+    assert client.is_hung, "requests that are only opened are not answered either"
+    wire.loss = 0.0
+    core.add(Request("last", [1, 2, 3], 3, SamplingParams(max_tokens=50000, ignore_eos=True), seed=0))
     for _ in range(6000):
         core.step()
         clock.now += 0.001

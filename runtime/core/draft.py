@@ -62,8 +62,8 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Draft to engine: `token_ids` may follow the stream's first `length` tokens, which the draft has as final. None:
-    it has no guess now; and with length 0 it does not know the stream (any more)."""
+    """Draft to engine, in lists: `token_ids` may follow the stream's first `length` tokens, which the draft has as
+    final. None: it has no guess now; and with length 0 it does not know the stream (any more)."""
 
     stream: int
     length: int
@@ -96,6 +96,8 @@ class DraftCore:
         """Apply a frame of the engine `owner`."""
         for stream in told.closed:
             self._close(owner, stream)
+        if told.opened:
+            self.outbox.setdefault(owner, [])  # an empty answer says that they were read: chains take longer
         for opened in told.opened:
             self._close(owner, opened.stream)
             self._open(owner, opened)
@@ -200,8 +202,8 @@ class LocalWire:
     def send(self, told: Told) -> None:
         self._core.take(None, told)
 
-    def receive(self, timeout_s: float) -> list[Chain]:
+    def receive(self, timeout_s: float) -> list[Chain] | None:
         """Whatever `timeout_s`: nothing else could happen meanwhile."""
         while self._core.step():
             pass
-        return self._core.outbox.pop(None, [])
+        return self._core.outbox.pop(None, None)

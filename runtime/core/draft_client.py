@@ -21,7 +21,7 @@ _PATIENCE, _MOST_PATIENCE = 2.0, 16.0  # times what a round is expected to take:
 _PATIENCE_DECAY = 0.9  # falls with every answer in time
 _PATIENCE_US = 1000.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # without guesses after a late answer, doubling
-_HUNG = 7  # late answers in a row, some seconds altogether
+_HUNG_S = 10.0  # silence after which a draft is thought to be stuck
 _WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
 
@@ -35,8 +35,8 @@ class DraftWire(Protocol):
         """Never blocks for longer than the draft needs to read."""
         ...
 
-    def receive(self, timeout_s: float) -> list[Chain]:
-        """What has come; nothing has, it waits, at most `timeout_s`."""
+    def receive(self, timeout_s: float) -> list[Chain] | None:
+        """What has come, if only the sign that Opens were read; waits at most `timeout_s` for it. None: nothing."""
         ...
 
 
@@ -77,11 +77,8 @@ class DraftClient(Drafter):
         self._num_asked = self._wanted = 0  # streams and guesses of the round
         self._overhead_us, self._patience = _FIRST_OVERHEAD_US, _PATIENCE
         self._late_in_a_row = 0
-
-    @property
-    def is_hung(self) -> bool:
-        """Whether the draft has been silent for so long that a new one should take its place."""
-        return self._late_in_a_row >= _HUNG
+        self._silent_since = 0.0  # when the draft was told something that it has not answered; 0: it has
+        self.is_hung = False  # silent for so long that another draft should take its place
 
     # ---- Drafter --------------------------------------------------------------------------------------------------
 
@@ -125,8 +122,12 @@ class DraftClient(Drafter):
             self._told = Told()
             if told.committed:
                 self._begin_round(told, now)
+            if not self._silent_since and (told.opened or told.committed):
+                self._silent_since = now
             self._try(lambda wire: wire.send(told))
         self._hear(0.0)
+        if self._silent_since and now - self._silent_since > _HUNG_S:
+            self.is_hung = True
         if self._due and now >= self._deadline:
             self._give_up()
         return bool(self._due)
@@ -182,7 +183,11 @@ class DraftClient(Drafter):
         self._paused_until = self._clock() + pause
 
     def _hear(self, timeout_s: float) -> None:
-        for chain in self._try(lambda wire: wire.receive(timeout_s)) or ():
+        chains = self._try(lambda wire: wire.receive(timeout_s))
+        if chains is None:
+            return
+        self._silent_since, self.is_hung = 0.0, False
+        for chain in chains:
             self._late_in_a_row, self._paused_until = 0, 0.0
             followed = self._streams.get(chain.stream)
             if followed is None or chain.length < followed.acked:
