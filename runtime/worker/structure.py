@@ -1,0 +1,153 @@
+"""Structured output: the matchers of the slots whose output is bound to a grammar, and their masks for a step.
+
+A matcher stands where an output's known tokens lead to, so that a request that comes back after a preemption or a
+restart goes on where it was (C8). The masks of a step depend on the tokens of the step before: a device's are made
+while it computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.plan import Int32s, NewSlot, StepPlan
+from runtime.core.types import CallboardError, Grammar
+from runtime.structured.engines import Engines
+from runtime.structured.matcher import Matcher
+from runtime.structured.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+_ROWS_OF_A_THREAD = 4  # at least: to hand rows over costs about what a mask does
+
+
+@dataclass(slots=True)
+class _Output:
+    """One request's, in its slot."""
+
+    grammar: Grammar
+    untaken: list[int]  # its last tokens, which the matcher has not advanced by
+    matcher: Matcher | None = None  # made with the first mask
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of a step: samples follow its last known token and each of its guesses."""
+
+    output: _Output
+    first: int  # of its samples, in the step
+    guesses: list[int]
+    words: NDArray[np.int32]  # [len(guesses) + 1, num_words]
+
+
+@dataclass(slots=True)
+class Masks:
+    """Which tokens a step may sample; samples that are not in `numbers` may be any."""
+
+    numbers: Int32s  # [n] of samples of the step, rising
+    words: Int32s  # [n, num_words], as Matcher.fill has them
+    failed: Int32s  # numbers of the samples whose grammar cannot go on: their requests fail (C9)
+    rows: list[_Row]
+
+
+class Structures:
+    """The outputs that are bound to a grammar, by slot. Each step asks for `masks`, and, if there are any, tells what
+    was `sampled`."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // 32)
+        self._num_threads = min(8, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self._num_threads, "masks")
+        self._engines: Future[Engines] | None = None
+        self._outputs: dict[int, _Output] = {}
+        self._last: tuple[Masks, Callable[[], Int32s]] | None = None
+
+    def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """Make engines for the model's vocabulary in the background, which takes about a second. Until this is called,
+        all outputs that have a grammar fail."""
+        self._engines = self._threads.submit(lambda: Engines(vocabulary()))
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._outputs, self._last = {}, None
+
+    def add(self, new: NewSlot) -> None:
+        """A request enters its slot."""
+        self.remove(new.slot)
+        if new.params.grammar is not None:
+            self._outputs[new.slot] = _Output(
+                new.params.grammar, new.token_ids[new.prompt_len :].tolist(), failed=self._engines is None
+            )
+
+    def remove(self, slot: int) -> None:
+        """A request leaves its slot."""
+        self._outputs.pop(slot, None)
+
+    def masks(self, plan: StepPlan) -> Masks | None:
+        """Of the plan's samples; None if all of them may be any token. It waits for the samples of the last plan that
+        had masks."""
+        if not self._outputs or not (rows := self._rows(plan)):
+            return None
+        if self._last is not None:
+            self._take(*self._last)
+            self._last = None
+        num_parts = max(1, min(self._num_threads, len(rows) // _ROWS_OF_A_THREAD))
+        if num_parts == 1:
+            self._fill(rows)
+        else:
+            list(self._threads.map(self._fill, [rows[i::num_parts] for i in range(num_parts)]))
+        numbers = [np.arange(row.first, row.first + len(row.words), dtype=np.int32) for row in rows]
+        failed = [at for at, row in zip(numbers, rows, strict=True) if row.output.failed]
+        words = np.concatenate([row.words for row in rows])
+        return Masks(np.concatenate(numbers), words, np.concatenate([np.zeros(0, np.int32), *failed]), rows)
+
+    def sampled(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
+        """`tokens()` waits for the samples of the step that had these masks, [num_sampled]."""
+        self._last = masks, tokens
+
+    def _rows(self, plan: StepPlan) -> list[_Row]:
+        rows = []
+        sizes, ends = plan.samples.tolist(), np.cumsum(plan.samples).tolist()
+        given_ends = np.cumsum(plan.given).tolist() or ends
+        for slot, size, end, given_end in zip(plan.slots.tolist(), sizes, ends, given_ends, strict=True):
+            if size and (output := self._outputs.get(slot)) is not None:
+                guesses = plan.given_ids[given_end - size + 1 : given_end].tolist() if size > 1 else []
+                words = np.full((size, self._num_words), -1, np.int32)
+                rows.append(_Row(output, end - size, guesses, words))
+        return rows
+
+    def _take(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
+        """As the scheduler does (core/plan.py): samples count up to the first that does not equal its guess."""
+        samples = tokens().tolist()
+        for row in masks.rows:
+            for token, guess in zip(samples[row.first :], [*row.guesses, -1], strict=False):
+                row.output.failed |= token < 0
+                row.output.untaken.append(token)
+                if token != guess:
+                    break
+
+    def _fill(self, rows: list[_Row]) -> None:
+        """A mask after a guess that is not allowed stays open: no sample equals that guess, so none there counts."""
+        for row in rows:
+            output = row.output
+            if output.failed:
+                continue
+            try:
+                if output.matcher is None:
+                    assert self._engines is not None
+                    output.matcher = self._engines.result().matcher(output.grammar)
+                output.matcher.advance(output.untaken)
+                output.untaken = []
+                output.matcher.fill_ahead(row.words, row.guesses)
+                if not row.words.any(1).all():
+                    raise CallboardError("No token of this model continues what this request's grammar allows.")
+            except CallboardError as e:
+                logger.info("a request fails: %s", e)
+                output.failed = True
