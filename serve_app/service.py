@@ -93,7 +93,6 @@ class Service:
         marks = (reasoning.OPEN, reasoning.CLOSE, HERMES.mark, HERMES.end_mark, LLAMA3.mark)
         self._mark_ids = tokenizer.special_ids.intersection(map(tokenizer.token_to_id, marks))
         self._tokenizer = tokenizer
-        self.grammars.start()
 
     @property
     def loading(self) -> bool:

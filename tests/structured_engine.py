@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+import triton_engine
 from fake_runner import Recorded
 from runner_driver import TINY
 from test_structured_walks import SMALL
@@ -14,6 +16,7 @@ from runtime.core.executor import InProcess
 from runtime.core.speculation import Drafter, Speculation
 from runtime.core.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.structured.vocabulary import Vocabulary
+from runtime.worker.device_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
 
 SPEC = replace(TINY, vocab_size=len(SMALL.tokens))
@@ -30,6 +33,28 @@ def runner_of(vocabulary: Vocabulary | None = SMALL, **config: Any) -> ModelRunn
     return ModelRunner.dummy(
         EngineConfig(**defaults | config), SPEC, eos_token_ids=SMALL.eos_ids, vocabulary=vocabulary
     )
+
+
+def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
+    """Of a backend, Triton's under its interpreter, with graphs for rows of so many tokens (triton_engine.py)."""
+    spec = replace(triton_engine.SPEC, vocab_size=len(SMALL.tokens))
+    config = EngineConfig(
+        device="cpu",
+        kernel_backend=backend,
+        num_kv_blocks=40,
+        max_num_seqs=4,
+        max_model_len=96,
+        num_threads=1,
+        deterministic=True,
+    )
+    runner = ModelRunner.dummy(config, spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
+    steps = runner.steps
+    if graphs:
+        steps.graph_logits = torch.full((4 * max(graphs), spec.vocab_size), torch.nan)
+    for count in graphs:
+        replays = [triton_engine.Replay(steps, size, count) for size in (1, 4)]
+        steps.graphs[count] = [DecodeGraph(r.size, r, r.token_ids) for r in replays]
+    return runner
 
 
 def hot(grammar: Grammar | None, **fields: Any) -> SamplingParams:

@@ -1,5 +1,6 @@
 """Grammars in the step: whatever the weights, the batch, speculation and what happens on the way, answers fit."""
 
+import importlib.util
 import json
 
 import jsonschema
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from structured_cases import regex
 from structured_engine import answers, hot, recorded, runner_of, text_of
+from test_device_steps import run_interpreted
 from test_structured_walks import CHECKER, SCHEMAS, SMALL
 
 from runtime.core.engine import EngineCore
@@ -191,3 +193,30 @@ def test_many_rows_are_masked_by_several_threads():
     runner.structures._num_threads = 3
     params = [hot(PERSONS)] * 17
     assert answers(runner, params) == answers(RUNNER, params)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_triton_path_gives_the_tokens_of_the_torch_path():
+    run_interpreted("""if True:
+        from structured_cases import regex
+        from structured_engine import answers, hot, recorded, small_runner
+        from runtime.core.types import FinishReason, Grammar
+        from runtime.worker.device_steps import DeviceSteps
+        pair = regex('[{]"age": ?[0-9]{1,2}[}]')
+        params = [
+            hot(pair, max_tokens=12, logprobs=0), hot(None, max_tokens=5), hot(regex("(?:ab|c){2,4}"), max_tokens=8),
+            hot(pair, max_tokens=12, top_k=5, top_p=0.9, repetition_penalty=1.2, min_tokens=3),
+            hot(Grammar("broken", "start: /(/", "")), hot(regex("ab"), max_tokens=5, min_tokens=5, temperature=0.0),
+        ]
+        def tokens(found):
+            return {name: answer[:2] for name, answer in found.items()}
+        want = answers(small_runner("torch"), params)
+        assert want["4"][1] is FinishReason.ERROR
+        assert [want[name][1] for name in "0235"].count(FinishReason.STOP) >= 3, want
+        runner = small_runner("triton", (1, 3))
+        assert isinstance(runner.steps, DeviceSteps)
+        assert tokens(answers(runner, params)) == tokens(want)
+        assert tokens(answers(runner, params, recorded(want, 0.8), guesses=2)) == tokens(want)
+        assert all(g.graph.count for graphs in runner.steps.graphs.values() for g in graphs if g.size == 4)
+    """)
