@@ -284,10 +284,13 @@ class Service:
                         return
 
     async def _give_grammar(self, job: Job, structure: Structure) -> None:
+        asked_at = time.monotonic()
         try:
             grammar = await self.grammars.compile(structure.spec)
         except GrammarError as e:
             raise invalid(structure.field, str(e)) from e
+        finally:
+            self.metrics.waited_for_grammar(job.requests[0], time.monotonic() - asked_at)
         for request in job.requests:
             request.params = replace(request.params, grammar=grammar)
 

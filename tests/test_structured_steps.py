@@ -93,7 +93,13 @@ def test_rows_with_and_without_grammars_share_steps(plain):
     assert [reason for _, reason, _ in plain.values()].count(FinishReason.STOP) >= 2
     alone = [answers(runner_of(max_num_seqs=1), MIXED)]
     assert alone == [plain]
-    free = answers(RUNNER, [hot(PERSONS), hot(None, max_tokens=30)])
+    counts = {}
+
+    def count(core: EngineCore, step: int) -> None:
+        counts.update(zip(("lazy", "eager"), core.scheduler.num_structured, strict=True))
+
+    free = answers(RUNNER, [hot(PERSONS), hot(None, max_tokens=30)], between=count)
+    assert sum(counts.values()) == 1
     assert free["1"] == plain["1"]
 
 

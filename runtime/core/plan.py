@@ -85,6 +85,7 @@ class StepResult:
     # Best first, as many as the most demanding row asked for.
     top_ids: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # [m, n]
     top_logprobs: Float32s = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [m, n]
+    begun: tuple[int, int] = 0, 0  # outputs whose grammar was taken up, by the engine that serves it: lazy, eager
 
     def sampled_logprobs(self, at: int, num_top: int) -> TokenLogprobs:
         """Of the token that `logprob_rows[at]` sampled."""
@@ -120,7 +121,7 @@ def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32
 
 _PLAN = struct.Struct("<4sq7i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_ids, repeats
 _SLOT = struct.Struct("<3iqi3fi3f9i")
-_RESULT = struct.Struct("<4sq4i")
+_RESULT = struct.Struct("<4sq6i")
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> bytes:
@@ -249,7 +250,7 @@ def _decode_slot(r: _Reader) -> NewSlot:
 def encode_result(result: StepResult) -> bytes:
     """The result as one frame."""
     m, n = result.top_ids.shape
-    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), len(result.logprob_rows), m, n)
+    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), len(result.logprob_rows), m, n, *result.begun)
     arrays = (result.token_ids, result.logprob_rows, result.ranks, result.logprobs, result.top_ids, result.top_logprobs)
     return b"".join([head, *(a.tobytes() for a in arrays)])
 
@@ -257,12 +258,11 @@ def encode_result(result: StepResult) -> bytes:
 def decode_result(data: bytes | memoryview) -> StepResult:
     """The result of a frame; raises CallboardError if the frame is not a result or is cut off."""
     r = _Reader(data, "result")
-    magic, step_id, num_sampled, num_rows, m, n = r.unpack(_RESULT)
+    magic, step_id, num_sampled, num_rows, m, n, *begun = r.unpack(_RESULT)
     if magic != b"CBR1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step result.")
     token_ids, rows, ranks, logprobs = r.ints(num_sampled), r.ints(num_rows), r.ints(m), r.floats(m)
-    result = StepResult(
-        step_id, token_ids, rows, ranks, logprobs, r.ints(m * n).reshape(m, n), r.floats(m * n).reshape(m, n)
-    )
+    top_ids, top_logprobs = r.ints(m * n).reshape(m, n), r.floats(m * n).reshape(m, n)
+    result = StepResult(step_id, token_ids, rows, ranks, logprobs, top_ids, top_logprobs, (begun[0], begun[1]))
     r.end()
     return result

@@ -31,7 +31,7 @@ from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.host_steps import make_result
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
-from runtime.worker.structure import Structures
+from runtime.worker.structure import Masks, Structures
 
 _LARGEST_GRAPH = 512  # rows
 _LARGEST_VERIFIED = 128  # tokens of a step of guesses that has a graph; larger batches do not gain by guesses
@@ -119,7 +119,7 @@ class DeviceSteps:
                 self.tokens[where[0].long(), where[1].long()] = token_ids.clamp(min=0)
         if prompts is not None:
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
-        wait = self._download(plan.step_id, token_ids, logprobs)
+        wait = self._download(plan.step_id, token_ids, logprobs, masks)
         if masks is not None:
             self.structures.sampled(masks, lambda: wait().token_ids)
         return wait
@@ -142,7 +142,7 @@ class DeviceSteps:
             if i:
                 moving.add_(1)
             graph.graph.replay()
-        return self._download(plan.step_id, self.state.view(-1).index_select(0, at[len(rows) :]), None)
+        return self._download(plan.step_id, self.state.view(-1).index_select(0, at[len(rows) :]))
 
     # ---- to the device and back -----------------------------------------------------------------------------------
 
@@ -155,13 +155,15 @@ class DeviceSteps:
         """The arrays, end to end, as one copy."""
         return self._pinned(np.concatenate(arrays)).to(self.device, non_blocking=True)
 
-    def _download(self, step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None) -> Callable[[], StepResult]:
+    def _download(
+        self, step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None = None, masks: Masks | None = None
+    ) -> Callable[[], StepResult]:
         """Copies to the host, begun; the answer waits for them."""
         host, host_logprobs = _to_host(token_ids), logprobs and logprobs.map(_to_host)
         done = torch.cuda.Event() if self.device.type == "cuda" else None
         if done is not None:
             done.record()
-        return partial(_finish, step_id, host, host_logprobs, done)
+        return partial(_finish, step_id, host, host_logprobs, masks, done)
 
     def _stage(self, plan: StepPlan) -> None:
         """Write what the plan brings into the state: block tables, tokens and parameters of new requests, guesses."""
@@ -316,8 +318,12 @@ def _to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(
-    step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None, done: torch.cuda.Event | None
+    step_id: int,
+    token_ids: torch.Tensor,
+    logprobs: Logprobs | None,
+    masks: Masks | None,
+    done: torch.cuda.Event | None,
 ) -> StepResult:
     if done is not None:
         done.synchronize()
-    return make_result(step_id, token_ids, logprobs)
+    return make_result(step_id, token_ids, logprobs, masks)

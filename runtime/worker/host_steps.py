@@ -87,12 +87,13 @@ class HostSteps:
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
         where = self.scorer.find(plan, step.last, self.max_model_len)
-        token_ids, logprobs = self._sample(hidden, step, self.structures.masks(plan))
+        masks = self.structures.masks(plan)
+        token_ids, logprobs = self._sample(hidden, step, masks)
         if where.size:
             at = torch.from_numpy(where).to(hidden.device)
             prompts = self.scorer.score(hidden, self.slots.flat_tokens, at)
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
-        return make_result(plan.step_id, token_ids.cpu(), logprobs and logprobs.map(torch.Tensor.cpu))
+        return make_result(plan.step_id, token_ids.cpu(), logprobs and logprobs.map(torch.Tensor.cpu), masks)
 
     def _sample(
         self, hidden: torch.Tensor, step: StepInput, masks: Masks | None
@@ -118,7 +119,7 @@ class HostSteps:
         self.cache[:, :, :, torch.from_numpy(fresh.astype(np.int64)).to(self.cache.device)] = 0
 
 
-def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None) -> StepResult:
+def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None, masks: Masks | None) -> StepResult:
     """From tensors on the host."""
     result = StepResult(step_id, token_ids.numpy().astype(np.int32))
     if logprobs is not None:
@@ -127,4 +128,6 @@ def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None
         result.logprobs = logprobs.logprobs.numpy()
         result.top_ids = logprobs.top_ids.numpy().astype(np.int32)
         result.top_logprobs = logprobs.top_logprobs.numpy()
+    if masks is not None:
+        result.begun = masks.begun
     return result

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.plan import Int32s, NewSlot, StepPlan
+from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan
 from runtime.core.types import CallboardError, Grammar
 from runtime.structured.engines import Engines
 from runtime.structured.matcher import Matcher
@@ -55,6 +55,7 @@ class Masks:
     words: Int32s  # [n, num_words], as Matcher.fill has them
     failed: Int32s  # numbers of the samples whose grammar cannot go on: their requests fail (C9)
     rows: list[_Row]
+    begun: tuple[int, int]  # outputs for the first time here, by the engine that serves them: lazy, eager
 
 
 class Structures:
@@ -98,6 +99,7 @@ class Structures:
         if self._last is not None:
             self._take(*self._last)
             self._last = None
+        new = [row.output for row in rows if row.output.matcher is None]
         num_parts = max(1, min(self._num_threads, len(rows) // _ROWS_OF_A_THREAD))
         if num_parts == 1:
             self._fill(rows)
@@ -106,7 +108,9 @@ class Structures:
         numbers = [np.arange(row.first, row.first + len(row.words), dtype=np.int32) for row in rows]
         failed = [at for at, row in zip(numbers, rows, strict=True) if row.output.failed]
         words = np.concatenate([row.words for row in rows])
-        return Masks(np.concatenate(numbers), words, np.concatenate([np.zeros(0, np.int32), *failed]), rows)
+        engines = [output.matcher.engine for output in new if output.matcher is not None]
+        begun = engines.count("lazy"), engines.count("eager")
+        return Masks(np.concatenate(numbers), words, np.concatenate([EMPTY, *failed]), rows, begun)
 
     def sampled(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
         """`tokens()` waits for the samples of the step that had these masks, [num_sampled]."""
