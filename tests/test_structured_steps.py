@@ -205,6 +205,7 @@ def test_many_rows_are_masked_by_several_threads():
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_triton_path_gives_the_tokens_of_the_torch_path():
     run_interpreted("""if True:
+        import time
         from structured_cases import regex
         from structured_engine import answers, hot, recorded, small_runner
         from runtime.core.types import FinishReason, Grammar
@@ -225,4 +226,16 @@ def test_the_triton_path_gives_the_tokens_of_the_torch_path():
         assert tokens(answers(runner, params)) == tokens(want)
         assert tokens(answers(runner, params, recorded(want, 0.8), guesses=2)) == tokens(want)
         assert all(g.graph.count for graphs in runner.steps.graphs.values() for g in graphs if g.size == 4)
+
+        # Once more with automata, which take their outputs from the host after the first token.
+        engines = runner.structures._engines.result()
+        for grammar in (params[0].grammar, params[2].grammar, params[5].grammar):
+            while engines.matcher(grammar).engine == "lazy":
+                time.sleep(0.02)
+        filled = []
+        fill = runner.structures._fill
+        runner.structures._fill = lambda rows: (filled.extend(row.output.grammar.key for row in rows), fill(rows))
+        assert tokens(answers(runner, params, recorded(want, 0.8), guesses=2)) == tokens(want)
+        filled = sorted(key for key in filled if key != "broken")
+        assert filled == sorted(params[i].grammar.key for i in (0, 2, 3, 5)), filled
     """)

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
+from runtime.kernels.automata import AT, FIRST
 from runtime.kernels.lower_bounds import lower_bounds_triton
 from runtime.kernels.sample import (
     FREQUENCY,
@@ -129,17 +130,35 @@ class DeviceSampler:
             slots, positions = slots.index_select(0, index), positions.index_select(0, index)
             own = params.index_select(0, slots)
             self._hold_and_bias(chosen, host_slots[rows], host_positions[rows])
-            if masks is not None:
-                at = np.searchsorted(rows, masks.numbers).astype(np.int32)
-                mask_tokens_triton(chosen, self._upload(at), self._upload(masks.words))
-                token_ids.index_fill_(0, self._upload(masks.failed.astype(np.int64)), -1)
+            tracked = None if masks is None else self._mask(chosen, token_ids, rows, masks)
             self._penalise(chosen, host_slots[rows], host_positions[rows], slots, positions, tokens, own)
             temperature = own.view(torch.float32)[:, TEMPERATURE, None]
             chosen.div_(temperature.where(temperature > 0, 1.0))
             again = Again(token_ids, index, self._bounds(chosen, host_slots[rows], own))
             sample_tokens_triton(chosen, slots, positions, tokens, params, again)
+            if masks is not None and masks.automata is not None and tracked is not None:
+                masks.automata.advance(token_ids, tracked)
             del chosen  # before log-probabilities want as much
         return self._logprobs(logits, token_ids, host_slots)
+
+    def _mask(
+        self,
+        logits: torch.Tensor,  # [m, vocab] float32, changed in place
+        token_ids: torch.Tensor,  # of the step; -1 where a grammar fails
+        rows: np.ndarray,  # [m] which samples of the step these logits are of
+        masks: Masks,
+    ) -> torch.Tensor | None:
+        """Rule out what grammars do not allow; the rows whose automaton goes on by what is sampled."""
+        if len(masks.numbers):
+            at = np.searchsorted(rows, masks.numbers).astype(np.int32)
+            mask_tokens_triton(logits, self._upload(at), self._upload(masks.words))
+            token_ids.index_fill_(0, self._upload(masks.failed.astype(np.int64)), -1)
+        if not len(masks.tracked) or masks.automata is None:
+            return None
+        masks.tracked[:, AT] = np.searchsorted(rows, masks.tracked[:, FIRST])
+        tracked = self._upload(masks.tracked)
+        masks.automata.mask(logits, tracked)
+        return tracked
 
     def _hold_and_bias(
         self,

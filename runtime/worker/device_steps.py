@@ -27,6 +27,7 @@ from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.staging import apply_runs
 from runtime.kernels.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
+from runtime.worker.device_automata import DeviceAutomata
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.host_steps import make_result
 from runtime.worker.prompt_scorer import PromptScorer
@@ -82,7 +83,7 @@ class DeviceSteps:
         self.state.zero_()
         self.sampler = DeviceSampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, self.device)
         self.scorer = PromptScorer(self.decoder, self.num_slots)
-        self.structures.clear()
+        self.structures.clear(DeviceAutomata(self.num_slots, self.device))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
