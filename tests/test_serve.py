@@ -126,6 +126,9 @@ def test_structured_answers_fit_their_schema(url):
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == plain.choices[0].message.content
     parsed = client.chat.completions.parse(**body, response_format=Person)
     assert parsed.choices[0].message.parsed == Person(name="John", age=30)
+    cut = client.chat.completions.create(**body, response_format=form, stop=[","], logprobs=True)
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ('{"name": "John"', "stop")
+    assert "".join(entry.token for entry in cut.choices[0].logprobs.content).startswith('{"name": "John"')
     many = client.chat.completions.create(**body | {"temperature": 1.5}, response_format=form, n=8, seed=1)
     ended = [c.message.content for c in many.choices if c.finish_reason == "stop"]
     assert ended

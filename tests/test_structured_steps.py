@@ -4,7 +4,9 @@ import importlib.util
 import json
 
 import jsonschema
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from structured_cases import regex
 from structured_engine import answers, hot, recorded, runner_of, text_of
@@ -15,8 +17,11 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Ngram
 from runtime.core.types import FinishReason, Grammar, GrammarSpec
+from runtime.kernels.automata import advance_states_torch, mask_states_torch
+from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
+from runtime.worker.device_automata import DeviceAutomata
 
 PERSON = {
     "type": "object",
@@ -199,6 +204,30 @@ def test_many_rows_are_masked_by_several_threads():
     runner.structures._num_threads = 3
     params = [hot(PERSONS)] * 17
     assert answers(runner, params) == answers(RUNNER, params)
+
+
+# ---- on the device ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_device_has_the_automaton_of_the_host(seed: int, monkeypatch: pytest.MonkeyPatch):
+    automaton = build(regex('(?:ab|c){1,9}x?|"[a-z]*"').expression, SMALL)
+    host, device, random = EagerMatcher(automaton), DeviceAutomata(3, torch.device("cpu")), np.random.default_rng(seed)
+    host.advance([ord("c")] if seed % 2 else [])
+    assert device.enter(1, host)
+    row = torch.tensor([[1, 0, 0, 0]], dtype=torch.int32)
+    placed = device.places, device.states, device.pool
+    for _ in range(30):
+        mask, logits = np.zeros(SMALL.num_words, np.int32), torch.zeros(1, len(SMALL.tokens))
+        host.fill(mask)
+        mask_states_torch(logits, row, *placed)
+        ids = np.flatnonzero(logits[0].isfinite().numpy())
+        assert ids.tolist() == np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        token = random.choice(ids)
+        host.advance([token])
+        advance_states_torch(torch.tensor([token]), row, *placed)
+    monkeypatch.setattr("runtime.worker.device_automata._POOL_BYTES", 400)
+    assert not DeviceAutomata(3, torch.device("cpu")).enter(1, EagerMatcher(automaton))
 
 
 @pytest.mark.slow

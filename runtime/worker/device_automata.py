@@ -15,12 +15,13 @@ _POOL_BYTES = 64 << 20  # some 50 automata of small schemas at a vocabulary of 1
 
 class DeviceAutomata:
     """A pool of automata, uploaded once each, and the state of each slot (kernels/automata.py). The memory of the pool
-    is taken with the first one; when it is full, those that come later stay with the host."""
+    is taken with the first one; when it is full, or there is no memory for it, those that come later stay with the
+    host."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self.device = device
         self.places = torch.zeros((num_slots, 4), dtype=torch.int32, device=device)
-        self.states = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.states = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
         self.pool = torch.zeros(0, dtype=torch.int32, device=device)
         self._used = 0
         self._places: WeakKeyDictionary[Automaton, list[int]] = WeakKeyDictionary()
@@ -56,7 +57,10 @@ class DeviceAutomata:
         parts = [automaton.masks.reshape(-1), end, token_class, next_state.reshape(-1)]
         values = np.concatenate(parts)
         if not len(self.pool):
-            self.pool = torch.empty(_POOL_BYTES // 4, dtype=torch.int32, device=self.device)
+            try:
+                self.pool = torch.empty(_POOL_BYTES // 4, dtype=torch.int32, device=self.device)
+            except torch.OutOfMemoryError:
+                return []
         if self._used + len(values) > len(self.pool):
             return []
         self._write(self.pool[self._used : self._used + len(values)], values)

@@ -100,8 +100,8 @@ class Structures:
         self._outputs.pop(slot, None)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Of the plan's samples; None if all of them may be any token. If some are made by the host, it waits
-        for the samples of the last plan that had such."""
+        """Of the plan's samples; None if all of them may be any token. If some are the host's to make, it waits for the
+        samples of the last plan that had such."""
         if not self._outputs or not (all_rows := self._rows(plan)):
             return None
         rows = [row for row in all_rows if not row.output.on_device]
@@ -121,7 +121,8 @@ class Structures:
         words = np.concatenate([np.zeros((0, self._num_words), np.int32), *(row.words for row in rows)])
         engines = [row.output.matcher.engine for row in new if row.output.matcher is not None]
         begun = engines.count("lazy"), engines.count("eager")
-        tracked = _tracked([row for row in all_rows if row.output.on_device])
+        # Failed ones too, whatever their slots' states are, so that the warm-up's row has all kernels compiled.
+        tracked = _tracked([row for row in all_rows if row.output.on_device or row.output.failed])
         numbers, failed = (np.concatenate([EMPTY, *parts]) for parts in (numbers, failed))
         return Masks(numbers, words, failed, rows, tracked, self._automata, begun)
 
