@@ -359,6 +359,8 @@ class EngineLoop:
                 stop_id = state.tokens[-1]
             if reason is FinishReason.ERROR:
                 error = "The model gave logits that are not finite for this request."
+                if state.params.grammar is not None:
+                    error = "This request's grammar is too complex to go on, or its logits are not finite."
             self._end(state.owner, reason, stop_id, error)
             touched.add(state.owner.connection)
         for connection in touched:

@@ -88,6 +88,14 @@ METRICS = {
     "vllm:request_inference_time_seconds": Metric("replica", "histogram", "From a slot to the last token.", _REQUEST_S),
     "vllm:request_prompt_tokens": Metric("replica", "histogram", "Tokens of a prompt.", _LENGTHS),
     "vllm:request_generation_tokens": Metric("replica", "histogram", "Tokens of an answer.", _LENGTHS),
+    "callboard:structured_outputs": Metric(
+        "engine",
+        "counter",
+        "Outputs bound to a grammar, by what makes their masks; after a preemption once more.",
+        label="served_by",
+        label_values=("lazy", "eager"),
+    ),
+    "callboard:grammar_seconds": Metric("replica", "histogram", "A request's wait for its grammar.", _SHORT_S),
     "callboard:step_seconds": Metric(
         "engine", "histogram", "A step: from its submission, or the result before, to its result.", _SHORT_S
     ),
@@ -270,6 +278,8 @@ class EngineMeter:
             total.count(name, by=value)
         for position, value in enumerate(scheduler.accepted_at):
             total.count("vllm:spec_decode_num_accepted_tokens_per_pos", str(position), by=value)
+        for served_by, value in zip(("lazy", "eager"), scheduler.num_structured, strict=True):
+            total.count("callboard:structured_outputs", served_by, by=value)
         total.count("callboard:restarts", "runners", num_rebuilds)
         return Snapshot(total, self._cache_config)
 

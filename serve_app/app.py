@@ -131,6 +131,7 @@ class Front:
         tokenizer = await asyncio.to_thread(Tokenizer.load, path)
         await self._engines.start()
         self._service.start(tokenizer)
+        self._service.grammars.start()
         context = serve.get_replica_context()
         ray_metrics = RayMetrics(self._service.model, context.replica_id.unique_id)
         is_first = lambda: serve.get_replica_context().rank.rank == 0  # noqa: E731  # the one that tells of the engines

@@ -164,6 +164,11 @@ class ServiceMetrics:
         lag = figures.histogram("callboard:delivery_lag_seconds", self._client.info.max_model_len)
         lag.observe(max(time.time() - choice.last_at, 0.0))
 
+    def waited_for_grammar(self, request: Request, seconds: float) -> None:
+        """Before it was submitted."""
+        figures = self._pending.setdefault(request.engine, Figures())
+        figures.histogram("callboard:grammar_seconds", self._client.info.max_model_len).observe(seconds)
+
     # ---- to the engines, and from them ------------------------------------------------------------------------------
 
     async def report(self) -> dict[int, Snapshot]:

@@ -75,8 +75,6 @@ class Job:
 class Service:
     """Answers API requests with one model, whatever brings the requests here."""
 
-    enforces_structure = False  # until the engine does, what asks for structure is refused: see `_structure`
-
     def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, model: str, draft: str | None = None) -> None:
         """`model` is the name that clients use, `draft` that of what guesses for it, None if nothing does. Without a
         tokenizer the service is loading until `start`."""
@@ -95,8 +93,6 @@ class Service:
         marks = (reasoning.OPEN, reasoning.CLOSE, HERMES.mark, HERMES.end_mark, LLAMA3.mark)
         self._mark_ids = tokenizer.special_ids.intersection(map(tokenizer.token_to_id, marks))
         self._tokenizer = tokenizer
-        if self.enforces_structure:
-            self.grammars.start()
 
     @property
     def loading(self) -> bool:
@@ -288,10 +284,13 @@ class Service:
                         return
 
     async def _give_grammar(self, job: Job, structure: Structure) -> None:
+        asked_at = time.monotonic()
         try:
             grammar = await self.grammars.compile(structure.spec)
         except GrammarError as e:
             raise invalid(structure.field, str(e)) from e
+        finally:
+            self.metrics.waited_for_grammar(job.requests[0], time.monotonic() - asked_at)
         for request in job.requests:
             request.params = replace(request.params, grammar=grammar)
 
@@ -340,19 +339,13 @@ class Service:
     def _structure(self, request: CompletionRequest | ChatRequest, reply: ReplyFormat | None) -> Structure | None:
         """What the output must match, counted from where the prompt ends."""
         structure = request.structure()
-        is_asked = structure is not None
         if isinstance(request, ChatRequest) and reply is not None:
             if structure is not None and reply.in_reasoning:
                 if self.tokenizer.token_to_id(reasoning.CLOSE) in self.tokenizer.special_ids:
                     raise invalid(structure.field, "cannot follow reasoning of this model; turn its reasoning off")
                 structure = replace(structure, spec=replace(structure.spec, after=reasoning.CLOSE))
             if reply.tools is not None and reply.begun is not None:
-                is_asked = any(tool.function.strict for tool in request.offered_tools())
                 structure = request.call_structure(reply.tools, marks_are_text=not reply.kept_special_ids)
-        if structure is not None and not self.enforces_structure:
-            if is_asked:
-                raise invalid(structure.field, "is not supported yet: nothing would enforce it; leave it out")
-            return None
         return structure
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:

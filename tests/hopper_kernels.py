@@ -32,6 +32,7 @@ from runtime.core.types import SamplingParams  # noqa: E402
 from runtime.kernels import _triton  # noqa: E402
 from runtime.models.decoder import Decoder, Numerics  # noqa: E402
 from runtime.worker.device_steps import DeviceSteps  # noqa: E402
+from runtime.worker.structure import Structures  # noqa: E402
 
 META = torch.device("meta")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -108,7 +109,7 @@ def main() -> None:
         shapes = spec.shapes()
         decoder = Decoder(spec, numerics, 16384, lambda name: torch.empty(shapes[name], dtype=dtype, device=META))  # noqa: B023
         cache = torch.empty((1, 2, spec.num_kv_heads, 4096, 16, spec.head_dim), dtype=dtype, device=META)
-        steps = DeviceSteps(decoder, cache, 256, 16384, ())
+        steps = DeviceSteps(decoder, cache, 256, 16384, (), Structures(decoder.spec.vocab_size))
         steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
         with torch.inference_mode():
             for rows in batches:

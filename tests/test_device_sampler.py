@@ -14,6 +14,12 @@ import torch
 
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
+from runtime.kernels.automata import (
+    advance_states_torch,
+    advance_states_triton,
+    mask_states_torch,
+    mask_states_triton,
+)
 from runtime.kernels.lower_bounds import lower_bounds_torch, lower_bounds_triton
 from runtime.kernels.sample import (
     NUM_PARAMS,
@@ -28,6 +34,7 @@ from runtime.kernels.sample import (
 )
 from runtime.kernels.staging import apply_runs, apply_runs_torch
 from runtime.kernels.step_inputs import build_inputs, build_inputs_torch
+from runtime.kernels.token_mask import mask_tokens_torch, mask_tokens_triton
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots
@@ -61,12 +68,54 @@ def test_what_a_slot_wants_and_what_the_state_gets():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("check", ["staging", "inputs", "sample", "bounds", "sampler"])
+@pytest.mark.parametrize("check", ["staging", "inputs", "sample", "bounds", "masks", "sampler"])
 def test_under_the_interpreter(check):
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", __file__, check]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == f"{check} holds", done.stderr[-3000:]
+
+
+def check_masks(device: torch.device = CPU) -> None:
+    """Masks of words, and of automata by the states of slots, after guesses of all kinds; odd sizes of vocabularies."""
+    torch.manual_seed(0)
+    for vocab in (1, 31, 300, 2049, 5000):
+        num_words = -(-vocab // 32)
+        words = torch.randint(-(2**31), 2**31 - 1, (3, num_words), device=device).int()
+        logits, rows = torch.randn(5, vocab, device=device), torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+        want = logits.clone()
+        mask_tokens_torch(want, rows, words)
+        mask_tokens_triton(logits, rows, words)
+        assert torch.equal(logits, want)
+
+        num_states, num_classes = 4, 3
+        masks = torch.randint(-(2**31), 2**31 - 1, (num_states, num_words)).int()
+        parts = [masks, torch.randint(0, num_classes, (vocab,)).int()]
+        parts += [torch.randint(-1, num_states, (num_states, num_classes)).int()]
+        pool = torch.cat([torch.zeros(7, dtype=torch.int32), *(part.view(-1) for part in parts)]).to(device)
+        classes = 7 + masks.numel()
+        place = torch.tensor([7, classes, classes + vocab, num_classes], dtype=torch.int32, device=device)
+        places, states = place.repeat(6, 1), torch.tensor([0, 1, -1, 3, 2, 1], dtype=torch.int32, device=device)
+        for most in (0, 2):
+            num_guesses = torch.tensor([0, 2, 1, 2])[:, None].clamp(max=most)
+            ends = torch.cumsum(num_guesses + 1, 0)
+            firsts = ends - num_guesses - 1
+            slots, guesses = torch.tensor([[3], [0], [2], [5]]), torch.randint(0, vocab, (4, most))
+            table = torch.cat([slots, firsts + 1, firsts, num_guesses, guesses], 1).int().to(device)
+            logits = torch.randn(int(ends[-1]), vocab, device=device)
+            want = logits.clone()
+            mask_states_torch(want, table, places, states, pool)
+            mask_states_triton(logits, table, places, states, pool)
+            assert torch.equal(logits, want)
+            for right in (True, False):
+                token_ids = torch.randint(-1, vocab, (int(ends[-1]) + 1,)).int()
+                for first, row_guesses, n in zip(firsts.tolist(), guesses, num_guesses[:, 0].tolist(), strict=True):
+                    if right:
+                        token_ids[first[0] + 1 :][:n] = row_guesses[:n]
+                got, expected, token_ids = states.clone(), states.clone(), token_ids.to(device)
+                advance_states_torch(token_ids, table, places, expected, pool)
+                advance_states_triton(token_ids, table, places, got, pool)
+                assert torch.equal(got, expected)
 
 
 def check_staging(device: torch.device = CPU) -> None:
@@ -264,7 +313,7 @@ def check_sampler(device: torch.device = CPU, rounds: int = 12, vocab: int = 50)
 
 CHECKS = {
     "staging": check_staging, "inputs": check_inputs, "sample": check_sample, "bounds": check_bounds,
-    "sampler": check_sampler,
+    "masks": check_masks, "sampler": check_sampler,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.core.plan import NewSlot, StepPlan, StepResult, decode_plan, decode_result, encode_plan, encode_result
-from runtime.core.types import CallboardError, SamplingParams
+from runtime.core.types import CallboardError, Grammar, SamplingParams
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 arrays = st.lists(int32, max_size=20).map(lambda v: np.array(v, np.int32))
 float32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+texts = st.text(st.characters(codec="utf-8"), max_size=9)
 params = st.builds(
     SamplingParams,
     max_tokens=st.integers(8, 2**31 - 1),
@@ -29,6 +30,7 @@ params = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
+    grammar=st.none() | st.builds(Grammar, texts, texts, texts),
 ) | st.builds(SamplingParams, max_tokens=st.just(0), prompt_logprobs=st.integers(0, 20))
 new_slots = st.builds(
     NewSlot, slot=int32, token_ids=arrays, prompt_len=int32, seed=st.integers(-(2**63), 2**63 - 1), params=params
@@ -88,6 +90,7 @@ def test_result_survives_the_wire(step_id, token_ids, num_rows, num_scored, n, r
         ints(m).astype(np.float32),
         ints(m, n).reshape(m, n),
         ints(m, n).astype(np.float32).reshape(m, n),
+        (random.randrange(9), random.randrange(9)),
     )
     assert same(result, decode_result(encode_result(result)))
     scores = result.prompt_logprobs(1, num_scored - 1, n).of(range(num_scored - 1)) if num_scored else []

@@ -1,6 +1,7 @@
 """The whole server: Serve, HTTP, engine and runners as real processes with the real model, and kills in mid-stream."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -103,6 +105,39 @@ def test_metrics_tell_of_all_fronts_and_the_engine(url):
     assert new["vllm:generation_tokens_total"] == new["vllm:request_generation_tokens_sum"] == 16 * 6
     assert new["vllm:inter_token_latency_seconds_count"] == 16 * 5
     assert after["vllm:num_requests_running"] == after["vllm:kv_cache_usage_perc"] == 0
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_structured_answers_fit_their_schema(url):
+    """Extraction with OpenAI's client: plain, streamed, and as a pydantic model."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    asked = "John is 30 years old. Give the person's name and age as JSON."
+    body = {"model": MODEL, "messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": 60}
+    schema = {"name": "person", "strict": True, "schema": Person.model_json_schema()}
+    form = {"type": "json_schema", "json_schema": schema}
+    plain = client.chat.completions.create(**body, response_format=form)
+    assert json.loads(plain.choices[0].message.content) == {"name": "John", "age": 30}
+    assert plain.choices[0].finish_reason == "stop"
+    chunks = list(client.chat.completions.create(**body, response_format=form, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == plain.choices[0].message.content
+    parsed = client.chat.completions.parse(**body, response_format=Person)
+    assert parsed.choices[0].message.parsed == Person(name="John", age=30)
+    cut = client.chat.completions.create(**body, response_format=form, stop=[","], logprobs=True)
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ('{"name": "John"', "stop")
+    assert "".join(entry.token for entry in cut.choices[0].logprobs.content).startswith('{"name": "John"')
+    many = client.chat.completions.create(**body | {"temperature": 1.5}, response_format=form, n=8, seed=1)
+    ended = [c.message.content for c in many.choices if c.finish_reason == "stop"]
+    assert ended
+    for text in ended:
+        Person.model_validate_json(text)
+    with pytest.raises(openai.BadRequestError, match="propertyNames"):
+        client.chat.completions.create(
+            **body, response_format={"type": "json_schema", "schema": {"propertyNames": {"minLength": 2}}}
+        )
 
 
 async def read_all(url, counts):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -19,20 +18,6 @@ from serve_app.service import Service
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CITY = '{"city": "Zürich"}'
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(deadline_s=3.0)
-    yield compiler
-    compiler.close()
-
-
-@pytest.fixture
-def enforcing(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the engine enforced grammars."""
-    monkeypatch.setattr(Service, "enforces_structure", True)
-    monkeypatch.setattr("serve_app.service.GrammarCompiler", lambda: compiler)
 
 
 def client_of(engine: FakeEngine, template: str = QWEN) -> httpx.AsyncClient:
@@ -56,6 +41,7 @@ async def grammar_of(body: dict, path: str = "/v1/chat/completions", template: s
     return grammar
 
 
+pytestmark = pytest.mark.usefixtures("shared_compiler")
 FORMS = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
@@ -72,7 +58,6 @@ FORMS = [
 ]
 
 
-@pytest.mark.usefixtures("enforcing")
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("fields", "answer"), FORMS)
 async def test_every_form_reaches_the_engine_as_a_grammar(path: str, fields: dict, answer: str):
@@ -92,21 +77,9 @@ async def test_text_is_no_structure_and_a_grammar_travels_in_its_frame():
     assert sent.request == request
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("fields", [form for form, _ in FORMS])
-async def test_until_the_engine_enforces_it_structure_is_refused(path: str, fields: dict):
-    engine, response = await send(fields, path)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["param"].startswith(next(iter(fields)))
-    assert "not supported yet" in error["message"]
-    assert engine.requests == []
-
-
 NESTED = {"type": "json_schema", "json_schema": {"name": "x"}}
 
 
-@pytest.mark.usefixtures("enforcing")
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
@@ -147,7 +120,6 @@ def tools_of(**more) -> list[dict]:
 NAME = {"type": "function", "function": {"name": "get_time"}}
 
 
-@pytest.mark.usefixtures("enforcing")
 @pytest.mark.parametrize("strict", [None, True])
 async def test_calls_that_are_asked_for_are_enforced(strict: bool | None):
     named = await grammar_of({"tools": tools_of(strict=strict), "tool_choice": NAME})
@@ -167,7 +139,6 @@ async def test_calls_that_are_asked_for_are_enforced(strict: bool | None):
     assert fits(llama, f'get_weather", "parameters": {CITY}}}; {{"name": "get_time", "parameters": {CITY}}}')
 
 
-@pytest.mark.usefixtures("enforcing")
 async def test_only_strict_functions_insist_on_their_schema():
     odd = {"type": "object", "propertyNames": {"minLength": 2}}
     body = {"tools": tools_of(parameters=odd), "tool_choice": NAME}
@@ -182,18 +153,12 @@ async def test_only_strict_functions_insist_on_their_schema():
     assert not fits(none, '{"a":1}}\n</tool_call>')
 
 
-async def test_strict_functions_are_refused_where_nothing_enforces_them():
+async def test_strict_functions_are_refused_where_the_model_may_choose():
     for choice in ({}, {"tool_choice": "auto"}):
         _, response = await send({"tools": tools_of(strict=True), **choice})
         assert response.json()["error"]["param"] == "tools.0.function.strict"
-    _, response = await send({"tools": tools_of(strict=True), "tool_choice": "required"})
-    assert "not supported yet" in response.json()["error"]["message"]
-    engine, response = await send({"tools": TOOLS, "tool_choice": "required"})  # was never promised
-    assert response.status_code == 200
-    assert engine.requests[0].params.grammar is None
 
 
-@pytest.mark.usefixtures("enforcing")
 async def test_a_structure_begins_after_the_reasoning():
     grammar = await grammar_of(FORMS[1][0], template=THINKING)
     assert fits(grammar, f"I {{think}} </thin\n</think>\n\n{CITY}")
@@ -203,9 +168,10 @@ async def test_a_structure_begins_after_the_reasoning():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("enforcing")
-async def test_a_bomb_is_a_400_in_time_and_delays_nobody(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiler, "_deadline_s", 1.0)
+async def test_a_bomb_is_a_400_in_time_and_delays_nobody(
+    shared_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shared_compiler, "_deadline_s", 1.0)
     names = {f"^a{i}.*(x|y){{1,50}}z": {"type": "string"} for i in range(250)}
     bomb = {"response_format": {"type": "json_schema", "schema": {"type": "object", "patternProperties": names}}}
     engine = FakeEngine(CITY, max_model_len=4096)

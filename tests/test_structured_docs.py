@@ -49,8 +49,9 @@ _HEAD = """# Structured output
 
 An answer can be bound to a JSON Schema, a regular expression or a choice of texts. What is answered then fits, whatever
 the temperature; an answer that ends by `max_tokens` is cut off where it is, and says `length`. What cannot be enforced
-is refused with a 400 that names the keyword or the limit: nothing is ignored. (The engine does not enforce grammars
-yet: until it does, the front door refuses all that asks for one.)
+is refused with a 400 that names the keyword or the limit: nothing is ignored. Before a token is chosen, what does not
+fit is ruled out, and then penalties, temperature and filters apply; `min_tokens` holds nothing back that is the only
+way on. Log-probabilities are those of the model alone.
 
 | field | value |
 | --- | --- |

@@ -129,7 +129,7 @@ class DraftCore:
         request = replace(
             opened.request,
             request_id=str(self._num_opened),
-            params=replace(opened.request.params, logprobs=None, prompt_logprobs=None),
+            params=replace(opened.request.params, logprobs=None, prompt_logprobs=None, grammar=None),
         )
         if max(request.token_ids) >= self.scheduler.info.vocab_size:
             return  # padding of the target's vocabulary

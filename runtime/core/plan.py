@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.types import CallboardError, PromptLogprobs, SamplingParams, TokenLogprobs
+from runtime.core.types import CallboardError, Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -76,7 +76,7 @@ class StepResult:
     log-probabilities of prompt tokens."""
 
     step_id: int
-    token_ids: Int32s  # [num_sampled]; -1: the row's logits were not finite, the request alone fails (C9)
+    token_ids: Int32s  # [num_sampled]; -1: no finite logits, or a grammar at a limit; the request alone fails (C9)
     # Of m tokens: those of the sampling rows that asked for it, which `logprob_rows` finds in token_ids; then, for each
     # row of a slot with prompt_logprobs, the prompt's own token after each of the row's tokens (num_scored).
     logprob_rows: Int32s = field(default_factory=lambda: EMPTY)
@@ -85,6 +85,7 @@ class StepResult:
     # Best first, as many as the most demanding row asked for.
     top_ids: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # [m, n]
     top_logprobs: Float32s = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [m, n]
+    begun: tuple[int, int] = 0, 0  # outputs whose grammar was taken up, by the engine that serves it: lazy, eager
 
     def sampled_logprobs(self, at: int, num_top: int) -> TokenLogprobs:
         """Of the token that `logprob_rows[at]` sampled."""
@@ -119,8 +120,8 @@ def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32
 
 
 _PLAN = struct.Struct("<4sq7i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_ids, repeats
-_SLOT = struct.Struct("<3iqi3fi3f6i")
-_RESULT = struct.Struct("<4sq4i")
+_SLOT = struct.Struct("<3iqi3fi3f9i")
+_RESULT = struct.Struct("<4sq6i")
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> bytes:
@@ -129,6 +130,7 @@ def _ints(values: list[int] | tuple[int, ...]) -> bytes:
 
 def _encode_slot(new: NewSlot) -> list[bytes]:
     p = new.params
+    grammar = [] if p.grammar is None else [s.encode() for s in (p.grammar.key, p.grammar.lark, p.grammar.expression)]
     head = _SLOT.pack(
         new.slot,
         new.prompt_len,
@@ -148,10 +150,12 @@ def _encode_slot(new: NewSlot) -> list[bytes]:
         -1 if p.prompt_logprobs is None else p.prompt_logprobs,
         len(p.stop_token_ids),
         len(p.logit_bias),
+        *([len(text) for text in grammar] or (-1, 0, 0)),
     )
     bias_ids = _ints([i for i, _ in p.logit_bias])
     bias = np.asarray([b for _, b in p.logit_bias], np.float32).tobytes()
-    return [head, new.token_ids.tobytes(), _ints(p.stop_token_ids), bias_ids, bias]
+    filler = bytes(-sum(map(len, grammar)) % 4)  # arrays stay aligned
+    return [head, new.token_ids.tobytes(), _ints(p.stop_token_ids), bias_ids, bias, *grammar, filler]
 
 
 class _Reader:
@@ -175,6 +179,10 @@ class _Reader:
 
     def floats(self, count: int) -> Float32s:
         return np.frombuffer(self.data, np.float32, count, self._take(4 * count)) if count else EMPTY.view(np.float32)
+
+    def text(self, size: int) -> str:
+        at = self._take(size)
+        return str(self.data[at : at + size], "utf-8")
 
     def end(self) -> None:
         if self.at != len(self.data):
@@ -211,10 +219,14 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
 
 def _decode_slot(r: _Reader) -> NewSlot:
     (slot, prompt_len, num_known, seed, max_tokens, temperature, top_p, min_p, top_k, repetition, frequency, presence,
-     min_tokens, ignore_eos, logprobs, prompt_logprobs, num_stop, num_bias) = r.unpack(_SLOT)  # fmt: skip
+     min_tokens, ignore_eos, logprobs, prompt_logprobs, num_stop, num_bias, *sizes) = r.unpack(_SLOT)  # fmt: skip
     token_ids = r.ints(num_known)
     stop = tuple(r.ints(num_stop).tolist())
     bias = tuple(zip(r.ints(num_bias).tolist(), r.floats(num_bias).tolist(), strict=True))
+    grammar = None
+    if sizes[0] >= 0:
+        grammar = Grammar(*(r.text(size) for size in sizes))
+        r.text(-sum(sizes) % 4)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -230,6 +242,7 @@ def _decode_slot(r: _Reader) -> NewSlot:
         ignore_eos=bool(ignore_eos),
         logprobs=None if logprobs < 0 else logprobs,
         prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
+        grammar=grammar,
     )
     return NewSlot(slot, token_ids, prompt_len, seed, params)
 
@@ -237,7 +250,7 @@ def _decode_slot(r: _Reader) -> NewSlot:
 def encode_result(result: StepResult) -> bytes:
     """The result as one frame."""
     m, n = result.top_ids.shape
-    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), len(result.logprob_rows), m, n)
+    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), len(result.logprob_rows), m, n, *result.begun)
     arrays = (result.token_ids, result.logprob_rows, result.ranks, result.logprobs, result.top_ids, result.top_logprobs)
     return b"".join([head, *(a.tobytes() for a in arrays)])
 
@@ -245,12 +258,11 @@ def encode_result(result: StepResult) -> bytes:
 def decode_result(data: bytes | memoryview) -> StepResult:
     """The result of a frame; raises CallboardError if the frame is not a result or is cut off."""
     r = _Reader(data, "result")
-    magic, step_id, num_sampled, num_rows, m, n = r.unpack(_RESULT)
+    magic, step_id, num_sampled, num_rows, m, n, *begun = r.unpack(_RESULT)
     if magic != b"CBR1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step result.")
     token_ids, rows, ranks, logprobs = r.ints(num_sampled), r.ints(num_rows), r.ints(m), r.floats(m)
-    result = StepResult(
-        step_id, token_ids, rows, ranks, logprobs, r.ints(m * n).reshape(m, n), r.floats(m * n).reshape(m, n)
-    )
+    top_ids, top_logprobs = r.ints(m * n).reshape(m, n), r.floats(m * n).reshape(m, n)
+    result = StepResult(step_id, token_ids, rows, ranks, logprobs, top_ids, top_logprobs, (begun[0], begun[1]))
     r.end()
     return result

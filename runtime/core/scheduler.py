@@ -54,6 +54,7 @@ class Scheduler:
         self.admitted: list[RequestState] = []  # by the last plan
         self.most_repeats = 1  # of a plan (StepPlan.repeats)
         self.num_preemptions = 0
+        self.num_structured = 0, 0  # outputs bound to a grammar, by what serves it: lazy, eager
         self.num_drafts = self.num_draft_tokens = 0
         self.accepted_at = [0] * MOST_GUESSES  # accepted guesses by their place in a row
         self.prompt_tokens_cached = self.prompt_tokens_total = 0
@@ -387,6 +388,9 @@ class Scheduler:
             )
         if self.speculation is not None:
             self.speculation.stepped(*self._shapes.popleft())
+        if any(result.begun):
+            lazy, eager = self.num_structured
+            self.num_structured = lazy + result.begun[0], eager + result.begun[1]
         states: list[RequestState] = []
         token_ids: list[int] = []
         finished: list[tuple[RequestState, FinishReason]] = []

@@ -22,7 +22,7 @@ MAX_STATES = 4096
 MAX_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Automaton:
     """States 0 (the beginning) to S - 1. Tokens that lead to the same place from everywhere share a class, so that the
     table is small: `next_state[state, token_class[token]]` is where a token leads, -1 where it is not allowed.

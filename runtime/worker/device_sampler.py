@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
+from runtime.kernels.automata import AT, FIRST
 from runtime.kernels.lower_bounds import lower_bounds_triton
 from runtime.kernels.sample import (
     FREQUENCY,
@@ -24,7 +25,9 @@ from runtime.kernels.sample import (
     sample_tokens_triton,
 )
 from runtime.kernels.sampling import apply_penalties, token_logprobs
-from runtime.worker.sampler import Logprobs
+from runtime.kernels.token_mask import mask_tokens_triton
+from runtime.worker.sampler import HELD, Logprobs
+from runtime.worker.structure import Masks
 
 _FLOATS = {
     TEMPERATURE: "temperature",
@@ -47,7 +50,7 @@ class DeviceSampler:
         self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens lets go free
         self.penalised = np.zeros(num_slots, bool)
         self.filtered = np.zeros(num_slots, bool)
-        self.changed = np.zeros(num_slots, bool)  # by penalties, filters or a logit bias
+        self.changed = np.zeros(num_slots, bool)  # by penalties, filters, a logit bias or a grammar
         self.num_logprobs = np.full(num_slots, -1, np.int32)
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # slot -> ids, values
         self.stops: dict[int, NDArray[np.int64]] = {}  # slot -> ids held back
@@ -72,7 +75,9 @@ class DeviceSampler:
         )
         drops = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.filtered[slot] = drops and params.temperature > 0.0
-        self.changed[slot] = self.penalised[slot] or self.filtered[slot] or slot in self.bias
+        self.changed[slot] = (
+            self.penalised[slot] or self.filtered[slot] or slot in self.bias or params.grammar is not None
+        )
 
         row = np.zeros(NUM_PARAMS, np.int32)
         for column, name in _FLOATS.items():
@@ -115,6 +120,7 @@ class DeviceSampler:
         positions: torch.Tensor,
         tokens: torch.Tensor,
         params: torch.Tensor,
+        masks: Masks | None = None,
     ) -> Logprobs | None:
         """Correct the rows that want more than `sample`; the log-probabilities asked for, on the device."""
         rows = np.flatnonzero(self._wants_change(host_slots, host_positions))
@@ -123,25 +129,44 @@ class DeviceSampler:
             chosen = logits.index_select(0, index).float()  # a copy, even where no type changes
             slots, positions = slots.index_select(0, index), positions.index_select(0, index)
             own = params.index_select(0, slots)
-            self._adjust(chosen, host_slots[rows], host_positions[rows], slots, positions, tokens, own)
+            self._hold_and_bias(chosen, host_slots[rows], host_positions[rows])
+            tracked = None if masks is None else self._mask(chosen, token_ids, rows, masks)
+            self._penalise(chosen, host_slots[rows], host_positions[rows], slots, positions, tokens, own)
             temperature = own.view(torch.float32)[:, TEMPERATURE, None]
             chosen.div_(temperature.where(temperature > 0, 1.0))
             again = Again(token_ids, index, self._bounds(chosen, host_slots[rows], own))
             sample_tokens_triton(chosen, slots, positions, tokens, params, again)
+            if masks is not None and masks.automata is not None and tracked is not None:
+                masks.automata.advance(token_ids, tracked)
             del chosen  # before log-probabilities want as much
         return self._logprobs(logits, token_ids, host_slots)
 
-    def _adjust(
+    def _mask(
         self,
         logits: torch.Tensor,  # [m, vocab] float32, changed in place
-        host_slots: Int32s,  # [m], as all below
-        host_positions: Int32s,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        tokens: torch.Tensor,  # the state's
-        own: torch.Tensor,  # [m, NUM_PARAMS] int32
+        token_ids: torch.Tensor,  # of the step; -1 where a grammar fails
+        rows: np.ndarray,  # [m] which samples of the step these logits are of
+        masks: Masks,
+    ) -> torch.Tensor | None:
+        """Rule out what grammars do not allow; the rows whose automaton goes on by what is sampled."""
+        if len(masks.numbers):
+            at = np.searchsorted(rows, masks.numbers).astype(np.int32)
+            mask_tokens_triton(logits, self._upload(at), self._upload(masks.words))
+            token_ids.index_fill_(0, self._upload(masks.failed.astype(np.int64)), -1)
+        if not len(masks.tracked) or masks.automata is None:
+            return None
+        masks.tracked[:, AT] = np.searchsorted(rows, masks.tracked[:, FIRST])
+        tracked = self._upload(masks.tracked)
+        masks.automata.mask(logits, tracked)
+        return tracked
+
+    def _hold_and_bias(
+        self,
+        logits: torch.Tensor,  # [m, vocab] float32, changed in place
+        host_slots: Int32s,  # [m]
+        host_positions: Int32s,  # [m]
     ) -> None:
-        """Logit bias, min_tokens and penalties, in this order."""
+        """Logit bias and min_tokens, in this order."""
         held = host_positions < self.held_until[host_slots]
         biased, stopped = [], []
         for row, slot in enumerate(host_slots.tolist()):
@@ -154,7 +179,18 @@ class DeviceSampler:
             at, values = (self._upload(np.concatenate(parts)) for parts in zip(*biased, strict=True))
             logits.view(-1).index_add_(0, at, values)
         if stopped:
-            logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), -torch.inf)
+            logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), HELD)
+
+    def _penalise(
+        self,
+        logits: torch.Tensor,  # [m, vocab] float32, changed in place
+        host_slots: Int32s,  # [m], as all below
+        host_positions: Int32s,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,  # the state's
+        own: torch.Tensor,  # [m, NUM_PARAMS] int32
+    ) -> None:
         all_rows = np.flatnonzero(self.penalised[host_slots])
         for rows in (all_rows[i : i + _MOST_PENALISED] for i in range(0, len(all_rows), _MOST_PENALISED)):
             index = self._upload(rows)

@@ -27,10 +27,12 @@ from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.staging import apply_runs
 from runtime.kernels.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
+from runtime.worker.device_automata import DeviceAutomata
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.host_steps import make_result
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
+from runtime.worker.structure import Masks, Structures
 
 _LARGEST_GRAPH = 512  # rows
 _LARGEST_VERIFIED = 128  # tokens of a step of guesses that has a graph; larger batches do not gain by guesses
@@ -57,9 +59,11 @@ class DeviceSteps:
         num_slots: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        structures: Structures,
     ) -> None:
         self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
+        self.structures = structures
         self.device, self.block_size = cache.device, cache.shape[4]
         self.max_blocks = -(-max_model_len // self.block_size)
         self.table_at, self.params_at = max_model_len, max_model_len + self.max_blocks
@@ -79,6 +83,7 @@ class DeviceSteps:
         self.state.zero_()
         self.sampler = DeviceSampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, self.device)
         self.scorer = PromptScorer(self.decoder, self.num_slots)
+        self.structures.clear(DeviceAutomata(self.num_slots, self.device))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -88,6 +93,9 @@ class DeviceSteps:
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
             self.scorer.remove(slot)
+            self.structures.remove(slot)
+        for new in plan.new:
+            self.structures.add(new)
         self._stage(plan)
         sampling, sampled_after = last_tokens(plan, plan.samples)
         slots, positions = plan.slots[sampling], sampled_after + 1
@@ -100,17 +108,22 @@ class DeviceSteps:
                 self._stage(plan)  # again: samples stand where the plan's tokens stood
         else:
             token_ids, logits, where, prompts = self._run(plan, sampling, slots, positions)
-        logprobs = None
+        logprobs = masks = None
         if not self.sampler.is_plain(slots, positions):
             guessed = len(plan.given_ids) > 0 and bool(self.sampler.penalised[slots].any())
             if guessed:
                 self._stage(plan)  # again: penalties want the guesses, in whose places samples stand now
-            logprobs = self.sampler.resample(logits, token_ids, slots, positions, *where, self.tokens, self.params)
+            masks = self.structures.masks(plan)  # the device computes while the host waits and makes them
+            state = self.tokens, self.params
+            logprobs = self.sampler.resample(logits, token_ids, slots, positions, *where, *state, masks)
             if guessed:
                 self.tokens[where[0].long(), where[1].long()] = token_ids.clamp(min=0)
         if prompts is not None:
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
-        return self._download(plan.step_id, token_ids, logprobs)
+        wait = self._download(plan.step_id, token_ids, logprobs, masks)
+        if masks is not None:
+            self.structures.sampled(masks, lambda: wait().token_ids)
+        return wait
 
     def _launch_repeated(self, plan: StepPlan) -> Callable[[], StepResult]:
         """With a graph and nothing to add to its samples, replays that the host only starts; else step by step."""
@@ -130,7 +143,7 @@ class DeviceSteps:
             if i:
                 moving.add_(1)
             graph.graph.replay()
-        return self._download(plan.step_id, self.state.view(-1).index_select(0, at[len(rows) :]), None)
+        return self._download(plan.step_id, self.state.view(-1).index_select(0, at[len(rows) :]))
 
     # ---- to the device and back -----------------------------------------------------------------------------------
 
@@ -143,13 +156,15 @@ class DeviceSteps:
         """The arrays, end to end, as one copy."""
         return self._pinned(np.concatenate(arrays)).to(self.device, non_blocking=True)
 
-    def _download(self, step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None) -> Callable[[], StepResult]:
+    def _download(
+        self, step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None = None, masks: Masks | None = None
+    ) -> Callable[[], StepResult]:
         """Copies to the host, begun; the answer waits for them."""
         host, host_logprobs = _to_host(token_ids), logprobs and logprobs.map(_to_host)
         done = torch.cuda.Event() if self.device.type == "cuda" else None
         if done is not None:
             done.record()
-        return partial(_finish, step_id, host, host_logprobs, done)
+        return partial(_finish, step_id, host, host_logprobs, masks, done)
 
     def _stage(self, plan: StepPlan) -> None:
         """Write what the plan brings into the state: block tables, tokens and parameters of new requests, guesses."""
@@ -304,8 +319,12 @@ def _to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(
-    step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None, done: torch.cuda.Event | None
+    step_id: int,
+    token_ids: torch.Tensor,
+    logprobs: Logprobs | None,
+    masks: Masks | None,
+    done: torch.cuda.Event | None,
 ) -> StepResult:
     if done is not None:
         done.synchronize()
-    return make_result(step_id, token_ids, logprobs)
+    return make_result(step_id, token_ids, logprobs, masks)

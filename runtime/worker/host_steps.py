@@ -18,6 +18,7 @@ from runtime.worker.inputs import StepInput, build_input
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs, Sampler
 from runtime.worker.slots import Slots
+from runtime.worker.structure import Masks, Structures
 
 
 class HostSteps:
@@ -32,9 +33,11 @@ class HostSteps:
         num_slots: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
+        structures: Structures,
     ) -> None:
         self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
+        self.structures = structures
         _, _, num_kv_heads, num_blocks, self.block_size, _ = cache.shape
         self.attention_shape = AttentionShape(
             num_heads=decoder.spec.num_heads,
@@ -54,6 +57,7 @@ class HostSteps:
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, device)
         self.sampler = Sampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, device)
         self.scorer = PromptScorer(self.decoder, self.num_slots)
+        self.structures.clear()
         self.poisoned = False  # some step had a non-finite value, so that free blocks may hold one
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -67,10 +71,12 @@ class HostSteps:
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
             self.scorer.remove(slot)
+            self.structures.remove(slot)
         for new in plan.new:
             self.slots.add(new)
             self.sampler.add(new)
             self.scorer.add(new)
+            self.structures.add(new)
         self.slots.write_tables(plan.tables)
         if len(plan.given_ids):
             self.slots.write_given(plan)
@@ -81,19 +87,24 @@ class HostSteps:
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
         where = self.scorer.find(plan, step.last, self.max_model_len)
-        token_ids, logprobs = self._sample(hidden, step)
+        masks = self.structures.masks(plan)
+        token_ids, logprobs = self._sample(hidden, step, masks)
         if where.size:
             at = torch.from_numpy(where).to(hidden.device)
             prompts = self.scorer.score(hidden, self.slots.flat_tokens, at)
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
-        return make_result(plan.step_id, token_ids.cpu(), logprobs and logprobs.map(torch.Tensor.cpu))
+        return make_result(plan.step_id, token_ids.cpu(), logprobs and logprobs.map(torch.Tensor.cpu), masks)
 
-    def _sample(self, hidden: torch.Tensor, step: StepInput) -> tuple[torch.Tensor, Logprobs | None]:
+    def _sample(
+        self, hidden: torch.Tensor, step: StepInput, masks: Masks | None
+    ) -> tuple[torch.Tensor, Logprobs | None]:
         device = self.cache.device
         if not len(step.sampled):
             return torch.zeros(0, device=device), None
         logits = self.decoder.logits(hidden.index_select(0, torch.from_numpy(step.sampled).to(device)))
-        token_ids, logprobs = self.sampler.sample(logits, step.sampled_slots, step.sampled_positions, self.slots)
+        token_ids, logprobs = self.sampler.sample(logits, step.sampled_slots, step.sampled_positions, self.slots, masks)
+        if masks is not None:
+            self.structures.sampled(masks, token_ids.cpu().numpy)
         at = step.sampled_slots.astype(np.int64) * self.slots.max_model_len + step.sampled_positions
         self.slots.write_sampled(torch.from_numpy(at).to(device), token_ids)
         return token_ids, logprobs
@@ -108,7 +119,7 @@ class HostSteps:
         self.cache[:, :, :, torch.from_numpy(fresh.astype(np.int64)).to(self.cache.device)] = 0
 
 
-def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None) -> StepResult:
+def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None, masks: Masks | None) -> StepResult:
     """From tensors on the host."""
     result = StepResult(step_id, token_ids.numpy().astype(np.int32))
     if logprobs is not None:
@@ -117,4 +128,6 @@ def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None
         result.logprobs = logprobs.logprobs.numpy()
         result.top_ids = logprobs.top_ids.numpy().astype(np.int32)
         result.top_logprobs = logprobs.top_logprobs.numpy()
+    if masks is not None:
+        result.begun = masks.begun
     return result

@@ -23,16 +23,19 @@ import torch
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.core.speculation import MOST_GUESSES
-from runtime.core.types import CallboardError, SamplingParams
+from runtime.core.types import CallboardError, Grammar, SamplingParams
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear import can_pack
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import describe
 from runtime.models.decoder import Decoder, Numerics
 from runtime.models.spec import DecoderSpec
+from runtime.structured.vocabulary import Vocabulary
+from runtime.text.tokenizer import Tokenizer
 from runtime.worker.device_steps import DeviceSteps
 from runtime.worker.host_steps import HostSteps
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
+from runtime.worker.structure import Structures
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +59,26 @@ class ModelRunner:
         self._prepare(config, spec, rank, world_size)
         decoder = Decoder.load(checkpoint, spec, layout, self.numerics, self.memory.max_model_len)
         self._open(decoder, checkpoint.fingerprint, checkpoint.eos_token_ids)
+        if not is_draft:
+            self.structures.serve(lambda: Vocabulary.of(Tokenizer.load(path), self.info))
 
     @classmethod
     def dummy(
-        cls, config: EngineConfig, spec: DecoderSpec, seed: int = 0, eos_token_ids: tuple[int, ...] = ()
+        cls,
+        config: EngineConfig,
+        spec: DecoderSpec,
+        seed: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        vocabulary: Vocabulary | None = None,
     ) -> ModelRunner:
-        """A runner of seeded random weights; for tests and benchmarks."""
+        """A runner of seeded random weights; for tests and benchmarks. Without a vocabulary it serves no grammars."""
         runner = cls.__new__(cls)
         runner.is_draft = False
         runner._prepare(config, spec, 0, 1)
         decoder = Decoder.dummy(spec, runner.numerics, runner.memory.max_model_len, seed)
         runner._open(decoder, f"dummy-{seed}-{spec}", eos_token_ids)
+        if vocabulary is not None:
+            runner.structures.serve(lambda: vocabulary)
         return runner
 
     def _prepare(self, config: EngineConfig, spec: DecoderSpec, rank: int, world_size: int) -> None:
@@ -85,6 +97,7 @@ class ModelRunner:
         """The KV cache and the state objects around a decoder."""
         self.decoder, self.eos_token_ids = decoder, eos_token_ids
         self.steps_done = 0
+        self.structures = Structures(decoder.spec.vocab_size)
         if self.numerics.backend == "triton" and self.numerics.device.type == "cuda":
             self._measure_memory()
         logger.info("%s", self.memory)
@@ -112,7 +125,8 @@ class ModelRunner:
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, memory.block_size, spec.head_dim)
         cache = torch.zeros(shape, dtype=numerics.dtype, device=numerics.device)
         kind = DeviceSteps if numerics.backend == "triton" else HostSteps
-        return kind(self.decoder, cache, self.config.max_num_seqs, memory.max_model_len, self.eos_token_ids)
+        num_slots, max_len = self.config.max_num_seqs, memory.max_model_len
+        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.structures)
 
     def _measure_memory(self) -> None:
         """Give the KV cache what is free after the largest step: as many rows and tokens as a step may have, all on
@@ -139,6 +153,7 @@ class ModelRunner:
             logprobs=1,
             logit_bias=((0, 1.0),),
             prompt_logprobs=1,
+            grammar=Grammar("", "", ""),  # its output fails, after a mask like any other
         )
         new = [NewSlot(0, np.zeros(1, np.int32), counts[0], 0, params)]
         counts_array = np.array(counts, np.int32)

@@ -13,10 +13,13 @@ from runtime.core.plan import Int32s, NewSlot
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.lower_bounds import lower_bounds_torch
 from runtime.kernels.sampling import apply_penalties, token_logprobs
+from runtime.kernels.token_mask import mask_tokens_torch
 from runtime.worker.slots import Slots
+from runtime.worker.structure import Masks
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _INTS = ("top_k", "min_tokens")
+HELD = -1e9  # the logit of what min_tokens holds back, but of a token that a grammar allows nothing beside
 
 
 @dataclass(slots=True)
@@ -47,7 +50,8 @@ class Logprobs:
 class Sampler:
     """Gumbel-max sampling with noise by position (C4). Rows that only want the best token skip everything else.
 
-    In order, on a copy of the raw logits: logit bias, min_tokens, penalties, temperature, top-k/top-p/min-p, noise."""
+    In order, on a copy of the raw logits: logit bias, min_tokens, grammar, penalties, temperature, top-k/top-p/min-p,
+    noise."""
 
     def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
         self.device = device
@@ -86,7 +90,11 @@ class Sampler:
         if params.min_tokens and (stops := [i for i in stops if i in vocab]):
             self.stops[slot] = torch.tensor(stops, device=self.device)
         self.plain[slot] = not (
-            params.temperature > 0.0 or self.penalised[slot] or slot in self.bias or slot in self.stops
+            params.temperature > 0.0
+            or self.penalised[slot]
+            or slot in self.bias
+            or slot in self.stops
+            or params.grammar is not None
         )
 
     def remove(self, slot: int) -> None:
@@ -100,6 +108,7 @@ class Sampler:
         slots: Int32s,  # [n]
         positions: Int32s,  # [n] of the tokens to be sampled
         state: Slots,
+        masks: Masks | None = None,
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """Token ids [n] int64, -1 where the logits are not finite (C9), and the log-probabilities asked for."""
         logits = logits.float()  # at once: a CPU's reductions over bfloat16 are several times slower
@@ -108,13 +117,18 @@ class Sampler:
         rows = np.flatnonzero(~self.plain[slots])
         if len(rows):
             index = self._tensor(rows)
-            token_ids[index] = self._choose(logits.index_select(0, index), slots[rows], positions[rows], state)
+            chosen = logits.index_select(0, index)
+            self._apply_bias_and_stops(chosen, slots[rows], positions[rows])
+            if masks is not None:
+                at = np.searchsorted(rows, masks.numbers)
+                mask_tokens_torch(chosen, self._tensor(at), self._tensor(masks.words))
+                finite[self._tensor(masks.failed).long()] = False
+            token_ids[index] = self._choose(chosen, slots[rows], positions[rows], state)
         logprobs = self._logprobs(logits, token_ids, slots)
         return token_ids.masked_fill_(~finite, -1), logprobs
 
     def _choose(self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots) -> torch.Tensor:
-        """The rows that want more than the best token; `logits` is theirs to change."""
-        self._apply_bias_and_stops(logits, slots, positions)
+        """Of the rows that want more than the best token; `logits` is theirs to change."""
         rows = np.flatnonzero(self.penalised[slots])
         if len(rows):
             index, subset = self._tensor(rows), slots[rows]
@@ -143,7 +157,7 @@ class Sampler:
             waiting = positions - self.prompt_len[slots] < self.ints["min_tokens"][slots]
             for row, slot in enumerate(slots.tolist()):
                 if waiting[row] and slot in self.stops:
-                    logits[row].index_fill_(0, self.stops[slot], -torch.inf)
+                    logits[row].index_fill_(0, self.stops[slot], HELD)
 
     def _draw(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
         logits.div_(self._float("temperature", slots)[:, None])

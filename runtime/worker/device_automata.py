@@ -1,0 +1,76 @@
+"""Eager automata on the device: outputs that follow them need nothing of the host from one step to the next."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from runtime.kernels.automata import advance_states_triton, mask_states_triton
+from runtime.structured.automaton import Automaton, EagerMatcher
+
+_POOL_BYTES = 64 << 20  # some 50 automata of small schemas at a vocabulary of 128k tokens
+
+
+class DeviceAutomata:
+    """A pool of automata, uploaded once each, and the state of each slot (kernels/automata.py). The memory of the pool
+    is taken with the first one; when it is full, or there is no memory for it, those that come later stay with the
+    host."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.device = device
+        self.places = torch.zeros((num_slots, 4), dtype=torch.int32, device=device)
+        self.states = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        self.pool = torch.zeros(0, dtype=torch.int32, device=device)
+        self._used = 0
+        self._places: WeakKeyDictionary[Automaton, list[int]] = WeakKeyDictionary()
+
+    def enter(self, slot: int, matcher: EagerMatcher) -> bool:
+        """The slot's output, which has not ended, is where `matcher` is. False: its automaton finds no room."""
+        place = self._places.get(matcher.automaton) or self._add(matcher.automaton)
+        if place:
+            self._write(self.places[slot], np.array(place, np.int32))
+            self.states[slot] = matcher.state
+        return bool(place)
+
+    def mask(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
+        """Rows as kernels/automata.py has them, on the device."""
+        mask_states_triton(logits, rows, self.places, self.states, self.pool)
+
+    def advance(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        advance_states_triton(token_ids, rows, self.places, self.states, self.pool)
+
+    def _add(self, automaton: Automaton) -> list[int]:
+        """Upload it; its place, or none. It gets one state more, the end, to which EOS leads, a class of its own, and
+        where nothing else is allowed."""
+        num_states, num_classes = automaton.next_state.shape
+        eos_ids = list(automaton.eos_ids)
+        token_class = automaton.token_class.copy()
+        token_class[eos_ids] = num_classes
+        next_state = np.full((num_states + 1, num_classes + 1), -1, np.int32)
+        next_state[:num_states, :num_classes] = automaton.next_state
+        next_state[:, num_classes] = np.where(np.append(automaton.accepting, True), num_states, -1)
+        only_eos = np.zeros(automaton.masks.shape[1] * 32, np.bool_)
+        only_eos[eos_ids] = True
+        end = np.packbits(only_eos, bitorder="little").view(np.int32)
+        parts = [automaton.masks.reshape(-1), end, token_class, next_state.reshape(-1)]
+        values = np.concatenate(parts)
+        if not len(self.pool):
+            try:
+                self.pool = torch.empty(_POOL_BYTES // 4, dtype=torch.int32, device=self.device)
+            except torch.OutOfMemoryError:
+                return []
+        if self._used + len(values) > len(self.pool):
+            return []
+        self._write(self.pool[self._used : self._used + len(values)], values)
+        classes = self._used + automaton.masks.size + len(end)
+        place = [self._used, classes, classes + len(token_class), num_classes + 1]
+        self._used += len(values)
+        self._places[automaton] = place
+        return place
+
+    def _write(self, target: torch.Tensor, values: np.ndarray) -> None:
+        """By a copy that the host does not wait for."""
+        host = torch.from_numpy(values)
+        target.copy_(host.pin_memory() if self.device.type == "cuda" else host, non_blocking=True)
