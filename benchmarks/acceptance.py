@@ -17,6 +17,7 @@ from runtime.core.types import SamplingParams
 from runtime.models.decoder import Decoder
 from runtime.worker.device_steps import DeviceSteps
 from runtime.worker.host_steps import HostSteps
+from runtime.worker.structure import Structures
 
 _BLOCK_SIZE = 16  # as served
 
@@ -85,7 +86,7 @@ def _steps(decoder: Decoder, num_slots: int, max_len: int) -> DeviceSteps | Host
     shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, _BLOCK_SIZE, spec.head_dim)
     cache = torch.zeros(shape, dtype=numerics.dtype, device=numerics.device)
     kind = DeviceSteps if numerics.backend == "triton" else HostSteps
-    return kind(decoder, cache, num_slots, max_len, ())
+    return kind(decoder, cache, num_slots, max_len, (), Structures(decoder.spec.vocab_size))
 
 
 def _tables(steps: DeviceSteps | HostSteps, num_slots: int) -> Int32s:
