@@ -225,7 +225,7 @@ def assert_error(response: httpx.Response, status: int, param: str | None, says:
         ({"best_of": 2}, "best_of", "2"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"tools": [{}]}, "tools", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
         ({"logprobs": 21}, "logprobs", "20"),
     ],
 )

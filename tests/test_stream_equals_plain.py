@@ -163,7 +163,10 @@ def check_choice(tokenizer: Tokenizer, request: CompletionRequest, choice: dict)
     assert offsets == sorted(offsets)
     if request.echo and tokenizer is BYTES and "\ufffd" not in whole:
         # A token begins where the whole characters of the bytes before it end.
-        pieces = [b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in listed]
+        special = dict.fromkeys(tokenizer.special_ids, b"")
+        if not request.skip_special_tokens:
+            special = {i: tokenizer.decode([i], False).encode() for i in special}
+        pieces = [special[i] if i in special else tokenizer.token_bytes(i) for i in listed]
         before = [b"".join(pieces[:at]).decode("utf-8", "ignore") for at in range(len(listed))]
         assert offsets == [len(text) for text in before]
 
