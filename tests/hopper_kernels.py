@@ -30,6 +30,8 @@ from benchmarks.models import spec_of  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
 from runtime.kernels import _triton  # noqa: E402
+from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
+from runtime.kernels.token_mask import mask_tokens_triton  # noqa: E402
 from runtime.models.decoder import Decoder, Numerics  # noqa: E402
 from runtime.worker.device_steps import DeviceSteps  # noqa: E402
 from runtime.worker.structure import Structures  # noqa: E402
@@ -125,6 +127,12 @@ def main() -> None:
                 steps._stage(plan)
                 token_ids, logits, where, _ = steps._run(plan, np.zeros(1, np.int64), slot, count)
                 steps.sampler.resample(logits, token_ids, slot, count, *where, steps.tokens, steps.params)
+            case = f"{name}, grammars"
+            sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))
+            at, words, *automata = (torch.empty(size, dtype=torch.int32, device=META) for size in sizes)
+            mask_tokens_triton(logits, at, words)
+            mask_states_triton(logits, *automata)
+            advance_states_triton(token_ids, *automata)
 
 
 if __name__ == "__main__":

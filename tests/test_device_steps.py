@@ -23,9 +23,7 @@ def run_interpreted(code):
     ("config", "guesses"),
     [
         ("deterministic=True", 2),
-        ("graphs=True, max_num_seqs=4", 0),
         ("graphs=True, max_num_seqs=4, max_num_batched_tokens=100, share_right=1.0", 2),
-        ("pipeline_depth=1, block_size=8, num_kv_blocks=40", 0),
     ],
 )
 def test_tokens_are_those_of_the_torch_path(config, guesses):
