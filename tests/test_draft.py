@@ -270,3 +270,20 @@ def test_a_silent_draft_costs_one_wait():
         core.step()
         clock.now += 0.001
     assert not client.is_hung
+
+
+def test_a_request_that_the_draft_has_lost_is_told_anew():
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    clock, target = Clock(), info(max_len=400, blocks=200)
+    client, draft = DraftClient(VOCAB, clock), draft_core(max_len=400, blocks=200)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    client.attach(BadWire(draft, clock, 0, 0.0), STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    for _ in range(20):
+        core.step()
+    before = sum(core.scheduler.accepted_at)
+    draft._close(None, 1)
+    for _ in range(20):
+        core.step()
+    assert sum(core.scheduler.accepted_at) > before + 10
+    assert client.num_late == 0

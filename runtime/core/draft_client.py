@@ -190,12 +190,14 @@ class DraftClient(Drafter):
         for chain in chains:
             self._late_in_a_row, self._paused_until = 0, 0.0
             followed = self._streams.get(chain.stream)
-            if followed is None or chain.length < followed.acked:
-                continue  # its request has ended, or it comes out of turn
+            if followed is None:
+                continue  # its request has ended
             if chain.length == 0:  # the draft does not know it: told anew
                 self._end(followed)
                 self._followed = {k: v for k, v in self._followed.items() if v is not followed}
                 continue
+            if chain.length < followed.acked:
+                continue  # it comes out of turn
             ends = (i for i, token in enumerate(chain.token_ids) if token >= self.vocab_size)
             followed.acked, followed.chain = chain.length, chain.token_ids[: next(ends, None)]
             if chain.length >= followed.asked:

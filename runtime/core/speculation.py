@@ -19,7 +19,7 @@ _FITTING = 7  # most that the estimate chooses: with the known token, eight rows
 _MOST_ACCEPTANCE = 0.975  # that is believed
 _LEAST_LIKELY = 0.15  # a guess that is right less often is not worth its place in a step
 _LIKELY = [  # guesses of a row, by its acceptance in 40ths
-    next((n for n in range(8, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
+    next((n for n in range(MOST_GUESSES, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
 ]
 _PRIOR = 0.6  # acceptance before anything is known, and where a request's drifts back to while it rests
 _WEIGHT, _OVERALL_WEIGHT = 0.1, 0.01  # of the newest guess in a request's estimate, and in that of all requests
