@@ -287,3 +287,19 @@ def test_a_request_that_the_draft_has_lost_is_told_anew():
         core.step()
     assert sum(core.scheduler.accepted_at) > before + 10
     assert client.num_late == 0
+
+
+def test_a_draft_that_reads_no_more_is_hung():
+    class Full(LocalWire):
+        def send(self, told):
+            raise TimeoutError("it does not read")
+
+    client, config = DraftClient(VOCAB, Clock()), EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    core = EngineCore(config, info(), FakeRunner(config, info()), Speculation(client, 3, STEP_US, 0.0))
+    client.attach(Full(draft_core()), STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=20, ignore_eos=True), seed=0))
+    while core.has_work:
+        core.step()
+    assert client.is_hung
+    client.attach(LocalWire(draft_core()), STEP_US)
+    assert not client.is_hung

@@ -214,8 +214,9 @@ class DraftClient(Drafter):
             return None
         try:
             return use(self._wire)
-        except OSError:
+        except OSError as e:
             self._detach()
+            self.is_hung = isinstance(e, TimeoutError)  # it lives, and reads no more
             return None
 
 
