@@ -124,8 +124,9 @@ def main() -> None:
                 new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, SamplingParams(top_p=0.9))
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, starts=start, counts=count, samples=one)
-                steps._stage(plan)
-                token_ids, logits, where, _ = steps._run(plan, np.zeros(1, np.int64), slot, count)
+                steps._write(steps._staged(plan))
+                token_ids, logits, _ = steps._run(plan, np.zeros(1, np.int64), slot, count)
+                where = steps.transfers.upload(slot, count).view(2, -1).unbind(0)
                 steps.sampler.resample(logits, token_ids, slot, count, *where, steps.tokens, steps.params)
             case = f"{name}, grammars"
             sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))

@@ -38,6 +38,7 @@ from runtime.kernels.token_mask import mask_tokens_torch, mask_tokens_triton
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots
+from runtime.worker.transfers import Transfers
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ EOS = 2
 
 
 def test_what_a_slot_wants_and_what_the_state_gets():
-    sampler = DeviceSampler(4, 100, (EOS,), CPU)
+    sampler = DeviceSampler(4, 100, (EOS,), Transfers(CPU))
     known = np.arange(5, dtype=np.int32)
     hot = SamplingParams(temperature=0.5, max_tokens=9, min_tokens=3, logit_bias=((100, 1.0),), stop_token_ids=(200,))
     requests = (hot, SamplingParams(temperature=0.0, top_k=7), SamplingParams(top_k=7), SamplingParams(logprobs=0))
@@ -121,17 +122,19 @@ def check_masks(device: torch.device = CPU) -> None:
 def check_staging(device: torch.device = CPU) -> None:
     """Runs of all lengths around a program's, next to each other: what lies between them stays."""
     generator = np.random.default_rng(0)
-    for lengths in ([1], [1023, 1, 1024, 1025, 0, 3000], [1] * 40, []):
+    cases = ([1], 1), ([1023, 1, 1024, 1025, 0, 3000], 6), ([1] * 40, 16), ([2] * 1500, 7), ([], 3)
+    for lengths, num_programs in cases:
         gaps = generator.integers(0, 3, len(lengths) + 1)
         places = np.cumsum(gaps[:-1] + [0, *lengths[:-1]][: len(lengths)])
-        first = np.cumsum([0, *lengths])[:-1]
-        runs = torch.tensor(np.array([places, first, lengths], np.int32).reshape(3, -1), device=device)
-        values = torch.randint(-(2**31), 2**31 - 1, (sum(lengths),), device=device).int()
-        state = torch.full((7000,), 7, dtype=torch.int32, device=device)
-        twin = state.clone()
-        apply_runs(state, runs, values, max(lengths, default=0))
-        apply_runs_torch(twin, runs, values, max(lengths, default=0))
-        assert torch.equal(state, twin)
+        values = torch.randint(-(2**31), 2**31 - 1, (sum(lengths) + 3,), device=device).int()
+        for applied in (0, 1):
+            head = torch.tensor([applied, len(lengths), *places.tolist(), *lengths], dtype=torch.int32, device=device)
+            state = torch.full((7000,), 7, dtype=torch.int32, device=device)
+            twin = state.clone()
+            apply_runs(state, torch.cat((head, values)), num_programs)
+            apply_runs_torch(twin, torch.cat((head, values)), num_programs)
+            assert torch.equal(state, twin)
+            assert (state == 7).all() == (applied or not sum(lengths))
 
 
 def check_inputs(device: torch.device = CPU) -> None:
@@ -269,7 +272,7 @@ def check_sampler(device: torch.device = CPU, rounds: int = 12, vocab: int = 50)
         torch.manual_seed(seed)
         rng = np.random.default_rng(seed)
         twin, slots = Sampler(num_slots, vocab, (EOS,), CPU), Slots(num_slots, max_len, 4, CPU)
-        sampler = DeviceSampler(num_slots, vocab, (EOS,), device)
+        sampler = DeviceSampler(num_slots, vocab, (EOS,), Transfers(device))
         state = torch.zeros((num_slots + 1, max_len + NUM_PARAMS), dtype=torch.int32, device=device)
         tokens, params = state[:, :max_len], state[:, max_len:]
         lengths = rng.integers(1, 9, num_slots).astype(np.int32)

@@ -12,6 +12,7 @@ from runtime.kernels.sample import NUM_PARAMS, SEED_HIGH, SEED_LOW, TEMPERATURE,
 from runtime.kernels.staging import apply_runs
 from runtime.kernels.step_inputs import build_inputs
 from runtime.worker.device_sampler import DeviceSampler
+from runtime.worker.transfers import Transfers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,7 +93,7 @@ def test_no_step_waits_for_the_device():
         SamplingParams(temperature=0, min_tokens=8, stop_token_ids=(7,)),
     ]
     vocab, max_len, n = 5000, 64, 5
-    sampler = DeviceSampler(n, vocab, (EOS,), GPU)
+    sampler = DeviceSampler(n, vocab, (EOS,), Transfers(GPU))
     state = torch.zeros((n + 1, max_len + 8 + NUM_PARAMS), dtype=torch.int32, device=GPU)
     tokens, tables, params = state.split((max_len, 8, NUM_PARAMS), 1)
     host = np.stack([sampler.add(NewSlot(i, np.arange(4, dtype=np.int32), 4, i, kind)) for i, kind in enumerate(kinds)])
@@ -101,11 +102,10 @@ def test_no_step_waits_for_the_device():
     host_slots, host_positions = np.arange(n, dtype=np.int32), np.full(n, 5, np.int32)
     slots, positions = torch.from_numpy(host_slots).to(GPU), torch.from_numpy(host_positions).to(GPU)
     edges = torch.arange(n + 1, dtype=torch.int32, device=GPU)
-    runs = torch.tensor([[0, 70], [0, 3], [3, 2]], dtype=torch.int32, device=GPU)
-    values = torch.arange(5, dtype=torch.int32, device=GPU)
+    staged = torch.tensor([0, 2, 0, 70, 3, 2, 0, 1, 2, 3, 4], dtype=torch.int32, device=GPU)
 
     def step() -> None:
-        apply_runs(state.view(-1), runs, values, 3)
+        apply_runs(state.view(-1), staged, 2)
         build_inputs(slots, positions - 1, edges, tokens, tables, 8, n, 1)
         token_ids = sampler.sample(logits, slots, positions, tokens, params)
         assert not sampler.is_plain(host_slots, host_positions)

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
+from runtime.core.plan import MOST_REPEATS
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.core.types import CallboardError, Request
 
 _DEPTH = 2  # plans in flight
-_MOST_REPEATS = 64  # steps of a plan: a chain is one plan, and what is guessed ahead of it another
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class DraftCore:
     def __init__(self, config: EngineConfig, info: ModelInfo, executor: Executor, ahead: int) -> None:
         """`ahead` guesses are made beyond those wanted, for when all of them are right."""
         self.scheduler = Scheduler(config, info)
-        self.scheduler.most_repeats = _MOST_REPEATS
+        self.scheduler.most_repeats = MOST_REPEATS
         self.executor, self.ahead = executor, ahead
         self.outbox: dict[Hashable, list[Chain]] = {}  # by owner; the caller sends them and empties it
         self._streams: dict[tuple[Hashable, int], RequestState] = {}

@@ -28,6 +28,8 @@ from runtime.core.types import CallboardError, Grammar, PromptLogprobs, Sampling
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
+MOST_REPEATS = 64  # steps of a plan: a chain is one plan, and what is guessed ahead of it another
+
 EMPTY: Int32s = np.zeros(0, np.int32)
 EMPTY_TABLE: Int32s = np.zeros((3, 0), np.int32)
 

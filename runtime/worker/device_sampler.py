@@ -28,6 +28,7 @@ from runtime.kernels.sampling import apply_penalties, token_logprobs
 from runtime.kernels.token_mask import mask_tokens_triton
 from runtime.worker.sampler import HELD, Logprobs
 from runtime.worker.structure import Masks
+from runtime.worker.transfers import Transfers
 
 _FLOATS = {
     TEMPERATURE: "temperature",
@@ -45,8 +46,9 @@ class DeviceSampler:
     `resample` then corrects the rows that want more. The host keeps what tells it which rows these are, and what is
     rare and has no fixed size: logit biases, and the ids that min_tokens holds back."""
 
-    def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
-        self.vocab_size, self.eos_token_ids, self.device = vocab_size, eos_token_ids, device
+    def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], transfers: Transfers) -> None:
+        self.vocab_size, self.eos_token_ids, self.device = vocab_size, eos_token_ids, transfers.device
+        self._upload = transfers.upload
         self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens lets go free
         self.penalised = np.zeros(num_slots, bool)
         self.filtered = np.zeros(num_slots, bool)
@@ -215,8 +217,3 @@ class DeviceSampler:
         ids = token_ids.index_select(0, index).long().clamp(min=0)  # a failed row's are not delivered
         own, ranks, top_ids, top = token_logprobs(logits.index_select(0, index).float(), ids, int(wanted.max()))
         return Logprobs(rows.astype(np.int32), ranks, own, top_ids, top)
-
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        """On the device, by a copy that the host does not wait for."""
-        host = torch.from_numpy(values)
-        return (host.pin_memory() if self.device.type == "cuda" else host).to(self.device, non_blocking=True)

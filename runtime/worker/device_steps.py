@@ -3,7 +3,9 @@
 A step is one upload of the plan's rows (and of what the plan changes, applied first), the forward pass, sampling, and
 one download of the tokens, all on one stream, so that plan order is stream order (C2). A step of decode rows alone, or
 of rows with equally many guesses, is one CUDA graph from the rows to the tokens; others launch the same functions one
-by one.
+by one. A graph reads its rows from the inbox:
+
+    inbox = [ slots | samples' slots | starts | samples' positions | changes, as kernels/staging.py has them ]
 
 The state of a slot is one row of int32, and the last row belongs to the padding of a graph's batch: its table and its
 parameters stay zero, so that padded rows compute into the null block.
@@ -16,12 +18,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 
-from runtime.core.plan import EMPTY, Int32s, StepPlan, StepResult, joined, last_tokens
+from runtime.core.plan import MOST_REPEATS, Int32s, StepPlan, StepResult, joined, last_tokens
+from runtime.core.speculation import MOST_GUESSES
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.staging import apply_runs
@@ -33,9 +35,11 @@ from runtime.worker.host_steps import make_result
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
 from runtime.worker.structure import Masks, Structures
+from runtime.worker.transfers import Transfers
 
 _LARGEST_GRAPH = 512  # rows
 _LARGEST_VERIFIED = 128  # tokens of a step of guesses that has a graph; larger batches do not gain by guesses
+_STAGING_PROGRAMS = 16  # of a graph, which cannot know how much a plan changes
 
 
 @dataclass(slots=True)
@@ -45,6 +49,9 @@ class DecodeGraph:
     size: int
     graph: torch.cuda.CUDAGraph
     token_ids: torch.Tensor  # [size * count] int32, what the replay writes
+
+
+_NO_ROWS = StepPlan(0)
 
 
 class DeviceSteps:
@@ -60,10 +67,12 @@ class DeviceSteps:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         structures: Structures,
+        chains: bool = False,
     ) -> None:
+        """`chains`: plans may have `repeats`, as a draft's do."""
         self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
-        self.structures = structures
+        self.structures, self.chains = structures, chains
         self.device, self.block_size = cache.device, cache.shape[4]
         self.max_blocks = -(-max_model_len // self.block_size)
         self.table_at, self.params_at = max_model_len, max_model_len + self.max_blocks
@@ -72,7 +81,9 @@ class DeviceSteps:
         self.tokens = self.state[:, :max_model_len]
         self.tables = self.state[:, self.table_at : self.params_at]
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
-        self.graph_rows = torch.zeros(4 * max(num_slots, _LARGEST_VERIFIED), dtype=torch.int32, device=self.device)
+        self.transfers = Transfers(self.device)
+        of_a_row = _most_ints_of_a_row(self.block_size)
+        self.inbox = torch.zeros(of_a_row * max(num_slots, _LARGEST_VERIFIED), dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(0, device=self.device)
         self.row_numbers = torch.arange(max(num_slots, _LARGEST_VERIFIED) + 1, dtype=torch.int32, device=self.device)
         self.graphs: dict[int, list[DecodeGraph]] = {}  # tokens of a row -> by rising size
@@ -81,7 +92,8 @@ class DeviceSteps:
     def reset(self) -> None:
         """Forget all requests."""
         self.state.zero_()
-        self.sampler = DeviceSampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, self.device)
+        vocab_size = self.decoder.spec.vocab_size
+        self.sampler = DeviceSampler(self.num_slots, vocab_size, self.eos_token_ids, self.transfers)
         self.scorer = PromptScorer(self.decoder, self.num_slots)
         self.structures.clear(DeviceAutomata(self.num_slots, self.device))
 
@@ -90,30 +102,29 @@ class DeviceSteps:
         """Start the step; the answer waits for its result."""
         if plan.repeats > 1:
             return self._launch_repeated(plan)
+        self.transfers.begin()
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
             self.scorer.remove(slot)
             self.structures.remove(slot)
         for new in plan.new:
             self.structures.add(new)
-        self._stage(plan)
+        staged = self._staged(plan)
         sampling, sampled_after = last_tokens(plan, plan.samples)
         slots, positions = plan.slots[sampling], sampled_after + 1
         prompts = None
         if graph := self._graph_for(plan):
-            token_ids, logits, where = self._replay(graph, plan)
-            if (count := int(plan.counts[0])) > int(plan.samples[0]):
-                token_ids, logits = token_ids[count - 1 :: count], logits[count - 1 :: count]
-                where = where[0][count - 1 :: count], where[1][count - 1 :: count]
-                self._stage(plan)  # again: samples stand where the plan's tokens stood
+            token_ids, logits = self._replay(graph, plan, staged)
         else:
-            token_ids, logits, where, prompts = self._run(plan, sampling, slots, positions)
+            self._write(staged)
+            token_ids, logits, prompts = self._run(plan, sampling, slots, positions)
         logprobs = masks = None
         if not self.sampler.is_plain(slots, positions):
             guessed = len(plan.given_ids) > 0 and bool(self.sampler.penalised[slots].any())
             if guessed:
-                self._stage(plan)  # again: penalties want the guesses, in whose places samples stand now
+                self._write(staged)  # again: penalties want the guesses, in whose places samples stand now
             masks = self.structures.masks(plan)  # the device computes while the host waits and makes them
+            where = self.transfers.upload(slots, positions).view(2, -1).unbind(0)
             state = self.tokens, self.params
             logprobs = self.sampler.resample(logits, token_ids, slots, positions, *where, *state, masks)
             if guessed:
@@ -127,49 +138,35 @@ class DeviceSteps:
 
     def _launch_repeated(self, plan: StepPlan) -> Callable[[], StepResult]:
         """With a graph and nothing to add to its samples, replays that the host only starts; else step by step."""
-        graph = self._graph_for(plan)
+        graph = self._graph_for(plan) if self.chains else None
         within = np.arange(1, plan.repeats + 1, dtype=np.int32)
         slots, positions = np.repeat(plan.slots, plan.repeats), (plan.starts[:, None] + within).reshape(-1)
-        sampled = slots * self.stride + positions  # where they are in the state
         if graph is None or len(plan.freed) or not self.sampler.is_plain(slots, positions):
             waits = [self.launch(one) for one in plan.unrolled()]
             return lambda: joined([wait() for wait in waits])
-        self._stage(plan)
-        rows = self._rows_of_graph(1, graph.size, plan.slots, plan.starts)
-        at = self._upload([rows, sampled])
-        self.graph_rows[: len(rows)].copy_(at[: len(rows)])
-        moving = self.graph_rows[: len(rows)].view(2, 2, graph.size)[:, 1]  # starts, and positions of the samples
-        for i in range(plan.repeats):
-            if i:
-                moving.add_(1)
+        self.transfers.begin()
+        sampled = slots * self.stride + positions  # where they are in the state
+        sent = [self._rows_of_graph(1, graph.size, plan), *self._staged(plan), sampled]
+        self.transfers.upload_to(self.inbox, sent)
+        for _ in range(plan.repeats):
             graph.graph.replay()
-        return self._download(plan.step_id, self.state.view(-1).index_select(0, at[len(rows) :]))
-
-    # ---- to the device and back -----------------------------------------------------------------------------------
-
-    def _pinned(self, values: Int32s) -> torch.Tensor:
-        """Where a copy to the device does not make the host wait. Torch keeps such memory until the copy is done."""
-        host = torch.from_numpy(values)
-        return host.pin_memory() if self.device.type == "cuda" else host
-
-    def _upload(self, arrays: list[Int32s]) -> torch.Tensor:
-        """The arrays, end to end, as one copy."""
-        return self._pinned(np.concatenate(arrays)).to(self.device, non_blocking=True)
+        end = sum(map(len, sent))
+        return self._download(plan.step_id, self.state.view(-1).index_select(0, self.inbox[end - len(sampled) : end]))
 
     def _download(
         self, step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None = None, masks: Masks | None = None
     ) -> Callable[[], StepResult]:
         """Copies to the host, begun; the answer waits for them."""
-        host, host_logprobs = _to_host(token_ids), logprobs and logprobs.map(_to_host)
-        done = torch.cuda.Event() if self.device.type == "cuda" else None
-        if done is not None:
-            done.record()
-        return partial(_finish, step_id, host, host_logprobs, masks, done)
+        host, host_logprobs = self.transfers.download(token_ids), logprobs and logprobs.map(_to_host)
+        return self.transfers.end(lambda: make_result(step_id, host, host_logprobs, masks))
 
-    def _stage(self, plan: StepPlan) -> None:
-        """Write what the plan brings into the state: block tables, tokens and parameters of new requests, guesses."""
+    # ---- what plans change ----------------------------------------------------------------------------------------
+
+    def _staged(self, plan: StepPlan) -> list[Int32s]:
+        """What the plan brings to the state: block tables, tokens and parameters of new requests, guesses; end to end
+        they are what kernels/staging.py applies."""
         if not (plan.new or plan.tables.shape[1] or len(plan.given_ids)):
-            return
+            return [_NOTHING_STAGED]
         slots, index, blocks = plan.tables
         # A block may be replaced in the plan that wrote it: the last one counts, and kernels know no order.
         writes = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
@@ -185,20 +182,19 @@ class DeviceSteps:
         if len(given):
             places += ((plan.slots * self.stride + plan.starts + plan.counts)[given] - plan.given[given]).tolist()
             lengths += plan.given[given].tolist()
-        values.append(plan.given_ids)
-        sizes = np.array(lengths, np.int32)
-        n, sources = len(places), np.cumsum(sizes, dtype=np.int32) - sizes
-        staged = self._upload([np.array(places, np.int32), sources, sizes, *values])
-        apply_runs(self.state.view(-1), staged[: 3 * n].view(3, n), staged[3 * n :], max(lengths))
+        return [np.array([0, len(places), *places, *lengths], np.int32), *values, plan.given_ids]
+
+    def _write(self, staged: list[Int32s]) -> None:
+        if num_runs := int(staged[0][1]):
+            apply_runs(self.state.view(-1), self.transfers.upload(*staged), num_runs)
 
     # ---- one by one -----------------------------------------------------------------------------------------------
 
     def _run(
         self, plan: StepPlan, sampling: np.ndarray, slots: Int32s, positions: Int32s
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor], Logprobs | None]:
-        """A step of any rows, those of one token first on the device. Token ids and logits of the
-        samples in the plan's order, and where their slots and positions are on the device; log-probabilities of
-        prompts."""
+    ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
+        """A step of any rows, those of one token first on the device. Token ids and logits of the samples in the
+        plan's order; log-probabilities of prompts."""
         order = np.argsort(plan.counts > 1, kind="stable")
         rows, starts, counts = plan.slots[order], plan.starts[order], plan.counts[order]
         ends = np.cumsum(counts, dtype=np.int32)
@@ -208,7 +204,7 @@ class DeviceSteps:
         first[order] = ends - (starts + counts)
         sampled = first[sampling] + positions - 1
         arrays = [rows, starts, firsts, firsts[num_short:] - firsts[num_short], sampled, slots, positions]
-        parts = self._upload(arrays).split([len(a) for a in arrays])
+        parts = self.transfers.upload(*arrays).split([len(a) for a in arrays])
         d_rows, d_starts, d_firsts, d_firsts_long, d_sampled, d_slots, d_positions = parts
         inputs = build_inputs(d_rows, d_starts, d_firsts, self.tokens, self.tables, self.block_size, num_tokens, most)
         attending = []
@@ -222,12 +218,11 @@ class DeviceSteps:
         hidden = self.decoder.forward(*inputs, attending, self.layer_caches)
         scored, prompts = self.scorer.find(plan, first + plan.starts + plan.counts - 1, self.stride), None
         if scored.size:
-            at = self._upload([scored.reshape(-1)]).view(2, -1)
-            prompts = self.scorer.score(hidden, self.state.view(-1), at)
+            prompts = self.scorer.score(hidden, self.state.view(-1), self.transfers.upload(scored))
         if not len(sampling):
-            return d_sampled, hidden[:0], (d_slots, d_positions), prompts
+            return d_sampled, hidden[:0], prompts
         logits = self.decoder.logits(hidden.index_select(0, d_sampled))
-        return self._sample(logits, d_slots, d_positions), logits, (d_slots, d_positions), prompts
+        return self._sample(logits, d_slots, d_positions), logits, prompts
 
     def _sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.sampler.sample(logits, slots, positions, self.tokens, self.params)
@@ -247,8 +242,8 @@ class DeviceSteps:
         self.graph_logits = torch.empty((most, vocab), dtype=torch.float32, device=self.device)
         pool = torch.cuda.graph_pool_handle()
         for count, size in shapes:
-            rows = self._rows_of_graph(count, size)
-            self.graph_rows[: len(rows)].copy_(torch.from_numpy(rows))
+            rows = np.concatenate((self._rows_of_graph(count, size), _NOTHING_STAGED))
+            self.inbox[: len(rows)].copy_(torch.from_numpy(rows))
             self._decode(size, count)  # kernels are compiled and workspaces made outside of a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -257,17 +252,27 @@ class DeviceSteps:
             self.graphs.setdefault(count, []).insert(0, DecodeGraph(size, graph, token_ids))
 
     def _decode(self, size: int, count: int = 1) -> torch.Tensor:
-        """What a graph captures: a token after each of the `count` tokens of the first `size` rows of `graph_rows`."""
+        """What a graph captures: a token after each of the `count` tokens of the first `size` rows of the inbox.
+
+        Plans with guesses, and a draft's, mostly change something: their graphs begin with it. A draft's then move
+        their rows on by a token, and what was changed is not to be changed again."""
         num_tokens = size * count
-        slots, starts = self.graph_rows[: 2 * size].view(2, size).unbind(0)
-        sample_slots, positions = self.graph_rows[2 * size :][: 2 * num_tokens].view(2, num_tokens).unbind(0)
+        slots, sample_slots, starts, positions = self.inbox[: 2 * (size + num_tokens)].split([size, num_tokens] * 2)
+        if self._begins_with_changes(count):
+            apply_runs(self.state.view(-1), self.inbox[2 * (size + num_tokens) :], _STAGING_PROGRAMS)
         firsts = self.row_numbers[: size + 1]
         firsts = firsts if count == 1 else firsts * count
         inputs = build_inputs(slots, starts, firsts, self.tokens, self.tables, self.block_size, num_tokens, count)
         rows = PagedRows(slots, starts, firsts, self.tables, size, num_tokens, count, self.max_model_len, settled=True)
         hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
-        return self._sample(logits, sample_slots, positions)
+        token_ids = self._sample(logits, sample_slots, positions)
+        if self.chains and count == 1:
+            self.inbox[2 * size : 4 * size + 1].add_(1)
+        return token_ids
+
+    def _begins_with_changes(self, count: int) -> bool:
+        return self.chains or count > 1
 
     def _graph_for(self, plan: StepPlan) -> DecodeGraph | None:
         """The graph of a step whose rows are alike and all of whose tokens are sampled after, or, if the plan brings
@@ -286,24 +291,41 @@ class DeviceSteps:
             return None
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.size)]
 
-    def _rows_of_graph(self, count: int, size: int, slots: Int32s = EMPTY, starts: Int32s = EMPTY) -> Int32s:
-        """`graph_rows` of these rows, padded to `size`: slots and starts, then of each sample its slot and position."""
-        rows = np.empty((2, size), np.int32)
-        rows[:, : len(slots)] = slots, starts
-        rows[:, len(slots) :] = [[self.num_slots], [0]]
-        samples = np.repeat(rows, count, 1)
-        samples[1] += np.tile(np.arange(1, count + 1, dtype=np.int32), size)
-        return np.concatenate((rows, samples), axis=None)
+    def _rows_of_graph(self, count: int, size: int, plan: StepPlan = _NO_ROWS) -> Int32s:
+        """The inbox for the rows of a plan, padded to `size`."""
+        rows = np.empty((2, size * (1 + count)), np.int32)  # of each row its slot and start, of each sample its own
+        firsts, samples = rows[:, :size], rows[:, size:].reshape(2, size, count)
+        firsts[:, : len(plan.slots)] = plan.slots, plan.starts
+        firsts[:, len(plan.slots) :] = [[self.num_slots], [0]]
+        samples[:] = firsts[:, :, None]
+        samples[1] += np.arange(1, count + 1, dtype=np.int32)
+        if len(plan.slots) and plan.samples[0] < count:  # what is sampled in the plan's own tokens' places goes nowhere
+            samples[:, :, :-1] = [[[self.num_slots]], [[1]]]
+        return rows.reshape(-1)
 
-    def _replay(
-        self, graph: DecodeGraph, plan: StepPlan
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        n, count = int(plan.counts.sum()), int(plan.counts[0])
-        rows = self._rows_of_graph(count, graph.size, plan.slots, plan.starts)
-        self.graph_rows[: len(rows)].copy_(self._pinned(rows), non_blocking=True)
+    def _replay(self, graph: DecodeGraph, plan: StepPlan, staged: list[Int32s]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and logits of the samples in the plan's order."""
+        count = int(plan.counts[0])
+        rows = self._rows_of_graph(count, graph.size, plan)
+        if self._begins_with_changes(count):
+            self.transfers.upload_to(self.inbox, [rows, *staged])
+        else:
+            self._write(staged)
+            self.transfers.upload_to(self.inbox, [rows])
         graph.graph.replay()
-        where = self.graph_rows[2 * graph.size : len(rows)].view(2, graph.size * count)
-        return graph.token_ids[:n], self.graph_logits[:n], (where[0, :n], where[1, :n])
+        step = count // int(plan.samples[0])
+        chosen = slice(step - 1, int(plan.counts.sum()), step)
+        return graph.token_ids[chosen], self.graph_logits[chosen]
+
+
+_NOTHING_STAGED: Int32s = np.zeros(2, np.int32)
+
+
+def _most_ints_of_a_row(block_size: int) -> int:
+    """That a row of a graph may have in the inbox: the rows of a graph with most guesses, what they bring, and where
+    the samples of a chain are."""
+    count, blocks = MOST_GUESSES + 1, 2 + MOST_REPEATS // block_size
+    return 2 * (1 + count) + 3 * (blocks + 1) + count + MOST_REPEATS + 2
 
 
 def graph_sizes(largest: int) -> list[int]:
@@ -316,15 +338,3 @@ def _to_host(x: torch.Tensor) -> torch.Tensor:
     if x.device.type == "cpu":
         return x.clone()
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-
-
-def _finish(
-    step_id: int,
-    token_ids: torch.Tensor,
-    logprobs: Logprobs | None,
-    masks: Masks | None,
-    done: torch.cuda.Event | None,
-) -> StepResult:
-    if done is not None:
-        done.synchronize()
-    return make_result(step_id, token_ids, logprobs, masks)

@@ -1,0 +1,108 @@
+"""Copies between host and device that the host neither waits for nor allocates for.
+
+Memory that such copies need is pinned, and to have Torch pin some for every copy takes 0.1 ms each. A step takes a
+`Transfer`, which was pinned once, and gives it back when its result has been read: the device has then done with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+_FIRST_BYTES = 64 << 10
+_ALIGNMENT = 16  # bytes
+
+T = TypeVar("T")
+
+
+class Transfer:
+    """The memory of one step, for what goes up before its kernels and comes down after them, and its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self.done = torch.cuda.Event() if self._pinned else None
+        self._memory = self._allocate(_FIRST_BYTES)
+        self._used = 0
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def clear(self) -> None:
+        """The step before is over."""
+        self._used = 0
+
+    def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for `count` values on the host. What was taken before stays valid, also if more memory is needed: Torch
+        keeps the old until its copies are done."""
+        size = count * dtype.itemsize
+        if self._used + size > len(self._memory):
+            self._memory, self._used = self._allocate(2 * (self._used + size)), 0
+        at, self._used = self._used, self._used - (-size // _ALIGNMENT * _ALIGNMENT)
+        return self._memory[at : at + size].view(dtype)
+
+
+class Transfers:
+    """The copies of a device's steps. One thread begins steps and copies; any may wait for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: deque[Transfer] = deque()
+        self._now = Transfer(device)
+
+    def begin(self) -> None:
+        """What is copied from now on belongs to another step."""
+        self._now = self._free.pop() if self._free else Transfer(self.device)
+        self._now.clear()
+
+    def upload(self, *arrays: np.ndarray) -> torch.Tensor:
+        """Arrays of one type, end to end, as a tensor on the device; a single one in its shape."""
+        device = self._filled(arrays).to(self.device, non_blocking=True)
+        return device.view(arrays[0].shape) if len(arrays) == 1 else device
+
+    def upload_to(self, target: torch.Tensor, arrays: list[np.ndarray]) -> None:
+        """Arrays of its type, end to end, over the beginning of `target`, [size]."""
+        host = self._filled(arrays)
+        target[: len(host)].copy_(host, non_blocking=True)
+
+    def _filled(self, arrays: tuple[np.ndarray, ...] | list[np.ndarray]) -> torch.Tensor:
+        flat = [a.reshape(-1) for a in arrays]
+        host = self._now.take(sum(map(len, flat)), _TORCH[flat[0].dtype.type])
+        np.concatenate(flat, out=host.numpy())
+        return host
+
+    def download(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, [size], on the host: there when the step is over, and until its result was made."""
+        return self._now.take(len(x), x.dtype).copy_(x, non_blocking=True)
+
+    def end(self, result: Callable[[], T]) -> Landing[T]:
+        """The step's last copy has been asked for; `result` reads what has come when all of it is there."""
+        transfer = self._now
+        if transfer.done is not None:
+            transfer.done.record()
+        return Landing(transfer, result, self._free)
+
+
+class Landing(Generic[T]):
+    """A step's result: called, it waits for it. Several threads may ask, and again."""
+
+    def __init__(self, transfer: Transfer, result: Callable[[], T], free: deque[Transfer]) -> None:
+        self._transfer, self._make, self._free = transfer, result, free
+        self._lock = threading.Lock()
+        self._result: T | None = None
+
+    def __call__(self) -> T:
+        with self._lock:
+            if self._result is None:
+                if self._transfer.done is not None:
+                    self._transfer.done.synchronize()
+                self._result = self._make()
+                self._free.append(self._transfer)
+            return self._result
+
+
+_TORCH: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, np.float32: torch.float32}

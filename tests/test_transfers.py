@@ -1,0 +1,46 @@
+"""Copies of steps, on a CPU, where they are done when they are asked for."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from runtime.worker.transfers import Transfers
+
+CPU = torch.device("cpu")
+
+
+def test_what_goes_up_keeps_type_and_shape():
+    transfers = Transfers(CPU)
+    for dtype in (np.int32, np.int64, np.float32):
+        parts = [np.arange(n).astype(dtype) for n in (3, 0, 5)]
+        assert torch.equal(transfers.upload(*parts), torch.from_numpy(np.concatenate(parts)))
+    table = np.arange(12, dtype=np.int32).reshape(3, 4)
+    assert torch.equal(transfers.upload(table), torch.from_numpy(table))
+    assert transfers.upload(np.zeros((0, 4), np.int32)).shape == (0, 4)
+    target = torch.full((6,), 9, dtype=torch.int32)
+    transfers.upload_to(target, [np.array([1, 2], np.int32), np.array([3], np.int32)])
+    assert target.tolist() == [1, 2, 3, 9, 9, 9]
+
+
+def test_a_step_that_needs_more_memory_keeps_what_it_has():
+    transfers = Transfers(CPU)
+    transfers.begin()
+    kept = [transfers.upload(np.full(n, i, np.int32)) for i, n in enumerate((1, 7000, 20_000, 3, 100_000))]
+    assert all((values == i).all() for i, values in enumerate(kept))
+
+
+def test_results_outlive_the_memory_they_came_through():
+    """Steps in flight have memory of their own; that of a step whose result was read is used again."""
+    transfers, landings = Transfers(CPU), []
+    for round_ in range(20):
+        for i in range(3):
+            transfers.begin()
+            host = transfers.download(torch.full((4,), 10 * round_ + i, dtype=torch.int32))
+            landings.append(transfers.end(lambda host=host: host.tolist()))
+        with ThreadPoolExecutor(4) as threads:
+            got = list(threads.map(lambda landing: landing(), [*landings, *landings]))
+        assert got == 2 * [[10 * round_ + i] * 4 for i in range(3)]
+        assert [landing() for landing in landings] == got[:3]
+        landings = []
+    assert len(transfers._free) <= 3
