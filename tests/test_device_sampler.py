@@ -21,6 +21,7 @@ from runtime.kernels.automata import (
     mask_states_triton,
 )
 from runtime.kernels.lower_bounds import lower_bounds_torch, lower_bounds_triton
+from runtime.kernels.mail import leave_answer, leave_answer_torch, take_letter, take_letter_torch
 from runtime.kernels.sample import (
     NUM_PARAMS,
     PROMPT_LEN,
@@ -69,7 +70,7 @@ def test_what_a_slot_wants_and_what_the_state_gets():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("check", ["staging", "inputs", "sample", "bounds", "masks", "sampler"])
+@pytest.mark.parametrize("check", ["staging", "mail", "inputs", "sample", "bounds", "masks", "sampler"])
 def test_under_the_interpreter(check):
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", __file__, check]
@@ -122,19 +123,48 @@ def check_masks(device: torch.device = CPU) -> None:
 def check_staging(device: torch.device = CPU) -> None:
     """Runs of all lengths around a program's, next to each other: what lies between them stays."""
     generator = np.random.default_rng(0)
-    cases = ([1], 1), ([1023, 1, 1024, 1025, 0, 3000], 6), ([1] * 40, 16), ([2] * 1500, 7), ([], 3)
-    for lengths, num_programs in cases:
+    for lengths in ([1], [1023, 1, 1024, 1025, 0, 3000], [1] * 40, [2] * 1500, []):
         gaps = generator.integers(0, 3, len(lengths) + 1)
         places = np.cumsum(gaps[:-1] + [0, *lengths[:-1]][: len(lengths)])
         values = torch.randint(-(2**31), 2**31 - 1, (sum(lengths) + 3,), device=device).int()
-        for applied in (0, 1):
-            head = torch.tensor([applied, len(lengths), *places.tolist(), *lengths], dtype=torch.int32, device=device)
-            state = torch.full((7000,), 7, dtype=torch.int32, device=device)
-            twin = state.clone()
-            apply_runs(state, torch.cat((head, values)), num_programs)
-            apply_runs_torch(twin, torch.cat((head, values)), num_programs)
-            assert torch.equal(state, twin)
-            assert (state == 7).all() == (applied or not sum(lengths))
+        head = torch.tensor([len(lengths), *places.tolist(), *lengths], dtype=torch.int32, device=device)
+        state = torch.full((7000,), 7, dtype=torch.int32, device=device)
+        twin = state.clone()
+        apply_runs(state, torch.cat((head, values)), len(lengths))
+        apply_runs_torch(twin, torch.cat((head, values)))
+        assert torch.equal(state, twin)
+        assert (state == 7).all() == (not sum(lengths))
+
+
+def check_mail(device: torch.device = CPU) -> None:
+    """Letters of several graphs in turn, with and without runs, with repeats, more of them than there are pages."""
+    generator, num_pages = np.random.default_rng(0), 4
+    sizes = {"dtype": torch.int32, "pin_memory": device.type == "cuda"}
+    letters, answers = torch.zeros((num_pages, 12_000), **sizes), torch.zeros((num_pages, 9000), **sizes)
+    control, rows, state = (torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 4096, 5000))
+    twins = [x.clone() for x in (control, rows, state)]
+    twin_answers = answers.clone()
+    graphs = (1, 1, 1), (4, 1, 5), (2, 6, 1), (1000, 1, 3), (1, 1, 64), (40, 9, 1)
+    for number, (size, count, repeats) in enumerate(graphs):
+        num_ints, n = 2 * size * (1 + count), size * count
+        num_runs = int(generator.integers(0, 60)) * (number % 2)
+        lengths = generator.integers(0, 80, num_runs).tolist()
+        places = np.cumsum([0, *lengths])[:-1].tolist()
+        values = generator.integers(-9, 9, sum(lengths)).tolist()
+        body = [repeats, num_runs, *generator.integers(0, 99, num_ints).tolist(), *places, *lengths, *values]
+        letters[number % num_pages, : len(body)] = torch.tensor(body, dtype=torch.int32)
+        for _ in range(repeats):
+            token_ids = torch.randint(-1, 1000, (n,), dtype=torch.int32).to(device)
+            take_letter(letters, control, rows[:num_ints], state)
+            leave_answer(token_ids, control, rows[:num_ints], answers)
+            take_letter_torch(letters, twins[0], twins[1][:num_ints], twins[2])
+            leave_answer_torch(token_ids, twins[0], twins[1][:num_ints], twin_answers)
+            for got, want in zip((control, rows, state), twins, strict=True):
+                assert torch.equal(got, want)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            assert torch.equal(answers, twin_answers)
+        assert control.tolist()[:2] == [(number + 1) % num_pages, 0]
 
 
 def check_inputs(device: torch.device = CPU) -> None:
@@ -315,7 +345,7 @@ def check_sampler(device: torch.device = CPU, rounds: int = 12, vocab: int = 50)
 
 
 CHECKS = {
-    "staging": check_staging, "inputs": check_inputs, "sample": check_sample, "bounds": check_bounds,
+    "staging": check_staging, "mail": check_mail, "inputs": check_inputs, "sample": check_sample, "bounds": check_bounds,
     "masks": check_masks, "sampler": check_sampler,
 }  # fmt: skip
 

@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from test_device_sampler import EOS, check_bounds, check_inputs, check_sample, check_sampler, check_staging, make_state
+from test_device_sampler import (
+    EOS,
+    check_bounds,
+    check_inputs,
+    check_mail,
+    check_masks,
+    check_sample,
+    check_sampler,
+    check_staging,
+    make_state,
+)
 
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
@@ -24,6 +34,8 @@ GPU = torch.device("cuda")
 
 def test_the_twins_answers():
     check_staging(GPU)
+    check_mail(GPU)
+    check_masks(GPU)
     check_inputs(GPU)
     check_sample(GPU, (torch.float32, torch.float16, torch.bfloat16))
 
@@ -102,7 +114,7 @@ def test_no_step_waits_for_the_device():
     host_slots, host_positions = np.arange(n, dtype=np.int32), np.full(n, 5, np.int32)
     slots, positions = torch.from_numpy(host_slots).to(GPU), torch.from_numpy(host_positions).to(GPU)
     edges = torch.arange(n + 1, dtype=torch.int32, device=GPU)
-    staged = torch.tensor([0, 2, 0, 70, 3, 2, 0, 1, 2, 3, 4], dtype=torch.int32, device=GPU)
+    staged = torch.tensor([2, 0, 70, 3, 2, 0, 1, 2, 3, 4], dtype=torch.int32, device=GPU)
 
     def step() -> None:
         apply_runs(state.view(-1), staged, 2)

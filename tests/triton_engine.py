@@ -74,7 +74,6 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
     replays = []
     if graphs and backend == "triton":
         steps = runner.steps
-        steps.chains = repeats > 0
         steps.graph_logits = torch.full((4, SPEC.vocab_size), torch.nan)
         replays = [Replay(steps, size) for size in (1, 4)]  # of 4: a batch of 2 or 3 is padded
         steps.graphs = {1: [DecodeGraph(r.size, r, r.token_ids) for r in replays]}
@@ -118,7 +117,6 @@ def chains(backend):
     runner = ModelRunner.dummy(EngineConfig(**settings, max_model_len=96, dtype="float32"), SPEC)
     replays = []
     if backend == "triton":
-        runner.steps.chains = True
         runner.steps.graph_logits = torch.full((8, SPEC.vocab_size), torch.nan)
         replays = [Replay(runner.steps, 2, count) for count in (1, 2)]
         for r in replays:

@@ -1,11 +1,8 @@
 """Steps of the Triton kernels: all state of the requests is on the device, and the host waits for nothing.
 
-A step is one upload of the plan's rows (and of what the plan changes, applied first), the forward pass, sampling, and
-one download of the tokens, all on one stream, so that plan order is stream order (C2). A step of decode rows alone, or
-of rows with equally many guesses, is one CUDA graph from the rows to the tokens; others launch the same functions one
-by one. A graph reads its rows from the inbox:
-
-    inbox = [ slots | samples' slots | starts | samples' positions | changes, as kernels/staging.py has them ]
+A step is the plan's rows (and what the plan changes, applied first), the forward pass, and sampling, all on one stream,
+so that plan order is stream order (C2). A step of decode rows alone, or of rows with equally many guesses, is one CUDA
+graph from the rows to the tokens, which come and go through mail.py; others are launched one function after another.
 
 The state of a slot is one row of int32, and the last row belongs to the padding of a graph's batch: its table and its
 parameters stay zero, so that padded rows compute into the null block.
@@ -32,14 +29,14 @@ from runtime.models.decoder import Decoder
 from runtime.worker.device_automata import DeviceAutomata
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.host_steps import make_result
+from runtime.worker.mail import Mail
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
-from runtime.worker.structure import Masks, Structures
+from runtime.worker.structure import Structures
 from runtime.worker.transfers import Transfers
 
 _LARGEST_GRAPH = 512  # rows
 _LARGEST_VERIFIED = 128  # tokens of a step of guesses that has a graph; larger batches do not gain by guesses
-_STAGING_PROGRAMS = 16  # of a graph, which cannot know how much a plan changes
 
 
 @dataclass(slots=True)
@@ -48,7 +45,7 @@ class DecodeGraph:
 
     size: int
     graph: torch.cuda.CUDAGraph
-    token_ids: torch.Tensor  # [size * count] int32, what the replay writes
+    token_ids: torch.Tensor  # [size * count] int32, what the replay samples
 
 
 _NO_ROWS = StepPlan(0)
@@ -67,12 +64,10 @@ class DeviceSteps:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         structures: Structures,
-        chains: bool = False,
     ) -> None:
-        """`chains`: plans may have `repeats`, as a draft's do."""
         self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
-        self.structures, self.chains = structures, chains
+        self.structures = structures
         self.device, self.block_size = cache.device, cache.shape[4]
         self.max_blocks = -(-max_model_len // self.block_size)
         self.table_at, self.params_at = max_model_len, max_model_len + self.max_blocks
@@ -82,10 +77,11 @@ class DeviceSteps:
         self.tables = self.state[:, self.table_at : self.params_at]
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.transfers = Transfers(self.device)
-        of_a_row = _most_ints_of_a_row(self.block_size)
-        self.inbox = torch.zeros(of_a_row * max(num_slots, _LARGEST_VERIFIED), dtype=torch.int32, device=self.device)
+        most = max(num_slots, _LARGEST_VERIFIED)
+        self.mail = Mail(most * _most_ints_of_a_row(self.block_size), most * MOST_REPEATS, self.device)
+        self.graph_rows = torch.zeros(4 * most, dtype=torch.int32, device=self.device)  # as kernels/mail.py has them
         self.graph_logits = torch.empty(0, device=self.device)
-        self.row_numbers = torch.arange(max(num_slots, _LARGEST_VERIFIED) + 1, dtype=torch.int32, device=self.device)
+        self.row_numbers = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self.graphs: dict[int, list[DecodeGraph]] = {}  # tokens of a row -> by rising size
         self.reset()
 
@@ -113,13 +109,19 @@ class DeviceSteps:
         sampling, sampled_after = last_tokens(plan, plan.samples)
         slots, positions = plan.slots[sampling], sampled_after + 1
         prompts = None
+        plain = self.sampler.is_plain(slots, positions)
         if graph := self._graph_for(plan):
-            token_ids, logits = self._replay(graph, plan, staged)
+            answer = self._replay(graph, plan, staged)
+            if plain:
+                return self._answered(plan, graph, answer)
+            step = int(plan.counts[0]) // int(plan.samples[0])
+            chosen = slice(step - 1, int(plan.counts.sum()), step)
+            token_ids, logits = graph.token_ids[chosen], self.graph_logits[chosen]
         else:
             self._write(staged)
             token_ids, logits, prompts = self._run(plan, sampling, slots, positions)
         logprobs = masks = None
-        if not self.sampler.is_plain(slots, positions):
+        if not plain:
             guessed = len(plan.given_ids) > 0 and bool(self.sampler.penalised[slots].any())
             if guessed:
                 self._write(staged)  # again: penalties want the guesses, in whose places samples stand now
@@ -131,34 +133,33 @@ class DeviceSteps:
                 self.tokens[where[0].long(), where[1].long()] = token_ids.clamp(min=0)
         if prompts is not None:
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
-        wait = self._download(plan.step_id, token_ids, logprobs, masks)
+        host, host_logprobs = self.transfers.download(token_ids), logprobs and logprobs.map(_to_host)
+        wait = self.transfers.end(lambda: make_result(plan.step_id, host, host_logprobs, masks))
+        if graph is not None:
+            self.mail.is_read_by(wait)
         if masks is not None:
             self.structures.sampled(masks, lambda: wait().token_ids)
         return wait
 
     def _launch_repeated(self, plan: StepPlan) -> Callable[[], StepResult]:
         """With a graph and nothing to add to its samples, replays that the host only starts; else step by step."""
-        graph = self._graph_for(plan) if self.chains else None
+        graph = self._graph_for(plan)
         within = np.arange(1, plan.repeats + 1, dtype=np.int32)
         slots, positions = np.repeat(plan.slots, plan.repeats), (plan.starts[:, None] + within).reshape(-1)
         if graph is None or len(plan.freed) or not self.sampler.is_plain(slots, positions):
             waits = [self.launch(one) for one in plan.unrolled()]
             return lambda: joined([wait() for wait in waits])
         self.transfers.begin()
-        sampled = slots * self.stride + positions  # where they are in the state
-        sent = [self._rows_of_graph(1, graph.size, plan), *self._staged(plan), sampled]
-        self.transfers.upload_to(self.inbox, sent)
-        for _ in range(plan.repeats):
-            graph.graph.replay()
-        end = sum(map(len, sent))
-        return self._download(plan.step_id, self.state.view(-1).index_select(0, self.inbox[end - len(sampled) : end]))
+        return self._answered(plan, graph, self._replay(graph, plan, self._staged(plan)))
 
-    def _download(
-        self, step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None = None, masks: Masks | None = None
-    ) -> Callable[[], StepResult]:
-        """Copies to the host, begun; the answer waits for them."""
-        host, host_logprobs = self.transfers.download(token_ids), logprobs and logprobs.map(_to_host)
-        return self.transfers.end(lambda: make_result(step_id, host, host_logprobs, masks))
+    def _answered(self, plan: StepPlan, graph: DecodeGraph, answer: Int32s) -> Callable[[], StepResult]:
+        """What waits for a replayed graph's answer."""
+        size, count, samples = graph.size, int(plan.counts[0]), int(plan.samples[0])
+        read = answer[: plan.repeats * size * count].reshape(plan.repeats, size, count)
+        read = read[:, : len(plan.slots), count - samples :].swapaxes(0, 1)
+        wait = self.transfers.end(lambda: StepResult(plan.step_id, read.flatten()))
+        self.mail.is_read_by(wait)
+        return wait
 
     # ---- what plans change ----------------------------------------------------------------------------------------
 
@@ -166,7 +167,7 @@ class DeviceSteps:
         """What the plan brings to the state: block tables, tokens and parameters of new requests, guesses; end to end
         they are what kernels/staging.py applies."""
         if not (plan.new or plan.tables.shape[1] or len(plan.given_ids)):
-            return [_NOTHING_STAGED]
+            return [_NO_RUNS]
         slots, index, blocks = plan.tables
         # A block may be replaced in the plan that wrote it: the last one counts, and kernels know no order.
         writes = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
@@ -182,10 +183,10 @@ class DeviceSteps:
         if len(given):
             places += ((plan.slots * self.stride + plan.starts + plan.counts)[given] - plan.given[given]).tolist()
             lengths += plan.given[given].tolist()
-        return [np.array([0, len(places), *places, *lengths], np.int32), *values, plan.given_ids]
+        return [np.array([len(places), *places, *lengths], np.int32), *values, plan.given_ids]
 
     def _write(self, staged: list[Int32s]) -> None:
-        if num_runs := int(staged[0][1]):
+        if num_runs := int(staged[0][0]):
             apply_runs(self.state.view(-1), self.transfers.upload(*staged), num_runs)
 
     # ---- one by one -----------------------------------------------------------------------------------------------
@@ -242,8 +243,7 @@ class DeviceSteps:
         self.graph_logits = torch.empty((most, vocab), dtype=torch.float32, device=self.device)
         pool = torch.cuda.graph_pool_handle()
         for count, size in shapes:
-            rows = np.concatenate((self._rows_of_graph(count, size), _NOTHING_STAGED))
-            self.inbox[: len(rows)].copy_(torch.from_numpy(rows))
+            self.mail.write(1, self._rows_of_graph(count, size), [_NO_RUNS])
             self._decode(size, count)  # kernels are compiled and workspaces made outside of a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -252,14 +252,11 @@ class DeviceSteps:
             self.graphs.setdefault(count, []).insert(0, DecodeGraph(size, graph, token_ids))
 
     def _decode(self, size: int, count: int = 1) -> torch.Tensor:
-        """What a graph captures: a token after each of the `count` tokens of the first `size` rows of the inbox.
-
-        Plans with guesses, and a draft's, mostly change something: their graphs begin with it. A draft's then move
-        their rows on by a token, and what was changed is not to be changed again."""
+        """What a graph captures: a token after each of the `count` tokens of the `size` rows of a letter."""
         num_tokens = size * count
-        slots, sample_slots, starts, positions = self.inbox[: 2 * (size + num_tokens)].split([size, num_tokens] * 2)
-        if self._begins_with_changes(count):
-            apply_runs(self.state.view(-1), self.inbox[2 * (size + num_tokens) :], _STAGING_PROGRAMS)
+        graph_rows = self.graph_rows[: 2 * (size + num_tokens)]
+        self.mail.take(graph_rows, self.state.view(-1))
+        slots, sample_slots, starts, positions = graph_rows.split([size, num_tokens] * 2)
         firsts = self.row_numbers[: size + 1]
         firsts = firsts if count == 1 else firsts * count
         inputs = build_inputs(slots, starts, firsts, self.tokens, self.tables, self.block_size, num_tokens, count)
@@ -267,12 +264,8 @@ class DeviceSteps:
         hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         token_ids = self._sample(logits, sample_slots, positions)
-        if self.chains and count == 1:
-            self.inbox[2 * size : 4 * size + 1].add_(1)
+        self.mail.leave(token_ids, graph_rows)
         return token_ids
-
-    def _begins_with_changes(self, count: int) -> bool:
-        return self.chains or count > 1
 
     def _graph_for(self, plan: StepPlan) -> DecodeGraph | None:
         """The graph of a step whose rows are alike and all of whose tokens are sampled after, or, if the plan brings
@@ -292,7 +285,7 @@ class DeviceSteps:
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.size)]
 
     def _rows_of_graph(self, count: int, size: int, plan: StepPlan = _NO_ROWS) -> Int32s:
-        """The inbox for the rows of a plan, padded to `size`."""
+        """The rows of a letter for a plan, padded to `size`."""
         rows = np.empty((2, size * (1 + count)), np.int32)  # of each row its slot and start, of each sample its own
         firsts, samples = rows[:, :size], rows[:, size:].reshape(2, size, count)
         firsts[:, : len(plan.slots)] = plan.slots, plan.starts
@@ -303,29 +296,22 @@ class DeviceSteps:
             samples[:, :, :-1] = [[[self.num_slots]], [[1]]]
         return rows.reshape(-1)
 
-    def _replay(self, graph: DecodeGraph, plan: StepPlan, staged: list[Int32s]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and logits of the samples in the plan's order."""
-        count = int(plan.counts[0])
-        rows = self._rows_of_graph(count, graph.size, plan)
-        if self._begins_with_changes(count):
-            self.transfers.upload_to(self.inbox, [rows, *staged])
-        else:
-            self._write(staged)
-            self.transfers.upload_to(self.inbox, [rows])
-        graph.graph.replay()
-        step = count // int(plan.samples[0])
-        chosen = slice(step - 1, int(plan.counts.sum()), step)
-        return graph.token_ids[chosen], self.graph_logits[chosen]
+    def _replay(self, graph: DecodeGraph, plan: StepPlan, staged: list[Int32s]) -> Int32s:
+        """Returns where its samples, and those of the padding, will be."""
+        rows = self._rows_of_graph(int(plan.counts[0]), graph.size, plan)
+        answer = self.mail.write(plan.repeats, rows, staged)
+        for _ in range(plan.repeats):
+            graph.graph.replay()
+        return answer
 
 
-_NOTHING_STAGED: Int32s = np.zeros(2, np.int32)
+_NO_RUNS: Int32s = np.zeros(1, np.int32)
 
 
 def _most_ints_of_a_row(block_size: int) -> int:
-    """That a row of a graph may have in the inbox: the rows of a graph with most guesses, what they bring, and where
-    the samples of a chain are."""
-    count, blocks = MOST_GUESSES + 1, 2 + MOST_REPEATS // block_size
-    return 2 * (1 + count) + 3 * (blocks + 1) + count + MOST_REPEATS + 2
+    """Of a letter, for each row: with most guesses, and blocks for most repeats."""
+    count, num_blocks = MOST_GUESSES + 1, 2 + MOST_REPEATS // block_size
+    return 2 * (1 + count) + 3 * num_blocks + 2 + count
 
 
 def graph_sizes(largest: int) -> list[int]:

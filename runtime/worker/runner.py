@@ -125,8 +125,8 @@ class ModelRunner:
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, memory.block_size, spec.head_dim)
         cache = torch.zeros(shape, dtype=numerics.dtype, device=numerics.device)
         num_slots, max_len = self.config.max_num_seqs, memory.max_model_len
-        args = self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.structures
-        return DeviceSteps(*args, chains=self.is_draft) if numerics.backend == "triton" else HostSteps(*args)
+        kind = DeviceSteps if numerics.backend == "triton" else HostSteps
+        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.structures)
 
     def _measure_memory(self) -> None:
         """Give the KV cache what is free after the largest step: as many rows and tokens as a step may have, all on
