@@ -126,8 +126,7 @@ def main() -> None:
                 plan = StepPlan(0, new=[new], slots=slot, starts=start, counts=count, samples=one)
                 steps._write(steps._staged(plan))
                 token_ids, logits, _ = steps._run(plan, np.zeros(1, np.int64), slot, count)
-                where = steps.transfers.upload(slot, count).view(2, -1).unbind(0)
-                steps.sampler.resample(logits, token_ids, slot, count, *where, steps.tokens, steps.params)
+                steps.sampler.resample(logits, token_ids, slot, count, steps.tokens, steps.params)
             case = f"{name}, grammars"
             sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))
             at, words, *automata = (torch.empty(size, dtype=torch.int32, device=META) for size in sizes)

@@ -237,6 +237,14 @@ def check_sample(device: torch.device = CPU, dtypes: tuple[torch.dtype, ...] = (
             assert answers[0][7] == -1
             assert all(i == 7 or answers[0][i] >= vocab // 2 for i in rows.tolist())
 
+            whole = torch.randn(10, vocab, device=device).to(dtype)  # again, in the place where all logits are
+            whole[:, : vocab // 2] = -torch.inf
+            twins = [Again(got.clone(), rows) for _ in range(2)]
+            sample_tokens_torch(whole, *where, tokens, params, twins[0])
+            sample_tokens_triton(whole, *where, tokens, params, twins[1])
+            assert twins[0].token_ids.tolist() == twins[1].token_ids.tolist()
+            assert all(i == 7 or int(twins[1].token_ids[i]) >= vocab // 2 for i in rows.tolist())
+
 
 def assert_bound(logits: torch.Tensor, top_k: int, top_p: float, min_p: float, bound: float) -> None:
     """By definition, in float64: exact but for min_p's logarithm and for probability sums that fp32 can't tell from
@@ -330,7 +338,7 @@ def check_sampler(device: torch.device = CPU, rounds: int = 12, vocab: int = 50)
             plain, logprobs = sampler.is_plain(rows, positions), None
             assert plain or seed
             if not plain:
-                logprobs = sampler.resample(on_device, got, rows, positions, *where, tokens, params)
+                logprobs = sampler.resample(on_device, got, rows, positions, tokens, params)
             assert torch.equal(on_device.cpu(), logits) or step == 2  # the model's own logits stay
             assert got.tolist() == want.tolist()
             assert torch.equal(tokens.cpu()[:-1], slots.tokens)
@@ -345,8 +353,8 @@ def check_sampler(device: torch.device = CPU, rounds: int = 12, vocab: int = 50)
 
 
 CHECKS = {
-    "staging": check_staging, "mail": check_mail, "inputs": check_inputs, "sample": check_sample, "bounds": check_bounds,
-    "masks": check_masks, "sampler": check_sampler,
+    "staging": check_staging, "mail": check_mail, "inputs": check_inputs, "sample": check_sample,
+    "bounds": check_bounds, "masks": check_masks, "sampler": check_sampler,
 }  # fmt: skip
 
 if __name__ == "__main__":

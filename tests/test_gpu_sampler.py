@@ -121,7 +121,7 @@ def test_no_step_waits_for_the_device():
         build_inputs(slots, positions - 1, edges, tokens, tables, 8, n, 1)
         token_ids = sampler.sample(logits, slots, positions, tokens, params)
         assert not sampler.is_plain(host_slots, host_positions)
-        logprobs = sampler.resample(logits, token_ids, host_slots, host_positions, slots, positions, tokens, params)
+        logprobs = sampler.resample(logits, token_ids, host_slots, host_positions, tokens, params)
         assert logprobs is not None
 
     step()  # compiled outside

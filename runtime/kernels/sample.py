@@ -28,16 +28,18 @@ _FAILED = (1 << 63) - 1  # the key of a tile with a value that is not finite; la
 
 @dataclass(slots=True)
 class Again:
-    """Some rows of a step are sampled once more, from logits with all penalties and divided by the temperature. These
-    may be -inf; a row fails if it had failed before."""
+    """Some rows of a step are sampled once more, from logits that may be -inf; a row fails if it had failed before.
+
+    With bounds, the logits are those of these rows alone, have all penalties, and are divided by the temperature;
+    without, they are the step's, only masked."""
 
     token_ids: torch.Tensor  # [num_rows] int32 of the whole step, changed in place
     rows: torch.Tensor  # [n] int32, where in token_ids the rows are
-    bounds: torch.Tensor  # [n] float32: rows with a temperature keep the tokens whose logit reaches it
+    bounds: torch.Tensor | None = None  # [n] float32: rows with a temperature keep the tokens whose logit reaches it
 
 
 def sample_tokens_torch(
-    logits: torch.Tensor,  # [n, vocab]
+    logits: torch.Tensor,  # [n, vocab], or those of all rows of a step that some are sampled again from
     slots: torch.Tensor,  # [n] int32
     positions: torch.Tensor,  # [n] int32, of the token to be sampled
     tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32; the token goes to [slot, position], a failed one as 0
@@ -45,17 +47,19 @@ def sample_tokens_torch(
     again: Again | None = None,
 ) -> torch.Tensor:
     """token_ids [n] int32: the best token, or with a temperature a drawn one; -1 for a row that is not finite (C9)."""
+    if again is not None and again.bounds is None:
+        logits = logits.index_select(0, again.rows)
     logits = logits.float()
     own = params[slots.long()]
     temperature = own[:, TEMPERATURE].view(torch.float32)[:, None]
     seeds = (own[:, SEED_HIGH].long() << 32) | (own[:, SEED_LOW].long() & 0xFFFFFFFF)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     noise = gumbel_noise(noise_keys(seeds, positions)[:, :, None], ids)
-    if again is None:
-        scaled, failed = logits / temperature.where(temperature > 0, 1.0), ~logits.isfinite().all(-1)
+    if again is None or again.bounds is None:
+        scaled = logits / temperature.where(temperature > 0, 1.0)
     else:
         scaled = logits.masked_fill(logits < again.bounds[:, None], -math.inf)
-        failed = again.token_ids[again.rows.long()] < 0
+    failed = ~logits.isfinite().all(-1) if again is None else again.token_ids[again.rows.long()] < 0
     chosen = torch.where(temperature > 0, scaled + noise, logits).argmax(-1).int().masked_fill_(failed, -1)
     tokens[slots.long(), positions.long()] = chosen.clamp(min=0)
     if again is None:
@@ -85,7 +89,8 @@ def _best_of_tile_kernel(
     slots_ptr,  # [n]
     positions_ptr,  # [n]
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
-    bounds_ptr,  # [n] float32; not read without AGAIN
+    rows_ptr,  # [n], of the logits; read with AGAIN, if there are no bounds
+    bounds_ptr,  # [n] float32; read with BOUNDED
     keys_ptr,  # [n, num_tiles] int64
     vocab,
     logits_stride,
@@ -94,6 +99,7 @@ def _best_of_tile_kernel(
     SEED_LOW: tl.constexpr,
     SEED_HIGH: tl.constexpr,
     AGAIN: tl.constexpr,
+    BOUNDED: tl.constexpr,
     FAILED: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -103,7 +109,12 @@ def _best_of_tile_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ids = tile * TILE + tl.arange(0, TILE)
-    logits = tl.load(logits_ptr + row * logits_stride + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+    logits_row = row
+    if AGAIN and not BOUNDED:
+        logits_row = tl.load(rows_ptr + row).to(tl.int64)
+    logits = tl.load(logits_ptr + logits_row * logits_stride + ids, mask=ids < vocab, other=-float("inf")).to(
+        tl.float32
+    )
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
     temperature = tl.load(params + TEMPERATURE).to(tl.float32, bitcast=True)
     scores = logits
@@ -111,7 +122,7 @@ def _best_of_tile_kernel(
         low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
         first = _keyed_hash(_keyed_hash(tl.load(positions_ptr + row) ^ low, 0) ^ high, -0x61C88647)
         second = _keyed_hash(first ^ low, 0)
-        if AGAIN:
+        if BOUNDED:
             scores = tl.where(logits >= tl.load(bounds_ptr + row), logits, -float("inf"))
         else:
             scores = tl.div_rn(logits, temperature)
@@ -171,17 +182,20 @@ def sample_tokens_triton(
     again: Again | None = None,
 ) -> torch.Tensor:
     """`sample_tokens_torch` as two kernels that read the logits once."""
-    n, vocab = logits.shape
+    n, vocab = len(slots), logits.shape[1]
+    bounds = None if again is None else again.bounds
     if again is None:
-        token_ids, rows, bounds = torch.empty(n, dtype=torch.int32, device=logits.device), slots, logits
+        token_ids, rows = torch.empty(n, dtype=torch.int32, device=logits.device), slots
     else:
-        token_ids, rows, bounds = again.token_ids, again.rows, again.bounds
+        token_ids, rows = again.token_ids, again.rows
     if n:
         num_tiles, pdl = -(-vocab // _TILE), use_pdl(logits)
         keys = torch.empty((n, num_tiles), dtype=torch.int64, device=logits.device)
         _best_of_tile_kernel[(num_tiles, n)](
-            logits, slots, positions, params, bounds, keys, vocab, logits.stride(0), params.stride(0),
-            TEMPERATURE=TEMPERATURE, SEED_LOW=SEED_LOW, SEED_HIGH=SEED_HIGH, AGAIN=again is not None, FAILED=_FAILED,
+            logits, slots, positions, params, rows, logits if bounds is None else bounds, keys,
+            vocab, logits.stride(0), params.stride(0),
+            TEMPERATURE=TEMPERATURE, SEED_LOW=SEED_LOW, SEED_HIGH=SEED_HIGH,
+            AGAIN=again is not None, BOUNDED=bounds is not None, FAILED=_FAILED,
             TILE=_TILE, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
         _best_of_row_kernel[(n,)](

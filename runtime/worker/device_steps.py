@@ -126,11 +126,10 @@ class DeviceSteps:
             if guessed:
                 self._write(staged)  # again: penalties want the guesses, in whose places samples stand now
             masks = self.structures.masks(plan)  # the device computes while the host waits and makes them
-            where = self.transfers.upload(slots, positions).view(2, -1).unbind(0)
-            state = self.tokens, self.params
-            logprobs = self.sampler.resample(logits, token_ids, slots, positions, *where, *state, masks)
+            logprobs = self.sampler.resample(logits, token_ids, slots, positions, self.tokens, self.params, masks)
             if guessed:
-                self.tokens[where[0].long(), where[1].long()] = token_ids.clamp(min=0)
+                where = self.transfers.upload(slots, positions).view(2, -1).long()
+                self.tokens[where[0], where[1]] = token_ids.clamp(min=0)
         if prompts is not None:
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
         host, host_logprobs = self.transfers.download(token_ids), logprobs and logprobs.map(_to_host)

@@ -41,6 +41,18 @@ logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 _LONG = 1100  # tokens; from 1,024 on prompts attend by another kernel
+_FAILING = Grammar("", "", "")  # an output's, which it ends after a mask like any other
+_EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_k=2,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    logprobs=1,
+    logit_bias=((0, 1.0),),
+    prompt_logprobs=1,
+    grammar=_FAILING,
+)
 
 
 class ModelRunner:
@@ -141,20 +153,9 @@ class ModelRunner:
         room = available_memory(numerics.device, config.gpu_memory_utilization)
         self.memory = resize_kv(self.memory, config, self.decoder.spec, numerics, room)
 
-    def _run_rows(self, counts: list[int]) -> None:
-        """A step of new requests on the null block, scored, and sampled in every way there is."""
+    def _run_rows(self, counts: list[int], params: SamplingParams = _EVERYTHING) -> None:
+        """A step of new requests on the null block, all but the first of which are sampled plainly."""
         slots, zeros = np.arange(len(counts), dtype=np.int32), np.zeros(len(counts), np.int32)
-        params = SamplingParams(
-            temperature=1.0,
-            top_k=2,
-            top_p=0.9,
-            min_p=0.1,
-            repetition_penalty=1.1,
-            logprobs=1,
-            logit_bias=((0, 1.0),),
-            prompt_logprobs=1,
-            grammar=Grammar("", "", ""),  # its output fails, after a mask like any other
-        )
         new = [NewSlot(0, np.zeros(1, np.int32), counts[0], 0, params)]
         counts_array = np.array(counts, np.int32)
         self.execute(StepPlan(0, new=new, slots=slots, starts=zeros, counts=counts_array, samples=zeros + 1))
@@ -165,6 +166,7 @@ class ModelRunner:
         longest = min(self.config.max_num_batched_tokens, self.memory.max_model_len - 1)
         for count in (1, 8, 32, _LONG) if self.numerics.device.type == "cuda" else (1, 32):
             self._run_rows([min(count, longest)])
+        self._run_rows([1], SamplingParams(temperature=1.0, grammar=_FAILING))
         logger.info("kernels: built and run once")
         if isinstance(self.steps, DeviceSteps) and self.config.cuda_graphs and self.numerics.device.type == "cuda":
             self.steps.capture_graphs(self._most_given())
