@@ -1,0 +1,108 @@
+"""What grammars add to decode steps and to the first token: random weights, all rows of a batch bound or none.
+
+    python -m benchmarks.structured_steps --model llama-3.1-8b --tokenizer FOLDER --batches 64
+
+All rows follow one schema of open strings, at temperature 1, served by the lazy engine, by the eager one, or (`none`)
+by neither. Steps count while all rows of the batch decode; `share` is what the median step takes beyond one without
+grammars. First tokens are of single requests of a known grammar. FOLDER has the tokenizer.json of the model's family.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measure import Results, engine_config, new_parser, percentiles
+from benchmarks.models import CONFIGS, spec_of
+from runtime.core.engine import EngineCore
+from runtime.core.executor import InProcess
+from runtime.core.types import Grammar, GrammarSpec, Request, SamplingParams
+from runtime.structured.grammar import compiled
+from runtime.structured.vocabulary import Vocabulary
+from runtime.text.tokenizer import Tokenizer
+from runtime.worker.runner import ModelRunner
+
+NAMES = ("title", "summary", "author", "quote", "comment", "answer")
+SCHEMA = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in NAMES},
+    "required": list(NAMES),
+    "additionalProperties": False,
+}
+
+
+class Steps:
+    """Batches of requests on one engine core."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner, self.rng, self.count = runner, np.random.default_rng(0), 0
+        self.core = EngineCore(runner.config, runner.info, InProcess(runner))
+
+    def run(self, batch: int, prompt_len: int, params: SamplingParams) -> tuple[float, list[float]]:
+        """Seconds to the first output, and of the steps that gave a token to all rows."""
+        core, seconds = self.core, []
+        start = last = time.perf_counter()
+        for prompt in self.rng.integers(0, 100_000, (batch, prompt_len)).tolist():
+            self.count += 1
+            core.add(Request(str(self.count), prompt, prompt_len, params, seed=self.count))
+        first = 0.0
+        while core.has_work:
+            output = core.step()
+            now = time.perf_counter()
+            if output is not None:
+                first = first or now - start
+                if len(output.token_ids) == batch and all(len(s.tokens) > prompt_len + 8 for s in output.states):
+                    seconds.append(now - last)
+            last = now
+        return first, seconds
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--batches", nargs="+", type=int, default=[64])
+    parser.add_argument("--output", type=int, default=96, help="tokens of each answer, at most")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    eos = CONFIGS[args.model]["eos_token_id"]
+    eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
+    runner = ModelRunner.dummy(engine_config(args.set), spec_of(args.model), eos_token_ids=eos_ids)
+    vocabulary = Vocabulary.of(Tokenizer.load(args.tokenizer), runner.info)
+    runner.structures.serve(lambda: vocabulary)
+    grammar = compiled(GrammarSpec("json", json.dumps(SCHEMA)))
+    kinds: dict[str, Grammar | None] = {"none": None, "lazy": replace(grammar, key="lazy", expression="")}
+    engines = runner.structures._engines.result() if runner.structures._engines is not None else None
+    assert engines is not None
+    deadline = time.monotonic() + 60
+    while engines.matcher(grammar).engine == "lazy" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if engines.matcher(grammar).engine == "eager":
+        kinds["eager"] = grammar
+    results, steps = Results("structured_steps", args.out), Steps(runner)
+    params = {kind: SamplingParams(max_tokens=args.output, temperature=1.0, grammar=g) for kind, g in kinds.items()}
+    firsts: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(20):  # in turn, so that a slow moment of the machine is everybody's
+        for kind in kinds:
+            first, _ = steps.run(1, 64, replace(params[kind], max_tokens=1))
+            firsts[kind].append(first)
+    for batch in args.batches:
+        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for repeat in range(args.repeats + 1):
+            for kind in kinds:
+                _, took = steps.run(batch, 16, params[kind])
+                seconds[kind] += took if repeat else []
+        plain = float(np.median(seconds["none"]))
+        for kind in kinds:
+            results.add(
+                runner.config, model=args.model, engine=kind, batch=batch, steps=len(seconds[kind]),
+                step_ms=percentiles(seconds[kind]), share=float(np.median(seconds[kind])) / plain - 1,
+                first_token_ms=percentiles(firsts[kind]),
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
