@@ -155,6 +155,27 @@ def test_threads_share_engines():
     engines.close()
 
 
+def test_many_masks_at_once_are_those_of_each():
+    """Of matchers in all kinds of states; the one that has come to a limit is the only one to fail."""
+    outputs = [("[a-c]{1,9}x", b"ab"), ("ab?", b"a"), ("ab?", bytes([ord("a")])), ("[a-z]*", b""), ("(?:ab)+", b"aba")]
+    cases = [BYTE_ENGINE.matcher(regex(pattern).lark) for pattern, _ in outputs * 9]
+    for matcher, (_, text) in zip(cases, outputs * 9, strict=True):
+        matcher.advance(text)
+    cases[2].advance([EOS])
+    broken = cases[7].copy()
+    broken.inner.consume_tokens([ord("!")])
+    cases.append(broken)
+    numbers = np.random.default_rng(0).permutation(len(cases) + 3)[: len(cases)].tolist()
+    masks = np.full((len(cases) + 3, BYTES.num_words), 7, np.int32)
+    errors = BYTE_ENGINE.fill(cases, masks, numbers)
+    assert [error is not None for error in errors] == [False] * 45 + [True]
+    for matcher, number in zip(cases[:-1], numbers, strict=False):
+        alone = np.zeros(BYTES.num_words, np.int32)
+        matcher.fill(alone)
+        assert masks[number].tolist() == alone.tolist()
+    assert (masks[sorted({*range(len(masks))} - {*numbers})] == 7).all()
+
+
 # ---- children --------------------------------------------------------------------------------------------------------
 
 

@@ -199,13 +199,6 @@ def test_steps_without_grammars_do_nothing_for_them(monkeypatch: pytest.MonkeyPa
     answers(runner, [hot(None, max_tokens=5)] * 3)
 
 
-def test_many_rows_are_masked_by_several_threads():
-    runner = runner_of()
-    runner.structures._num_threads = 3
-    params = [hot(PERSONS)] * 17
-    assert answers(runner, params) == answers(RUNNER, params)
-
-
 # ---- on the device ---------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +256,9 @@ def test_the_triton_path_gives_the_tokens_of_the_torch_path():
                 time.sleep(0.02)
         filled = []
         fill = runner.structures._fill
-        runner.structures._fill = lambda rows: (filled.extend(row.output.grammar.key for row in rows), fill(rows))
+        runner.structures._fill = lambda rows, words: (
+            filled.extend(row.output.grammar.key for row in rows), fill(rows, words)
+        )
         assert tokens(answers(runner, params, recorded(want, 0.8), guesses=2)) == tokens(want)
         filled = sorted(key for key in filled if key != "broken")
         assert filled == sorted(params[i].grammar.key for i in (0, 2, 3, 5)), filled

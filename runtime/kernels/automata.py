@@ -43,7 +43,7 @@ def mask_states_torch(
         for i, guess in enumerate([*guesses[:num_guesses], -1]):
             if state >= 0:
                 words = pool[place[MASKS] + state * num_words :][:num_words]
-                mask_tokens_torch(logits, torch.tensor([at + i], dtype=torch.int32), words[None])
+                mask_tokens_torch(logits, torch.tensor([at + i], dtype=torch.int32, device=logits.device), words[None])
             state = _next_torch(state, guess, place, pool)
 
 

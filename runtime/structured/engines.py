@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from runtime.core.types import Grammar
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.core.types import CallboardError, Grammar
 from runtime.structured.automaton import Automaton, EagerMatcher, build
 from runtime.structured.child import Child
 from runtime.structured.lazy import LazyEngine, LazyMatcher
@@ -74,6 +78,12 @@ class Engines:
             found: Matcher = EagerMatcher(entry.automaton) if entry.automaton else entry.prototype.copy()
             self.num_served[found.engine] += 1
         return found
+
+    def fill(
+        self, matchers: Sequence[LazyMatcher], masks: NDArray[np.int32], numbers: Sequence[int]
+    ) -> list[CallboardError | None]:
+        """As LazyEngine.fill."""
+        return self._lazy.fill(matchers, masks, numbers)
 
     def close(self) -> None:
         """End the background work."""

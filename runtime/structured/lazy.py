@@ -6,6 +6,9 @@ that it is the same everywhere: at most some 15 ms, in grammars that mean harm.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +39,25 @@ class LazyEngine:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
+        self._executor = llguidance.LLExecutor(num_threads=min(8, os.cpu_count() or 1))
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(_Tokens(vocabulary)), eos_token=list(vocabulary.eos_ids), slices=_SLICES
         )
+
+    def fill(
+        self, matchers: Sequence[LazyMatcher], masks: NDArray[np.int32], numbers: Sequence[int]
+    ) -> list[CallboardError | None]:
+        """`matchers[i].fill(masks[numbers[i]])` of all, in one call on several threads: for each what it would raise.
+        `masks` [n, num_words], in one piece."""
+        open_ = []
+        for matcher, number in zip(matchers, numbers, strict=True):
+            if matcher.has_ended:
+                matcher.fill(masks[number])
+            else:
+                open_.append((matcher.inner, number))
+        if open_:
+            self._executor.unsafe_compute_mask_ptr(open_, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+        return [matcher.error() for matcher in matchers]
 
     def matcher(self, lark: str) -> LazyMatcher:
         """At the beginning of an output; raises CallboardError if a limit is in the way of the grammar."""
@@ -53,39 +72,45 @@ class LazyMatcher(Matcher):
 
     def __init__(self, matcher: llguidance.LLMatcher, eos_ids: tuple[int, ...]) -> None:
         super().__init__(eos_ids)
-        self._matcher = matcher
+        self.inner = matcher
         self._check()
 
     def copy(self) -> LazyMatcher:
         """An output of its own from here on; the two share what has been worked out of the grammar."""
-        return LazyMatcher(self._matcher.deep_copy(), self._eos_ids)
+        return LazyMatcher(self.inner.deep_copy(), self._eos_ids)
 
     @property
     def is_accepting(self) -> bool:
-        return self._matcher.is_accepting()
+        return self.inner.is_accepting()
 
     def _is_complete(self) -> bool:
-        return self._matcher.is_stopped()
+        return self.inner.is_stopped()
 
     def _fill(self, mask: NDArray[np.int32]) -> None:
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
 
     def _step(self, token: int) -> bool:
-        if self._matcher.try_consume_tokens([token]):
+        if self.inner.try_consume_tokens([token]):
             return True
         self._check()
         return False
 
     def _back(self, num_tokens: int) -> None:
-        self._matcher.rollback(num_tokens)
+        self.inner.rollback(num_tokens)
         self._check()
 
+    def error(self) -> CallboardError | None:
+        """Why it is of no use any more."""
+        inner = self.inner
+        if not (inner.is_error() or (inner.is_stopped() and not inner.is_accepting())):
+            return None
+        reason = inner.get_error().partition("\n")[0][:200] or str(inner.stop_reason())
+        return CallboardError(f"This request's grammar is too complex to go on here ({reason}).")
+
     def _check(self) -> None:
-        matcher = self._matcher
-        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-            reason = matcher.get_error().partition("\n")[0][:200] or str(matcher.stop_reason())
-            raise CallboardError(f"This request's grammar is too complex to go on here ({reason}).")
+        if (error := self.error()) is not None:
+            raise error
 
 
 class _Tokens:

@@ -29,6 +29,11 @@ class Matcher(ABC):
         """Whether the output may end here."""
 
     @property
+    def has_ended(self) -> bool:
+        """Whether EOS was taken."""
+        return self._num_ended > 0
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing but EOS may follow."""
         return self._num_ended > 0 or self._is_complete()

@@ -8,26 +8,23 @@ while it computes. Outputs whose grammar is an automaton leave the host after th
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan
+from runtime.core.plan import Int32s, NewSlot, StepPlan
 from runtime.core.types import CallboardError, Grammar
 from runtime.kernels.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.structured.automaton import EagerMatcher
 from runtime.structured.engines import Engines
+from runtime.structured.lazy import LazyMatcher
 from runtime.structured.matcher import Matcher
 from runtime.structured.vocabulary import Vocabulary
 from runtime.worker.device_automata import DeviceAutomata
 
 logger = logging.getLogger(__name__)
-
-_ROWS_OF_A_THREAD = 4  # at least: to hand rows over costs about what a mask does
 
 
 @dataclass(slots=True)
@@ -40,6 +37,11 @@ class _Output:
     failed: bool = False
     on_device: bool = False  # it follows an automaton there, and its matcher stays behind
 
+    def fail(self, why: object) -> None:
+        """Its request ends, and others go on (C9)."""
+        logger.info("a request fails: %s", why)
+        self.failed = True
+
 
 @dataclass(slots=True)
 class _Row:
@@ -49,7 +51,6 @@ class _Row:
     output: _Output
     first: int  # of its samples, in the step
     guesses: list[int]
-    words: NDArray[np.int32]  # [len(guesses) + 1, num_words]
 
 
 @dataclass(slots=True)
@@ -71,8 +72,7 @@ class Structures:
 
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
-        self._num_threads = min(8, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(self._num_threads, "masks")
+        self._thread = ThreadPoolExecutor(1, "grammars")
         self._engines: Future[Engines] | None = None
         self._outputs: dict[int, _Output] = {}
         self._last: tuple[Masks, Callable[[], Int32s]] | None = None
@@ -81,7 +81,7 @@ class Structures:
     def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """Make engines for the model's vocabulary in the background, which takes about a second. Until this is called,
         all outputs that have a grammar fail."""
-        self._engines = self._threads.submit(lambda: Engines(vocabulary()))
+        self._engines = self._thread.submit(lambda: Engines(vocabulary()))
 
     def clear(self, automata: DeviceAutomata | None = None) -> None:
         """Forget all requests. `automata`, where there is a device that follows them."""
@@ -109,22 +109,18 @@ class Structures:
             self._take(*self._last)
             self._last = None
         new = [row for row in rows if row.output.matcher is None]
-        num_parts = max(1, min(self._num_threads, len(rows) // _ROWS_OF_A_THREAD))
-        if num_parts == 1:
-            self._fill(rows)
-        else:
-            list(self._threads.map(self._fill, [rows[i::num_parts] for i in range(num_parts)]))
-        numbers = [np.arange(row.first, row.first + len(row.words), dtype=np.int32) for row in rows]
+        numbers = [number for row in rows for number in range(row.first, row.first + len(row.guesses) + 1)]
+        words = np.empty((len(numbers), self._num_words), np.int32)
+        self._fill(rows, words)
         for row in new:
             row.output.on_device = self._moves(row.slot, row.output)
-        failed = [at for at, row in zip(numbers, rows, strict=True) if row.output.failed]
-        words = np.concatenate([np.zeros((0, self._num_words), np.int32), *(row.words for row in rows)])
+        failed = [row.first + i for row in rows if row.output.failed for i in range(len(row.guesses) + 1)]
         engines = [row.output.matcher.engine for row in new if row.output.matcher is not None]
         begun = engines.count("lazy"), engines.count("eager")
         # Failed ones too, whatever their slots' states are, so that the warm-up's row has all kernels compiled.
         tracked = _tracked([row for row in all_rows if row.output.on_device or row.output.failed])
-        numbers, failed = (np.concatenate([EMPTY, *parts]) for parts in (numbers, failed))
-        return Masks(numbers, words, failed, rows, tracked, self._automata, begun)
+        as_array = (np.array(x, np.int32) for x in (numbers, failed))
+        return Masks(next(as_array), words, next(as_array), rows, tracked, self._automata, begun)
 
     def sampled(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
         """`tokens()` waits for the samples of the step that had these masks, [num_sampled]."""
@@ -138,8 +134,7 @@ class Structures:
         for slot, size, end, given_end in zip(plan.slots.tolist(), sizes, ends, given_ends, strict=True):
             if size and (output := self._outputs.get(slot)) is not None:
                 guesses = plan.given_ids[given_end - size + 1 : given_end].tolist() if size > 1 else []
-                words = np.full((0 if output.on_device else size, self._num_words), -1, np.int32)
-                rows.append(_Row(slot, output, end - size, guesses, words))
+                rows.append(_Row(slot, output, end - size, guesses))
         return rows
 
     def _moves(self, slot: int, output: _Output) -> bool:
@@ -159,24 +154,40 @@ class Structures:
                 if token != guess:
                     break
 
-    def _fill(self, rows: list[_Row]) -> None:
+    def _fill(self, rows: list[_Row], words: Int32s) -> None:
         """A mask after a guess that is not allowed stays open: no sample equals that guess, so none there counts."""
+        begin, spans, together = 0, [], []
         for row in rows:
-            output = row.output
-            if output.failed:
-                continue
+            output, span = row.output, slice(begin, begin + len(row.guesses) + 1)
+            begin = span.stop
+            spans.append(span)
             try:
-                if output.matcher is None:
+                if output.matcher is None and not output.failed:
                     assert self._engines is not None
                     output.matcher = self._engines.result().matcher(output.grammar)
-                output.matcher.advance(output.untaken)
-                output.untaken = []
-                output.matcher.fill_ahead(row.words, row.guesses)
-                if not row.words.any(1).all():
-                    raise CallboardError("No token of this model continues what this request's grammar allows.")
+                if output.matcher is not None and not output.failed:
+                    output.matcher.advance(output.untaken)
+                    output.untaken = []
+                    if not row.guesses and isinstance(output.matcher, LazyMatcher):
+                        together.append((output, span.start))
+                    else:
+                        words[span] = -1
+                        output.matcher.fill_ahead(words[span], row.guesses)
             except CallboardError as e:
-                logger.info("a request fails: %s", e)
-                output.failed = True
+                output.fail(e)
+        if together:
+            assert self._engines is not None
+            matchers, numbers = [output.matcher for output, _ in together], [number for _, number in together]
+            errors = self._engines.result().fill(matchers, words, numbers)
+            for (output, _), error in zip(together, errors, strict=True):
+                if error is not None:
+                    output.fail(error)
+        allowed = words.any(1)
+        for row, span in zip(rows, spans, strict=True):
+            if not row.output.failed and not allowed[span].all():
+                row.output.fail("no token of this model continues what its grammar allows")
+            if row.output.failed:
+                words[span] = -1
 
 
 def _tracked(rows: list[_Row]) -> Int32s:
