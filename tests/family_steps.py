@@ -58,7 +58,7 @@ def interpreted(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bo
     if graphs:
         replay = Replay(runner.steps, 2)
         runner.steps.graph_logits = torch.full((2, spec.vocab_size), torch.nan)
-        runner.steps.graphs = {1: [DecodeGraph(2, replay, replay.token_ids)]}
+        runner.steps.graphs = {1: [DecodeGraph(1, 2, replay, replay.token_ids)]}
     tokens = torch.randint(0, spec.vocab_size, (34,), generator=torch.Generator().manual_seed(5)).tolist()
     return logits_of(driver, tokens[:24], tokens[24:])
 

@@ -53,7 +53,7 @@ def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
         steps.graph_logits = torch.full((4 * max(graphs), spec.vocab_size), torch.nan)
     for count in graphs:
         replays = [triton_engine.Replay(steps, size, count) for size in (1, 4)]
-        steps.graphs[count] = [DecodeGraph(r.size, r, r.token_ids) for r in replays]
+        steps.graphs[count] = [DecodeGraph(r.tokens, r.size, r, r.token_ids) for r in replays]
     return runner
 
 

@@ -181,6 +181,9 @@ def check_inputs(device: torch.device = CPU) -> None:
         edges = np.cumsum([0, *counts]).astype(np.int32)
         rows = [torch.from_numpy(x).to(device) for x in (slots, starts, edges)]
         args = (*rows, state[:, :max_len], tables, block_size, int(edges[-1]), max(counts))
+        own_counts = torch.tensor([1 + 5 * i % c for i, c in enumerate(counts)], dtype=torch.int32, device=device)
+        for got, want in zip(build_inputs(*args, own_counts), build_inputs_torch(*args, own_counts), strict=True):
+            assert torch.equal(got, want)
         for got, want in zip(build_inputs(*args), build_inputs_torch(*args), strict=True):
             assert got.dtype == torch.int32
             assert torch.equal(got, want)

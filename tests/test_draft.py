@@ -227,6 +227,50 @@ def test_a_miss_costs_no_later_guess(ahead):
     assert rates == pytest.approx([0.7, 0.7, 0.7], abs=0.05)
 
 
+def test_a_draft_that_is_far_behind_is_waited_for():
+    """And what it took then says nothing of other answers."""
+    clock = Clock()
+
+    class Slow(LocalWire):
+        ready_at = 0.0
+
+        def send(self, told):
+            is_far = any(len(commit.token_ids) > 8 for commit in told.committed)
+            self.ready_at = clock.now + (0.02 if is_far else 0.0001)
+            super().send(told)
+
+        def receive(self, timeout_s):
+            if clock.now + timeout_s < self.ready_at:
+                clock.now += timeout_s
+                return None
+            clock.now = max(clock.now, self.ready_at)
+            return super().receive(timeout_s)
+
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    target = info(max_len=400, blocks=200)
+    client = DraftClient(VOCAB, clock)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    client.attach(Slow(draft_core(max_len=400, blocks=200)), STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    s = core.scheduler
+
+    def run_until(is_so):
+        while not is_so():
+            core.step()
+            clock.now += 0.001
+
+    run_until(lambda: s.num_drafts > 3)
+    client._paused_until = clock.now + 0.02
+    run_until(lambda: clock.now >= client._paused_until)
+    before, began, drafts = client.stats(), clock.now, s.num_drafts
+    run_until(lambda: s.num_drafts > drafts)
+    assert clock.now - began > 0.02
+    assert client.stats() == before
+    run_until(lambda: s.num_drafts > drafts + 20)
+    assert client.num_late == 0
+    assert sum(s.accepted_at) > 60
+
+
 def test_a_silent_draft_costs_one_wait():
     """Hung: the first answer is waited for, then none; from time to time it is tried again, until it is given up."""
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)

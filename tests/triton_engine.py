@@ -76,11 +76,11 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
         steps = runner.steps
         steps.graph_logits = torch.full((4, SPEC.vocab_size), torch.nan)
         replays = [Replay(steps, size) for size in (1, 4)]  # of 4: a batch of 2 or 3 is padded
-        steps.graphs = {1: [DecodeGraph(r.size, r, r.token_ids) for r in replays]}
+        steps.graphs = {1: [DecodeGraph(r.tokens, r.size, r, r.token_ids) for r in replays]}
         if guesses:
             steps.graph_logits = torch.full((4 * (guesses + 1), SPEC.vocab_size), torch.nan)
             verifying = [Replay(steps, size, guesses + 1) for size in (1, 4)]
-            steps.graphs[guesses + 1] = [DecodeGraph(r.size, r, r.token_ids) for r in verifying]
+            steps.graphs[guesses + 1] = [DecodeGraph(r.tokens, r.size, r, r.token_ids) for r in verifying]
             replays = verifying
     speculation = None
     if guesses:
@@ -120,7 +120,7 @@ def chains(backend):
         runner.steps.graph_logits = torch.full((8, SPEC.vocab_size), torch.nan)
         replays = [Replay(runner.steps, 2, count) for count in (1, 2)]
         for r in replays:
-            runner.steps.graphs.setdefault(r.tokens, []).append(DecodeGraph(r.size, r, r.token_ids))
+            runner.steps.graphs.setdefault(r.tokens, []).append(DecodeGraph(r.tokens, r.size, r, r.token_ids))
     core, answers = DraftCore(runner.config, runner.info, InProcess(runner), 0), []
 
     def tell(**told):

@@ -27,6 +27,7 @@ from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.core.types import CallboardError, Request
 
+CATCH_UP = (2, 8)  # tokens of a row, at most, that a draft's runner has graphs for, besides one
 _DEPTH = 2  # plans in flight
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.draft import Chain, Commit, Open, Told
+from runtime.core.draft import CATCH_UP, Chain, Commit, Open, Told
 from runtime.core.request_state import RequestState
 from runtime.core.speculation import Drafter, Ngram, Speculation, StepTimes
 from runtime.core.types import Request
@@ -24,6 +24,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # without guesses after a late answer, do
 _HUNG_S = 10.0  # silence after which a draft is thought to be stuck
 _WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
+_CATCH_UP_US = 30_000.0  # more patience with a draft that answers, and is further behind than it has graphs for
 
 T = TypeVar("T")
 
@@ -75,6 +76,7 @@ class DraftClient(Drafter):
         self._due: set[int] = set()  # streams whose answer the next step waits for
         self._asked_at = self._deadline = self._paused_until = 0.0
         self._num_asked = self._wanted = 0  # streams and guesses of the round
+        self._is_close = True  # to what the draft knows: its answer takes as long as answers do
         self._overhead_us, self._patience = _FIRST_OVERHEAD_US, _PATIENCE
         self._late_in_a_row = 0
         self._silent_since = 0.0  # when the draft was told something that it has not answered; 0: it has
@@ -140,7 +142,7 @@ class DraftClient(Drafter):
             self._hear(left)
         if self._due:
             self._give_up()
-        else:
+        elif self._is_close:
             self._learn((self._clock() - self._asked_at) * 1e6)
 
     def guess(self, state: RequestState, most: int) -> list[int] | None:
@@ -167,7 +169,10 @@ class DraftClient(Drafter):
         self._asked_at = now
         self._num_asked, self._wanted = len(told.committed), max(c.wanted for c in told.committed)
         expected_us = max(0.0, self._overhead_us) + self._wanted * self.step_us(self._num_asked)
-        self._deadline = now + (self._patience * expected_us + _PATIENCE_US) / 1e6
+        self._is_close = max(len(c.token_ids) for c in told.committed) <= CATCH_UP[-1]
+        is_heard = self._late_in_a_row == 0
+        more_us = _CATCH_UP_US if is_heard and not self._is_close else _PATIENCE_US
+        self._deadline = now + (self._patience * expected_us + more_us) / 1e6
 
     def _learn(self, took_us: float) -> None:
         beyond = took_us - self._wanted * self.step_us(self._num_asked)

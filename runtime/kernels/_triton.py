@@ -23,7 +23,16 @@ except ImportError:
 
 
 # Arrays of one number a row: they are views of packed buffers, and must not compile a kernel anew at another offset.
-ROW_ARRAYS = ["slots_ptr", "starts_ptr", "q_starts_ptr", "positions_ptr", "kv_index_ptr", "rows_ptr", "token_ids_ptr"]
+ROW_ARRAYS = [
+    "slots_ptr",
+    "starts_ptr",
+    "own_counts_ptr",
+    "q_starts_ptr",
+    "positions_ptr",
+    "kv_index_ptr",
+    "rows_ptr",
+    "token_ids_ptr",
+]
 
 __all__ = ["INTERPRETED", "ROW_ARRAYS", "jit", "next_power_of_2", "tl", "use_pdl"]
 

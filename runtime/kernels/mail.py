@@ -4,8 +4,9 @@ A copy before a graph and another after it cost the host 0.15 ms a step, and the
 kernels always read the same addresses, so the host writes letters into the pages of a ring, in turn, and the graphs
 count along on the device:
 
-    letter  = [ repeats | num_runs | rows: 2 * (size + num_samples) | runs and their values, as kernels/staging.py ]
-    rows    = [ slots: size | slots of the samples: num_samples | starts: size | positions of the samples: num_samples ]
+    letter  = [ repeats | num_runs | rows: 2 * (2 * size + num_samples) | runs and their values, as kernels/staging.py ]
+    rows    = [ slots: size | tokens: size | slots of the samples: num_samples, and as many again that move on:
+                starts: size | nothing: size | positions of the samples: num_samples ]
     answer  = [ token ids of the first replay: num_samples | of the second, if there are repeats | ... ]
     control = [ page of the next letter | replays done of it | its repeats ]
 
@@ -43,7 +44,7 @@ def take_letter_torch(
 def leave_answer_torch(
     token_ids: torch.Tensor,  # [num_samples] int32
     control: torch.Tensor,  # [3] int32
-    rows: torch.Tensor,  # [2 * (size + num_samples)] int32
+    rows: torch.Tensor,  # [2 * (2 * size + num_samples)] int32
     answers: torch.Tensor,  # [num_pages, answer_size] int32, memory of the host that the device writes
 ) -> None:
     """Copy the samples behind those of the replays before, and make rows and counts ready for the next replay."""

@@ -20,15 +20,22 @@ def build_inputs_torch(
     block_size: int,
     num_tokens: int,
     max_count: int,  # most tokens of a row
+    own_counts: torch.Tensor | None = None,  # [num_rows] int32: the rest of a row's tokens are nobody's
 ) -> Inputs:
-    """token ids, positions and kv_index (block * block_size + offset) of the step's tokens, each [num_tokens] int32."""
+    """token ids, positions and kv_index (block * block_size + offset) of the step's tokens, each [num_tokens] int32.
+
+    Nobody's tokens have id 0, and keys and values in the null block."""
     counts = q_starts.diff()
     row_of = torch.repeat_interleave(torch.arange(len(slots), device=slots.device), counts, output_size=num_tokens)
     step = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
     positions = starts[row_of] + step - q_starts[row_of]
     slot_of = slots[row_of].long()
-    blocks = tables[slot_of, positions // block_size]
-    return tokens[slot_of, positions.long()], positions, blocks * block_size + positions % block_size
+    token_ids = tokens[slot_of, positions.long()]
+    kv_index = tables[slot_of, positions // block_size] * block_size + positions % block_size
+    if own_counts is not None:
+        is_own = step - q_starts[row_of] < own_counts[row_of]
+        token_ids, kv_index = token_ids * is_own, kv_index * is_own
+    return token_ids, positions, kv_index
 
 
 @jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -38,6 +45,7 @@ def _build_inputs_kernel(
     q_starts_ptr,  # [num_rows + 1]
     tokens_ptr,  # [num_slots + 1, max_model_len], rows stride apart
     tables_ptr,  # [num_slots + 1, max_blocks], rows stride apart
+    own_counts_ptr,  # [num_rows]; read with OWN_COUNTS
     out_ptr,  # [3, num_tokens]
     stride,
     num_rows,
@@ -45,6 +53,7 @@ def _build_inputs_kernel(
     block_size,
     ROWS: tl.constexpr,  # rows of a program
     TOKENS: tl.constexpr,  # tokens of each
+    OWN_COUNTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -59,12 +68,16 @@ def _build_inputs_kernel(
     at = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[None, :]
     own = first + at < end  # false for all tokens of a row that is not there
     positions = starts + at
-    token_ids = tl.load(tokens_ptr + slots * stride + positions, mask=own, other=0)
-    blocks = tl.load(tables_ptr + slots * stride + positions // block_size, mask=own, other=0)
+    known = own
+    if OWN_COUNTS:
+        known = own & (at < tl.load(own_counts_ptr + rows, mask=inside, other=0)[:, None])
+    token_ids = tl.load(tokens_ptr + slots * stride + positions, mask=known, other=0)
+    blocks = tl.load(tables_ptr + slots * stride + positions // block_size, mask=known, other=0)
+    kv_index = tl.where(known, blocks * block_size + positions % block_size, 0)
     out = out_ptr + first + at
     tl.store(out, token_ids, mask=own)
     tl.store(out + num_tokens, positions, mask=own)
-    tl.store(out + 2 * num_tokens, blocks * block_size + positions % block_size, mask=own)
+    tl.store(out + 2 * num_tokens, kv_index, mask=own)
 
 
 def build_inputs(
@@ -76,6 +89,7 @@ def build_inputs(
     block_size: int,
     num_tokens: int,
     max_count: int,
+    own_counts: torch.Tensor | None = None,
 ) -> Inputs:
     """`build_inputs_torch` as one kernel, whose grid depends on the host's ints alone."""
     num_rows = len(slots)
@@ -83,7 +97,8 @@ def build_inputs(
     per_row = 1 if max_count == 1 else 8 if max_count <= 8 else _TILE
     pdl = use_pdl(out)
     _build_inputs_kernel[(-(-num_rows * per_row // _TILE), -(-max_count // per_row))](
-        slots, starts, q_starts, tokens, tables, out, tokens.stride(0), num_rows, num_tokens, block_size,
-        ROWS=_TILE // per_row, TOKENS=per_row, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        slots, starts, q_starts, tokens, tables, slots if own_counts is None else own_counts, out,
+        tokens.stride(0), num_rows, num_tokens, block_size,
+        ROWS=_TILE // per_row, TOKENS=per_row, OWN_COUNTS=own_counts is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out[0], out[1], out[2]

@@ -1,8 +1,8 @@
 """Steps of the Triton kernels: all state of the requests is on the device, and the host waits for nothing.
 
 A step is the plan's rows (and what the plan changes, applied first), the forward pass, and sampling, all on one stream,
-so that plan order is stream order (C2). A step of decode rows alone, or of rows with equally many guesses, is one CUDA
-graph from the rows to the tokens, which come and go through mail.py; others are launched one function after another.
+so that plan order is stream order (C2). A step of rows of one token, or of a few, is one CUDA graph from rows to
+tokens, which come and go through mail.py; others are launched one function after another.
 
 The state of a slot is one row of int32, and the last row belongs to the padding of a graph's batch: its table and its
 parameters stay zero, so that padded rows compute into the null block.
@@ -13,11 +13,12 @@ parameters stay zero, so that padded rows compute into the null block.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from runtime.core.plan import MOST_REPEATS, Int32s, StepPlan, StepResult, joined, last_tokens
 from runtime.core.speculation import MOST_GUESSES
@@ -41,8 +42,9 @@ _LARGEST_VERIFIED = 128  # tokens of a step of guesses that has a graph; larger 
 
 @dataclass(slots=True)
 class DecodeGraph:
-    """A captured step of `size` rows of equally many tokens, each of which is followed by a sample."""
+    """A captured step of `size` rows of `count` tokens, each of which is followed by a sample."""
 
+    count: int
     size: int
     graph: torch.cuda.CUDAGraph
     token_ids: torch.Tensor  # [size * count] int32, what the replay samples
@@ -79,7 +81,7 @@ class DeviceSteps:
         self.transfers = Transfers(self.device)
         most = max(num_slots, _LARGEST_VERIFIED)
         self.mail = Mail(most * _most_ints_of_a_row(self.block_size), most * MOST_REPEATS, self.device)
-        self.graph_rows = torch.zeros(4 * most, dtype=torch.int32, device=self.device)  # as kernels/mail.py has them
+        self.graph_rows = torch.zeros(6 * most, dtype=torch.int32, device=self.device)  # as kernels/mail.py has them
         self.graph_logits = torch.empty(0, device=self.device)
         self.row_numbers = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self.graphs: dict[int, list[DecodeGraph]] = {}  # tokens of a row -> by rising size
@@ -112,11 +114,13 @@ class DeviceSteps:
         plain = self.sampler.is_plain(slots, positions)
         if graph := self._graph_for(plan):
             answer = self._replay(graph, plan, staged)
+            wanted = np.flatnonzero(_wanted(plan, graph.count)).astype(np.int32)
             if plain:
-                return self._answered(plan, graph, answer)
-            step = int(plan.counts[0]) // int(plan.samples[0])
-            chosen = slice(step - 1, int(plan.counts.sum()), step)
-            token_ids, logits = graph.token_ids[chosen], self.graph_logits[chosen]
+                return self._answered(plan, lambda: answer[wanted])
+            token_ids, logits = graph.token_ids[: len(wanted)], self.graph_logits[: len(wanted)]
+            if len(wanted) < len(plan.slots) * graph.count:
+                index = self.transfers.upload(wanted)
+                token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
         else:
             self._write(staged)
             token_ids, logits, prompts = self._run(plan, sampling, slots, positions)
@@ -149,14 +153,12 @@ class DeviceSteps:
             waits = [self.launch(one) for one in plan.unrolled()]
             return lambda: joined([wait() for wait in waits])
         self.transfers.begin()
-        return self._answered(plan, graph, self._replay(graph, plan, self._staged(plan)))
+        answer = self._replay(graph, plan, self._staged(plan))[: plan.repeats * graph.size]
+        return self._answered(plan, lambda: answer.reshape(plan.repeats, -1)[:, : len(plan.slots)].T.flatten())
 
-    def _answered(self, plan: StepPlan, graph: DecodeGraph, answer: Int32s) -> Callable[[], StepResult]:
-        """What waits for a replayed graph's answer."""
-        size, count, samples = graph.size, int(plan.counts[0]), int(plan.samples[0])
-        read = answer[: plan.repeats * size * count].reshape(plan.repeats, size, count)
-        read = read[:, : len(plan.slots), count - samples :].swapaxes(0, 1)
-        wait = self.transfers.end(lambda: StepResult(plan.step_id, read.flatten()))
+    def _answered(self, plan: StepPlan, read: Callable[[], Int32s]) -> Callable[[], StepResult]:
+        """What waits for a replayed graph, and copies from its answer."""
+        wait = self.transfers.end(lambda: StepResult(plan.step_id, read()))
         self.mail.is_read_by(wait)
         return wait
 
@@ -230,12 +232,12 @@ class DeviceSteps:
     # ---- as graphs ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture_graphs(self, most_guesses: int) -> None:
+    def capture_graphs(self, counts: Sequence[int]) -> None:
         """One graph a batch size, largest first, so that the smaller ones find their memory in the pool; and as many
-        for each number of guesses, of batches for which they may pay."""
+        for rows of each of `counts` tokens, of batches for which they may pay."""
         largest = min(self.num_slots, _LARGEST_GRAPH)
         shapes = [(1, size) for size in graph_sizes(largest)]
-        for count in range(2, most_guesses + 2):
+        for count in counts:
             shapes += [(count, size) for size in graph_sizes(min(largest, _LARGEST_VERIFIED // count))]
         shapes.sort(key=lambda shape: -shape[0] * shape[1])
         most, vocab = shapes[0][0] * shapes[0][1], self.decoder.spec.vocab_size
@@ -248,17 +250,20 @@ class DeviceSteps:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 token_ids = self._decode(size, count)
-            self.graphs.setdefault(count, []).insert(0, DecodeGraph(size, graph, token_ids))
+            self.graphs.setdefault(count, []).insert(0, DecodeGraph(count, size, graph, token_ids))
 
     def _decode(self, size: int, count: int = 1) -> torch.Tensor:
         """What a graph captures: a token after each of the `count` tokens of the `size` rows of a letter."""
         num_tokens = size * count
-        graph_rows = self.graph_rows[: 2 * (size + num_tokens)]
+        graph_rows = self.graph_rows[: 2 * (2 * size + num_tokens)]
         self.mail.take(graph_rows, self.state.view(-1))
-        slots, sample_slots, starts, positions = graph_rows.split([size, num_tokens] * 2)
+        slots, own_counts, sample_slots, starts, _, positions = graph_rows.split([size, size, num_tokens] * 2)
         firsts = self.row_numbers[: size + 1]
         firsts = firsts if count == 1 else firsts * count
-        inputs = build_inputs(slots, starts, firsts, self.tokens, self.tables, self.block_size, num_tokens, count)
+        inputs = build_inputs(
+            slots, starts, firsts, self.tokens, self.tables, self.block_size, num_tokens, count,
+            None if count == 1 else own_counts,
+        )  # fmt: skip
         rows = PagedRows(slots, starts, firsts, self.tables, size, num_tokens, count, self.max_model_len, settled=True)
         hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
@@ -267,37 +272,39 @@ class DeviceSteps:
         return token_ids
 
     def _graph_for(self, plan: StepPlan) -> DecodeGraph | None:
-        """The graph of a step whose rows are alike and all of whose tokens are sampled after, or, if the plan brings
-        all but the first of them, can be.
+        """The smallest graph whose rows have room for the plan's.
 
         A graph's attention reads what it may before the step's own keys are there, and only a new request can share a
-        prefix that this very step computes. Such rows score no token of a prompt."""
-        count = int(plan.counts[0])
-        graphs = self.graphs.get(count)
-        if not graphs or plan.new or len(plan.slots) > graphs[-1].size:
+        prefix that this very step computes. Its rows score no token of a prompt."""
+        if plan.new or not self.graphs or self.scorer.is_wanted(plan):
             return None
-        if (plan.counts != count).any():
+        most = int(plan.counts.max())
+        count = next((n for n in sorted(self.graphs) if n >= most), None)
+        if count is None or len(plan.slots) > self.graphs[count][-1].size:
             return None
-        catch_up = len(plan.given) and (plan.samples == 1).all() and (plan.given >= count - 1).all()
-        if not catch_up and (plan.samples != count).any():
-            return None
+        if count > 1 and int(plan.starts.max()) + count > self.max_model_len:
+            return None  # a row's tokens that are nobody's have positions, too
+        graphs = self.graphs[count]
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.size)]
 
     def _rows_of_graph(self, count: int, size: int, plan: StepPlan = _NO_ROWS) -> Int32s:
-        """The rows of a letter for a plan, padded to `size`."""
-        rows = np.empty((2, size * (1 + count)), np.int32)  # of each row its slot and start, of each sample its own
-        firsts, samples = rows[:, :size], rows[:, size:].reshape(2, size, count)
-        firsts[:, : len(plan.slots)] = plan.slots, plan.starts
-        firsts[:, len(plan.slots) :] = [[self.num_slots], [0]]
-        samples[:] = firsts[:, :, None]
-        samples[1] += np.arange(1, count + 1, dtype=np.int32)
-        if len(plan.slots) and plan.samples[0] < count:  # what is sampled in the plan's own tokens' places goes nowhere
-            samples[:, :, :-1] = [[[self.num_slots]], [[1]]]
+        """The rows of a letter for a plan, padded to `size`. What is sampled in places where nothing is wanted goes
+        nowhere."""
+        n = len(plan.slots)
+        rows = np.empty((2, size * (2 + count)), np.int32)
+        slots, starts = rows[:, :size]
+        samples = rows[:, 2 * size :].reshape(2, size, count)
+        slots[:n], slots[n:], starts[:n], starts[n:] = plan.slots, self.num_slots, plan.starts, 0
+        rows[0, size : size + n], rows[0, size + n : 2 * size], rows[1, size : 2 * size] = plan.counts, 1, 0
+        samples[0], samples[1] = slots[:, None], starts[:, None] + np.arange(1, count + 1, dtype=np.int32)
+        if count > 1:
+            samples[0, :n][~_wanted(plan, count)] = self.num_slots
+            np.minimum(samples[1], self.max_model_len - 1, out=samples[1])
         return rows.reshape(-1)
 
     def _replay(self, graph: DecodeGraph, plan: StepPlan, staged: list[Int32s]) -> Int32s:
         """Returns where its samples, and those of the padding, will be."""
-        rows = self._rows_of_graph(int(plan.counts[0]), graph.size, plan)
+        rows = self._rows_of_graph(graph.count, graph.size, plan)
         answer = self.mail.write(plan.repeats, rows, staged)
         for _ in range(plan.repeats):
             graph.graph.replay()
@@ -307,10 +314,16 @@ class DeviceSteps:
 _NO_RUNS: Int32s = np.zeros(1, np.int32)
 
 
+def _wanted(plan: StepPlan, count: int) -> NDArray[np.bool_]:
+    """[num_rows, count] after which tokens of rows of `count` the plan samples."""
+    at, ends = np.arange(count, dtype=np.int32), plan.counts[:, None]
+    return (at < ends) & (at >= ends - plan.samples[:, None])
+
+
 def _most_ints_of_a_row(block_size: int) -> int:
     """Of a letter, for each row: with most guesses, and blocks for most repeats."""
     count, num_blocks = MOST_GUESSES + 1, 2 + MOST_REPEATS // block_size
-    return 2 * (1 + count) + 3 * num_blocks + 2 + count
+    return 2 * (2 + count) + 3 * num_blocks + 2 + count
 
 
 def graph_sizes(largest: int) -> list[int]:

@@ -36,6 +36,11 @@ class PromptScorer:
         """A request leaves its slot."""
         self.prompts.pop(slot, None)
 
+    def is_wanted(self, plan: StepPlan) -> bool:
+        """Whether a row of the plan gives log-probabilities of a prompt."""
+        rows = zip(plan.slots.tolist(), plan.starts.tolist(), strict=True) if self.prompts else ()
+        return any(slot in self.prompts and num_scored(start, 1, self.prompts[slot][0]) for slot, start in rows)
+
     def find(self, plan: StepPlan, last: np.ndarray, stride: int) -> Int32s:
         """[2, n], row after row: which of the step's hidden states to predict from, and which of the slots' tokens, at
         `slot * stride + position`, follow there. `last` tells where each row's last hidden state is."""

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.draft import CATCH_UP
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.core.speculation import MOST_GUESSES
 from runtime.core.types import CallboardError, Grammar, SamplingParams
@@ -169,7 +170,7 @@ class ModelRunner:
         self._run_rows([1], SamplingParams(temperature=1.0, grammar=_FAILING))
         logger.info("kernels: built and run once")
         if isinstance(self.steps, DeviceSteps) and self.config.cuda_graphs and self.numerics.device.type == "cuda":
-            self.steps.capture_graphs(self._most_given())
+            self.steps.capture_graphs(self._counts())
             logger.info("CUDA graphs: %d", sum(map(len, self.steps.graphs.values())))
         if self.config.draft is not None or self.is_draft:
             self.reset()  # what was run until now was not sampled plainly
@@ -177,13 +178,14 @@ class ModelRunner:
         self.steps.cache[:, :, :, 0] = 0
         self.reset()
 
-    def _most_given(self) -> int:
-        """Tokens that a plan may bring for a row in every step: guesses, or what a draft has not guessed itself."""
+    def _counts(self) -> tuple[int, ...]:
+        """Tokens that each row of a step may have besides one, often: guesses, or what a draft has not guessed."""
         if self.is_draft:
-            return 1
+            return CATCH_UP
         if self.config.draft is None:
-            return 0
-        return MOST_GUESSES if self.config.num_draft_tokens is None else self.config.num_draft_tokens
+            return ()
+        most = MOST_GUESSES if self.config.num_draft_tokens is None else self.config.num_draft_tokens
+        return tuple(range(2, most + 2))
 
     def _time_steps(self) -> None:
         """Measure what speculation weighs (ModelInfo.step_us, latency_us), on the null block: decode steps of rising
