@@ -227,8 +227,8 @@ def test_a_miss_costs_no_later_guess(ahead):
     assert rates == pytest.approx([0.7, 0.7, 0.7], abs=0.05)
 
 
-def test_a_draft_that_is_far_behind_is_waited_for():
-    """And what it took then says nothing of other answers."""
+def test_nobody_waits_for_a_draft_that_is_far_behind():
+    """It catches up while requests go on plainly, and what that takes says nothing of other answers."""
     clock = Clock()
 
     class Slow(LocalWire):
@@ -236,7 +236,7 @@ def test_a_draft_that_is_far_behind_is_waited_for():
 
         def send(self, told):
             is_far = any(len(commit.token_ids) > 8 for commit in told.committed)
-            self.ready_at = clock.now + (0.02 if is_far else 0.0001)
+            self.ready_at = clock.now + (0.005 if is_far else 0.0001)
             super().send(told)
 
         def receive(self, timeout_s):
@@ -262,17 +262,18 @@ def test_a_draft_that_is_far_behind_is_waited_for():
     run_until(lambda: s.num_drafts > 3)
     client._paused_until = clock.now + 0.02
     run_until(lambda: clock.now >= client._paused_until)
-    before, began, drafts = client.stats(), clock.now, s.num_drafts
+    overhead, began, steps, drafts = client._overhead_us, clock.now, core.steps_done, s.num_drafts
     run_until(lambda: s.num_drafts > drafts)
-    assert clock.now - began > 0.02
-    assert client.stats() == before
+    assert clock.now - began == pytest.approx(0.001 * (core.steps_done - steps), abs=0.0021)
+    assert 5 <= core.steps_done - steps <= 12
+    assert abs(client._overhead_us - overhead) < 20
     run_until(lambda: s.num_drafts > drafts + 20)
     assert client.num_late == 0
     assert sum(s.accepted_at) > 60
 
 
 def test_a_silent_draft_costs_one_wait():
-    """Hung: the first answer is waited for, then none; from time to time it is tried again, until it is given up."""
+    """Hung: the first answer is waited for, then none, as the draft falls behind; at last it is given up."""
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=60000, blocks=20000)
     client = DraftClient(VOCAB, clock)
@@ -295,9 +296,8 @@ def test_a_silent_draft_costs_one_wait():
             waits.append(clock.now - before)
         clock.now += 0.001
     assert client.is_hung
-    assert 5 <= len(waits) <= 12
+    assert len(waits) == 1
     assert waits[0] < 0.003
-    assert max(waits) < 0.02
     core.abort("0")
     wire.loss = 0.0
     client.is_due()

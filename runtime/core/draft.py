@@ -29,6 +29,7 @@ from runtime.core.types import CallboardError, Request
 
 CATCH_UP = (2, 8)  # tokens of a row, at most, that a draft's runner has graphs for, besides one
 _DEPTH = 2  # plans in flight
+_AHEAD_REPEATS = 2  # steps of a plan that nobody waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,6 @@ class DraftCore:
     def __init__(self, config: EngineConfig, info: ModelInfo, executor: Executor, ahead: int) -> None:
         """`ahead` guesses are made beyond those wanted, for when all of them are right."""
         self.scheduler = Scheduler(config, info)
-        self.scheduler.most_repeats = MOST_REPEATS
         self.executor, self.ahead = executor, ahead
         self.outbox: dict[Hashable, list[Chain]] = {}  # by owner; the caller sends them and empties it
         self._streams: dict[tuple[Hashable, int], RequestState] = {}
@@ -112,9 +112,13 @@ class DraftCore:
         self.outbox.pop(owner, None)
 
     def step(self) -> bool:
-        """Launch steps as far as mirrors want guesses, and wait for the oldest. False: there is nothing to compute."""
+        """Launch steps as far as mirrors want guesses, and wait for the oldest. False: there is nothing to compute.
+
+        What is only guessed ahead is launched in small pieces: most often it is wrong, and then in the way."""
         scheduler = self.scheduler
-        while scheduler.num_in_flight < _DEPTH and (plan := scheduler.schedule()) is not None:
+        owes = any(mirror.owner.owes for mirror in self._streams.values())
+        scheduler.most_repeats, depth = (MOST_REPEATS, _DEPTH) if owes else (_AHEAD_REPEATS, 1)
+        while scheduler.num_in_flight < depth and (plan := scheduler.schedule()) is not None:
             self.executor.submit(plan)
         if not scheduler.num_in_flight:
             return False

@@ -24,7 +24,8 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # without guesses after a late answer, do
 _HUNG_S = 10.0  # silence after which a draft is thought to be stuck
 _WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
-_CATCH_UP_US = 30_000.0  # more patience with a draft that answers, and is further behind than it has graphs for
+_FIRST_ROUND_US, _FIRST_ROW_US = 1000.0, 40.0  # a round beyond the models' times, and each of its rows
+_FAR_S = 0.5  # for a draft to catch up, at most, before it is asked again
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class _Followed:
     stream: int
     acked: int = -1  # final tokens that the draft has; -1: it has not answered yet
     asked: int = -1  # known tokens when guesses were last asked for
+    far_until: float = 0.0  # it was too far behind then to wait for, and catches up until it answers, or this time
     chain: list[int] = field(default_factory=list)  # what may follow the first `acked` tokens
 
 
@@ -76,7 +78,6 @@ class DraftClient(Drafter):
         self._due: set[int] = set()  # streams whose answer the next step waits for
         self._asked_at = self._deadline = self._paused_until = 0.0
         self._num_asked = self._wanted = 0  # streams and guesses of the round
-        self._is_close = True  # to what the draft knows: its answer takes as long as answers do
         self._overhead_us, self._patience = _FIRST_OVERHEAD_US, _PATIENCE
         self._late_in_a_row = 0
         self._silent_since = 0.0  # when the draft was told something that it has not answered; 0: it has
@@ -104,7 +105,7 @@ class DraftClient(Drafter):
             origin, tokens = state.request, state.tokens.tolist()
             request = Request("", tokens, state.prompt_len, state.params, origin.seed, 0, origin.cache_salt)
             self._told.opened.append(Open(followed.stream, request, wanted))
-        return followed.acked >= 0
+        return followed.acked >= 0 and self._clock() >= followed.far_until
 
     def ask(self, state: RequestState, wanted: int) -> None:
         """A request that the draft follows has no token in flight, and its next row could bring `wanted` guesses."""
@@ -114,7 +115,9 @@ class DraftClient(Drafter):
         followed.asked = known
         new = state.tokens[followed.acked :].tolist()
         self._told.committed.append(Commit(followed.stream, followed.acked, new, wanted))
-        if len(self._guesses(followed, state)) < wanted:
+        if len(new) > CATCH_UP[-1]:
+            followed.far_until = self._clock() + _FAR_S
+        elif len(self._guesses(followed, state)) < wanted:
             self._due.add(followed.stream)
 
     def is_due(self) -> bool:
@@ -142,7 +145,7 @@ class DraftClient(Drafter):
             self._hear(left)
         if self._due:
             self._give_up()
-        elif self._is_close:
+        else:
             self._learn((self._clock() - self._asked_at) * 1e6)
 
     def guess(self, state: RequestState, most: int) -> list[int] | None:
@@ -169,10 +172,7 @@ class DraftClient(Drafter):
         self._asked_at = now
         self._num_asked, self._wanted = len(told.committed), max(c.wanted for c in told.committed)
         expected_us = max(0.0, self._overhead_us) + self._wanted * self.step_us(self._num_asked)
-        self._is_close = max(len(c.token_ids) for c in told.committed) <= CATCH_UP[-1]
-        is_heard = self._late_in_a_row == 0
-        more_us = _CATCH_UP_US if is_heard and not self._is_close else _PATIENCE_US
-        self._deadline = now + (self._patience * expected_us + more_us) / 1e6
+        self._deadline = now + (self._patience * expected_us + _PATIENCE_US) / 1e6
 
     def _learn(self, took_us: float) -> None:
         beyond = took_us - self._wanted * self.step_us(self._num_asked)
@@ -206,6 +206,7 @@ class DraftClient(Drafter):
             ends = (i for i, token in enumerate(chain.token_ids) if token >= self.vocab_size)
             followed.acked, followed.chain = chain.length, chain.token_ids[: next(ends, None)]
             if chain.length >= followed.asked:
+                followed.far_until = 0.0
                 self._due.discard(chain.stream)
 
     def _end(self, followed: _Followed) -> None:
@@ -230,5 +231,6 @@ def speculation_of(config: EngineConfig, info: ModelInfo, clock: Callable[[], fl
     if config.draft is None:
         return None
     drafter: Drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else Ngram()
-    latency_us = info.latency_us + (_FIRST_OVERHEAD_US if config.has_draft_model else 0.0)
-    return Speculation(drafter, config.num_draft_tokens, info.step_us, latency_us, clock)
+    round_us, row_us = (_FIRST_ROUND_US, _FIRST_ROW_US) if config.has_draft_model else (0.0, 0.0)
+    latency_us = info.latency_us + round_us
+    return Speculation(drafter, config.num_draft_tokens, info.step_us, latency_us, clock, row_us)

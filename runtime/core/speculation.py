@@ -24,7 +24,8 @@ _LIKELY = [  # guesses of a row, by its acceptance in 40ths
 _PRIOR = 0.6  # acceptance before anything is known, and where a request's drifts back to while it rests
 _WEIGHT, _OVERALL_WEIGHT = 0.1, 0.01  # of the newest guess in a request's estimate, and in that of all requests
 _BEYOND_WEIGHT = 0.2  # of the newest step in the estimate of what steps take beyond the model's time
-_REST_BEYOND, _REST_EVERY = 0.016, 16  # of its first value, per so many steps: what did not pay is tried again
+_REST_BEYOND, _REST_EVERY = 0.016, 16  # of its first value, per so many steps: what did not pay is tried again,
+_REST_ROWS = 8  # and less often in larger batches, where a try costs more
 _COARSE_US = 50.0  # what that estimate is rounded to
 _MOST_SURPRISE = 0.5  # of a step's time: more of a difference is a pause, a compiler, another process
 _REST = 0.02  # of the prior, per token decoded without guesses: after some 50 tokens it is tried again
@@ -134,11 +135,13 @@ class Speculation:
         step_us: Sequence[tuple[int, float]],
         latency_us: float,
         clock: Callable[[], float] | None = None,
+        row_us: float = 0.0,
     ) -> None:
         """`fixed` guesses always, or by estimate. step_us: (tokens, time of a step of so many rows), rising.
-        `latency_us` is a first guess at what a round takes beyond that; without a clock, in seconds, it stays."""
+        `latency_us`, and `row_us` for each row, is a first guess at what a round takes beyond that; without a clock, in
+        seconds, it stays."""
         self.drafter, self._fixed, self._clock = drafter, fixed, clock
-        self._first_us = latency_us, 0.0
+        self._latency_us, self._row_us = latency_us, row_us
         self._times = StepTimes(step_us)
         self.acceptance = _PRIOR  # running estimate over all requests
         # What steps take beyond the estimate: with guesses, without; by the number of bits of the number of rows.
@@ -178,10 +181,10 @@ class Speculation:
     def begin(self, num_rows: int, acceptance: float) -> None:
         """A step of about so many rows is being planned; their mean acceptance."""
         self._num_begun += 1
-        rest = _REST_BEYOND if self._num_begun % _REST_EVERY == 0 else 0.0
+        rest = _REST_BEYOND * min(1.0, _REST_ROWS / max(1, num_rows)) if self._num_begun % _REST_EVERY == 0 else 0.0
         if rest or num_rows != self._num_rows:
             self._num_rows, size = num_rows, num_rows.bit_length()
-            for beyond, first in zip(self._beyond_us, self._first_us, strict=True):
+            for beyond, first in zip(self._beyond_us, self._first_beyond_us(num_rows), strict=True):
                 known = beyond.setdefault(size, first)
                 beyond[size] = known + rest * (first - known)
             round_us, step_us = (round(beyond[size] / _COARSE_US) * _COARSE_US for beyond in self._beyond_us)
@@ -193,6 +196,10 @@ class Speculation:
         else:
             draft_us = self.drafter.step_us(num_rows)
             self.round_count = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
+
+    def _first_beyond_us(self, num_rows: int) -> tuple[float, float]:
+        """What rounds, and steps without guesses, are thought to take beyond the models' times."""
+        return self._latency_us + num_rows * self._row_us, 0.0
 
     def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
         """Requests drift back to the first estimate while none is guessed for."""
@@ -241,7 +248,7 @@ class Speculation:
             return  # waited for nothing
         expected_us = self._times.us(num_tokens) + (count and count * self.drafter.step_us(num_rows))
         beyond, size, most = self._beyond_us[count == 0], num_rows.bit_length(), _MOST_SURPRISE * expected_us
-        known = beyond.setdefault(size, self._first_us[count == 0])
+        known = beyond.setdefault(size, self._first_beyond_us(num_rows)[count == 0])
         beyond[size] += _BEYOND_WEIGHT * min(max(took_us - expected_us - known, -most), most)
         if count:
             self._num_rows = 0  # `begin` looks again
