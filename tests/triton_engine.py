@@ -1,5 +1,7 @@
 """Small requests of every kind of sampling through the engine core, on a backend of choice."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from fake_runner import Recorded
@@ -26,6 +28,7 @@ SPEC = DecoderSpec(
     norm_eps=1e-5,
     qk_norm=True,
 )
+SHALLOW = replace(SPEC, num_layers=1)  # for what is about plans, not about models
 PARAMS = [
     SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=3),
     SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True),
@@ -70,7 +73,7 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
         "max_num_batched_tokens": 24,
         "dtype": "float32",
     } | config
-    runner = ModelRunner.dummy(EngineConfig(**settings), SPEC)
+    runner = ModelRunner.dummy(EngineConfig(**settings), SHALLOW if repeats else SPEC)
     replays = []
     if graphs and backend == "triton":
         steps = runner.steps
@@ -114,7 +117,7 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
 def chains(backend):
     """What a draft answers as commits of right and wrong tokens come in, on graphs in the Triton path."""
     settings = {"device": "cpu", "kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1}
-    runner = ModelRunner.dummy(EngineConfig(**settings, max_model_len=96, dtype="float32"), SPEC)
+    runner = ModelRunner.dummy(EngineConfig(**settings, max_model_len=96, dtype="float32"), SHALLOW)
     replays = []
     if backend == "triton":
         runner.steps.graph_logits = torch.full((8, SPEC.vocab_size), torch.nan)

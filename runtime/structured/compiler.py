@@ -101,7 +101,7 @@ class GrammarCompiler:
             self._give_back(child)
 
     def _add_child(self) -> None:
-        child = Child(_MEMORY)
+        child = Child(_MEMORY, niceness=5)  # those who stream go first
         with contextlib.suppress(GrammarError):
             child.run(_START_S, compiled, GrammarSpec("regex", "\\D"))  # Unicode digits are looked up once
         self._give_back(child)
