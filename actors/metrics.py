@@ -95,6 +95,11 @@ METRICS = {
         label="served_by",
         label_values=("lazy", "eager"),
     ),
+    "callboard:grammar_waits": Metric(
+        "replica",
+        "counter",
+        "Requests that began to wait for a grammar; as many more than callboard:grammar_seconds_count wait now.",
+    ),
     "callboard:grammar_seconds": Metric("replica", "histogram", "A request's wait for its grammar.", _SHORT_S),
     "callboard:step_seconds": Metric(
         "engine", "histogram", "A step: from its submission, or the result before, to its result.", _SHORT_S

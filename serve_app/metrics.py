@@ -164,6 +164,10 @@ class ServiceMetrics:
         lag = figures.histogram("callboard:delivery_lag_seconds", self._client.info.max_model_len)
         lag.observe(max(time.time() - choice.last_at, 0.0))
 
+    def waits_for_grammar(self, request: Request) -> None:
+        """From now on."""
+        self._pending.setdefault(request.engine, Figures()).count("callboard:grammar_waits")
+
     def waited_for_grammar(self, request: Request, seconds: float) -> None:
         """Before it was submitted."""
         figures = self._pending.setdefault(request.engine, Figures())

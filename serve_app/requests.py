@@ -450,12 +450,6 @@ class ChatRequest(_Sampling):
                 )
         if self.offered_tools() and (structure := self.structure()) is not None:
             raise invalid(structure.field, "cannot be combined with tools that may be called; set tool_choice to none")
-        if self.tool_choice in (None, "auto"):
-            for i, tool in enumerate(self.tools or ()):
-                if tool.function.strict:
-                    raise invalid(
-                        f"tools.{i}.function.strict", "is supported where tool_choice is required or names a function"
-                    )
 
     @property
     def function_names(self) -> set[str]:
@@ -485,13 +479,19 @@ class ChatRequest(_Sampling):
                 return names.pop() if len(names) == 1 else ""
         return None
 
-    def call_structure(self, form: ToolFormat, marks_are_text: bool) -> Structure | None:
-        """What must follow the opening of a call with which the prompt ends; None if it ends with none.
+    def call_structure(self, form: ToolFormat | None, marks_are_text: bool) -> Structure | None:
+        """What calls must be: from the opening on with which the prompt ends, or, where the model may choose and some
+        function is strict, from any mark on that it writes. None: nothing is enforced.
 
         Arguments fit their schema; without `strict` any object will do where the schema is not supported."""
-        if (begun := self.begun_call()) is None:
+        begun, tools = self.begun_call(), self.offered_tools()
+        strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
+        if begun is None and strict is None:
             return None
-        functions = [tool.function for tool in self.offered_tools() if begun in ("", tool.function.name)]
+        field = f"tools.{strict}.function.strict"
+        if form is None or (begun is None and (form.is_bare or not marks_are_text)):
+            raise invalid(field, "is supported for this model only where tool_choice is required or names a function")
+        functions = [tool.function for tool in tools if (begun or "") in ("", tool.function.name)]
         nothing = {"type": "object", "additionalProperties": False}
         again = ("; " if form.is_bare else "\n") + form.opening("")
         calls = Calls(
@@ -501,8 +501,11 @@ class ChatRequest(_Sampling):
             to_arguments=f'", "{form.arguments}":',
             end="\n" + form.end_mark if form.end_mark and marks_are_text else "",
             again=again if marks_are_text and self.most_calls() is None else "",
+            begin="" if begun is not None else form.opening("").removeprefix(form.mark).strip(),
         )
-        return Structure(GrammarSpec("calls", msgspec.json.encode(calls).decode()), "tools")
+        after = "" if begun is not None else form.mark
+        spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, may_stay_free=bool(after))
+        return Structure(spec, "tools")
 
     def most_calls(self) -> int | None:
         """How many calls the answer may have; None: any number."""

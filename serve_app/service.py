@@ -285,6 +285,7 @@ class Service:
 
     async def _give_grammar(self, job: Job, structure: Structure) -> None:
         asked_at = time.monotonic()
+        self.metrics.waits_for_grammar(job.requests[0])
         try:
             grammar = await self.grammars.compile(structure.spec)
         except GrammarError as e:
@@ -339,13 +340,13 @@ class Service:
     def _structure(self, request: CompletionRequest | ChatRequest, reply: ReplyFormat | None) -> Structure | None:
         """What the output must match, counted from where the prompt ends."""
         structure = request.structure()
-        if isinstance(request, ChatRequest) and reply is not None:
-            if structure is not None and reply.in_reasoning:
-                if self.tokenizer.token_to_id(reasoning.CLOSE) in self.tokenizer.special_ids:
-                    raise invalid(structure.field, "cannot follow reasoning of this model; turn its reasoning off")
-                structure = replace(structure, spec=replace(structure.spec, after=reasoning.CLOSE))
-            if reply.tools is not None and reply.begun is not None:
-                structure = request.call_structure(reply.tools, marks_are_text=not reply.kept_special_ids)
+        if structure is not None and reply is not None and reply.in_reasoning:
+            if self.tokenizer.token_to_id(reasoning.CLOSE) in self.tokenizer.special_ids:
+                raise invalid(structure.field, "cannot follow reasoning of this model; turn its reasoning off")
+            structure = replace(structure, spec=replace(structure.spec, after=reasoning.CLOSE))
+        if isinstance(request, ChatRequest):
+            marks_are_text = reply is None or not reply.kept_special_ids
+            structure = request.call_structure(reply and reply.tools, marks_are_text) or structure
         return structure
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:

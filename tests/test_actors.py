@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
 
@@ -11,11 +12,15 @@ import ray
 from actors.placement import bundles
 from actors.supervisor import Supervisor, find_engine, link_to
 from runtime.core.config import EngineConfig
-from runtime.core.types import CallboardError, Request, SamplingParams
+from runtime.core.types import CallboardError, GrammarSpec, Request, SamplingParams
+from runtime.loading.resolve import resolve
+from runtime.structured.grammar import compiled
+from runtime.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 
 PROMPTS = [list(range(100 + 7 * i, 120 + 9 * i)) for i in range(8)]
+LETTERS = compiled(GrammarSpec("regex", "[A-Z][a-z ]{900}"))
 
 
 def config(**kw) -> EngineConfig:
@@ -50,7 +55,8 @@ class Server:
         """All prompts at once; `progress` counts tokens as they arrive."""
 
         async def one(i):
-            params = SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), ignore_eos=True)
+            grammar = LETTERS if i % 4 == 3 else None
+            params = SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), ignore_eos=True, grammar=grammar)
             tokens = []
             async for output in self.link.generate(Request(f"r{i}", PROMPTS[i], len(PROMPTS[i]), params, seed=i)):
                 assert not output.error, output.error
@@ -74,6 +80,8 @@ async def test_killed_runner_and_engine_change_no_token(channel):
     async with Server(f"kill-{channel}", channel=channel) as server:
         undisturbed = await server.generate()
         assert [len(t) for t in undisturbed] == [60] * 8
+        tokenizer = Tokenizer.load(resolve(server.config.model, None))
+        assert all(re.fullmatch("[A-Z][a-z ]*", tokenizer.decode(undisturbed[i])) for i in (3, 7))
 
         for victim in ("runner", "engine"):
             progress: list[int] = []

@@ -279,7 +279,6 @@ NAMED = partial(dict, type="function")
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", "'function'"),
         ({"tools": [NAMED(function={})]}, "tools.0.function.name", "missing"),
         ({"tools": [NAMED(function={"name": "a b"})]}, "tools.0.function.name", "pattern"),
-        ({"tools": [NAMED(function={"name": "f", "strict": True})]}, "tools.0.function.strict", "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "'required'"),
         ({"tools": TOOLS, "tool_choice": 1}, "tool_choice", "names a function"),
         ({"tools": TOOLS, "tool_choice": NAMED(function={"name": "f"})}, "tool_choice.function.name", "no tool"),

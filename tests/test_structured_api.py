@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import httpx
 import pytest
@@ -153,10 +154,21 @@ async def test_only_strict_functions_insist_on_their_schema():
     assert not fits(none, '{"a":1}}\n</tool_call>')
 
 
-async def test_strict_functions_are_refused_where_the_model_may_choose():
+async def test_strict_functions_bind_the_calls_of_a_model_that_may_choose():
+    call = f'<tool_call>\n{{"name": "get_time", "arguments": {CITY}}}\n</tool_call>'
     for choice in ({}, {"tool_choice": "auto"}):
-        _, response = await send({"tools": tools_of(strict=True), **choice})
-        assert response.json()["error"]["param"] == "tools.0.function.strict"
+        grammar = await grammar_of({"tools": tools_of(strict=True), **choice})
+        for text in ("", "It rains. {", "a < b, <tool_cal", call, f"Let me see.\n{call}", f"{call}\n{call}"):
+            assert fits(grammar, text), text
+        for text in ("<tool_call>", f"{call} and so on", call.replace("city", "town"), f"<tool_call> \n now: {call}"):
+            assert not fits(grammar, text), text
+    one = await grammar_of({"tools": tools_of(strict=True), "parallel_tool_calls": False})
+    assert fits(one, call)
+    assert not fits(one, f"{call}\n{call}")
+    _, free = await send({"tools": tools_of()})
+    assert free.status_code == 200
+    _, response = await send({"tools": tools_of(strict=True)}, template=LLAMA)  # calls need no mark there
+    assert response.json()["error"]["param"] == "tools.0.function.strict"
 
 
 async def test_a_structure_begins_after_the_reasoning():
@@ -165,6 +177,9 @@ async def test_a_structure_begins_after_the_reasoning():
     assert not fits(grammar, CITY)
     plain = await grammar_of({**FORMS[1][0], "chat_template_kwargs": {"thinking": False}}, template=THINKING)
     assert fits(plain, CITY)
+
+
+GRAMMAR_WAITS = "callboard:grammar_waits_total", "callboard:grammar_seconds_count"
 
 
 @pytest.mark.slow
@@ -183,6 +198,9 @@ async def test_a_bomb_is_a_400_in_time_and_delays_nobody(
         other = await client.post("/v1/chat/completions", json={**chat(), **FORMS[0][0]})
         assert other.status_code == 200
         assert not waiting.done()
+        text = (await client.get("/metrics")).text
+        begun, ended = (re.search(rf"^{name}{{.*}} (.*)$", text, re.M)[1] for name in GRAMMAR_WAITS)
+        assert float(begun) == float(ended) + 1, "the one that waits for its grammar can be seen"
         response = await waiting
         assert response.status_code == 400
         assert "over 1 s" in response.json()["error"]["message"]

@@ -32,6 +32,7 @@ class GrammarSpec:
     kind: Literal["json", "regex", "choice", "calls"]
     text: str  # a JSON Schema; a regular expression of the whole output; a JSON list of texts; see grammar.Calls
     after: str = ""  # the output begins with free text up to this mark
+    may_stay_free: bool = False  # or is free text altogether, without the mark
 
 
 @dataclass(frozen=True, slots=True)

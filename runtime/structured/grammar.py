@@ -24,7 +24,7 @@ _BYTES = LazyEngine(BYTES)  # what a grammar says does not depend on the vocabul
 
 
 class Calls(msgspec.Struct):
-    """Calls of functions, from within the first one on: the prompt ends with its opening."""
+    """Calls of functions, from within the first one on: the prompt ends with its opening, or with some of it."""
 
     functions: dict[str, Any]  # the schemas of their arguments, by name
     lenient: list[str]  # functions that take any object where their schema is not supported
@@ -32,6 +32,7 @@ class Calls(msgspec.Struct):
     to_arguments: str  # what is between a function's name and its arguments
     end: str  # what follows a call
     again: str  # what comes before the name in another call; "": there is just one
+    begin: str = ""  # the rest of the opening
 
 
 def compiled(spec: GrammarSpec) -> Grammar:
@@ -44,8 +45,10 @@ def compiled(spec: GrammarSpec) -> Grammar:
     except RecursionError:
         raise GrammarError(f"nests deeper through its references than the limit of {schema.MAX_DEPTH}") from None
     if spec.after:
-        free = f"/(?s:.*){literal_text(spec.after)}/"
-        head = f"start: free /[\\x{{a}}\\x{{20}}]{{0,2}}/ rest\nfree[lazy]: {free}\nrest:"
+        free = f"(?s:.*){literal_text(spec.after)}"
+        head = f"start: free /[\\x{{a}}\\x{{20}}]{{0,2}}/ rest\nfree[lazy]: /{free}/\nrest:"
+        if spec.may_stay_free:
+            head = head.replace("start:", f"UNMARKED: /(?s:.*)/ & ~/{free}(?s:.*)/\nstart: UNMARKED |", 1)
         text, expression = text.replace("start:", head, 1), ""
     if reason := _fault(text):
         raise GrammarError(reason)
@@ -83,7 +86,8 @@ def _calls(calls: Calls) -> dict[str, Rule]:
         bodies.append(row(opening, Name(f"f{i}start"), terminal(literal_text("}" + calls.end))))
     written["call"] = choice(bodies)
     more = Repeat(row(terminal(literal_text(calls.again)), Name("call")), 0, None) if calls.again else NOTHING
-    return {"start": row(Name("call"), more), **written}
+    begin = terminal(literal_text(calls.begin)) if calls.begin else NOTHING
+    return {"start": row(begin, Name("call"), more), **written}
 
 
 def _fits(each: Terminal) -> bool:
