@@ -272,6 +272,44 @@ def test_nobody_waits_for_a_draft_that_is_far_behind():
     assert sum(s.accepted_at) > 60
 
 
+def test_a_draft_that_is_hardly_faster_catches_up():
+    """While it works through what it lacks, as much comes again: that is waited for."""
+    clock = Clock()
+
+    class Slow(LocalWire):
+        """Takes as long for a token as the target."""
+
+        ready_at = 0.0
+
+        def send(self, told):
+            behind = max((len(commit.token_ids) for commit in told.committed), default=0)
+            self.ready_at = max(self.ready_at, clock.now) + 0.001 * behind * (behind > 3)
+            super().send(told)
+
+        def receive(self, timeout_s):
+            if clock.now + timeout_s < self.ready_at:
+                clock.now += timeout_s
+                return None
+            clock.now = max(clock.now, self.ready_at)
+            return super().receive(timeout_s)
+
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    target = info(max_len=400, blocks=200)
+    times = ((1, 1000.0), (64, 64_000.0))
+    client = DraftClient(VOCAB, clock)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
+    client.attach(Slow(draft_core(max_len=400, blocks=200)), times)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    while core.scheduler.num_drafts < 4:
+        core.step()
+        clock.now += 0.001
+    client._paused_until, before = clock.now + 0.03, sum(core.scheduler.accepted_at)
+    while core.has_work:
+        core.step()
+        clock.now += 0.001
+    assert sum(core.scheduler.accepted_at) > before + 100
+
+
 def test_a_silent_draft_costs_one_wait():
     """Hung: the first answer is waited for, then none, as the draft falls behind; at last it is given up."""
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)

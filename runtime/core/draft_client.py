@@ -50,6 +50,7 @@ class _Followed:
     acked: int = -1  # final tokens that the draft has; -1: it has not answered yet
     asked: int = -1  # known tokens when guesses were last asked for
     far_until: float = 0.0  # it was too far behind then to wait for, and catches up until it answers, or this time
+    has_caught_up: bool = False  # it has just answered so
     chain: list[int] = field(default_factory=list)  # what may follow the first `acked` tokens
 
 
@@ -77,7 +78,7 @@ class DraftClient(Drafter):
         self._told = Told()  # not sent yet
         self._due: set[int] = set()  # streams whose answer the next step waits for
         self._asked_at = self._deadline = self._paused_until = 0.0
-        self._num_asked = self._wanted = 0  # streams and guesses of the round
+        self._steps_us = 0.0  # that the draft's steps of the round take
         self._overhead_us, self._patience = _FIRST_OVERHEAD_US, _PATIENCE
         self._late_in_a_row = 0
         self._silent_since = 0.0  # when the draft was told something that it has not answered; 0: it has
@@ -115,7 +116,9 @@ class DraftClient(Drafter):
         followed.asked = known
         new = state.tokens[followed.acked :].tolist()
         self._told.committed.append(Commit(followed.stream, followed.acked, new, wanted))
-        if len(new) > CATCH_UP[-1]:
+        # What the draft catches up with is not waited for; what came meanwhile is, or slow drafts would never do it.
+        catches_up, followed.has_caught_up = followed.has_caught_up, False
+        if len(new) > CATCH_UP[-1] and not catches_up:
             followed.far_until = self._clock() + _FAR_S
         elif len(self._guesses(followed, state)) < wanted:
             self._due.add(followed.stream)
@@ -170,12 +173,15 @@ class DraftClient(Drafter):
 
     def _begin_round(self, told: Told, now: float) -> None:
         self._asked_at = now
-        self._num_asked, self._wanted = len(told.committed), max(c.wanted for c in told.committed)
-        expected_us = max(0.0, self._overhead_us) + self._wanted * self.step_us(self._num_asked)
+        behind = [len(commit.token_ids) for commit in told.committed]
+        self._steps_us = max(commit.wanted for commit in told.committed) * self.step_us(len(behind))
+        if max(behind) > CATCH_UP[-1]:
+            self._steps_us += self.step_us(sum(behind))
+        expected_us = max(0.0, self._overhead_us) + self._steps_us
         self._deadline = now + (self._patience * expected_us + _PATIENCE_US) / 1e6
 
     def _learn(self, took_us: float) -> None:
-        beyond = took_us - self._wanted * self.step_us(self._num_asked)
+        beyond = took_us - self._steps_us
         self._overhead_us += _WEIGHT * (beyond - self._overhead_us)
         self._patience = max(_PATIENCE, _PATIENCE_DECAY * self._patience)
 
@@ -206,7 +212,7 @@ class DraftClient(Drafter):
             ends = (i for i, token in enumerate(chain.token_ids) if token >= self.vocab_size)
             followed.acked, followed.chain = chain.length, chain.token_ids[: next(ends, None)]
             if chain.length >= followed.asked:
-                followed.far_until = 0.0
+                followed.far_until, followed.has_caught_up = 0.0, followed.far_until > 0
                 self._due.discard(chain.stream)
 
     def _end(self, followed: _Followed) -> None:

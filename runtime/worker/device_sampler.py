@@ -164,10 +164,11 @@ class DeviceSampler:
     ) -> None:
         """The same, and less to read and to launch: no copy of the logits, no bounds."""
         of_rows = rows.astype(np.int32), host_slots[rows], host_positions[rows]
-        parts = [*of_rows, masks.numbers, masks.failed, masks.tracked.reshape(-1)]
-        index, slots, positions, numbers, failed, tracked = self._upload(*parts).split([len(part) for part in parts])
+        parts = [*of_rows, masks.numbers, masks.failed, masks.tracked.reshape(-1), masks.words.reshape(-1)]
+        sent = self._upload(*parts).split([len(part) for part in parts])
+        index, slots, positions, numbers, failed, tracked, words = sent
         if len(numbers):
-            mask_tokens_triton(logits, numbers, self._upload(masks.words))
+            mask_tokens_triton(logits, numbers, words.view(masks.words.shape))
         if len(failed):
             token_ids.index_fill_(0, failed.long(), -1)
         automata = masks.automata if len(masks.tracked) else None
