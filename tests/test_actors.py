@@ -83,7 +83,7 @@ async def test_killed_runner_and_engine_change_no_token(channel):
         tokenizer = Tokenizer.load(resolve(server.config.model, None))
         assert all(re.fullmatch("[A-Z][a-z ]*", tokenizer.decode(undisturbed[i])) for i in (3, 7))
 
-        for victim in ("runner", "engine"):
+        for victim in ("runner", "engine") if channel == "socket" else ("runner",):  # whose end differs by channel
             progress: list[int] = []
             reading = asyncio.create_task(server.generate(progress))
             await wait_for(lambda progress=progress: sum(progress) > 80, 60)
@@ -98,7 +98,7 @@ async def test_killed_runner_and_engine_change_no_token(channel):
             assert sum(progress) < 8 * 60
             assert await reading == undisturbed
             assert server.link.health() == ""
-        assert server.supervisor.num_restarts == 1
+        assert server.supervisor.num_restarts == (channel == "socket")
 
 
 async def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path):
