@@ -75,6 +75,26 @@ class BadWire:
         return came or None
 
 
+class SlowWire(LocalWire):
+    """A draft that takes `seconds_of(tokens it is behind)` for an answer."""
+
+    def __init__(self, core, clock, seconds_of):
+        super().__init__(core)
+        self.clock, self.seconds_of, self.ready_at = clock, seconds_of, 0.0
+
+    def send(self, told):
+        behind = max((len(commit.token_ids) for commit in told.committed), default=0)
+        self.ready_at = max(self.ready_at, self.clock.now) + self.seconds_of(behind)
+        super().send(told)
+
+    def receive(self, timeout_s):
+        if self.clock.now + timeout_s < self.ready_at:
+            self.clock.now += timeout_s
+            return None
+        self.clock.now = max(self.clock.now, self.ready_at)
+        return super().receive(timeout_s)
+
+
 def test_a_chain_continues_what_is_final():
     core = draft_core(ahead=2)
     request = Request("r", [1, 2, 3, 4, 5], 5, SamplingParams(max_tokens=40, ignore_eos=True), seed=0)
@@ -230,27 +250,12 @@ def test_a_miss_costs_no_later_guess(ahead):
 def test_nobody_waits_for_a_draft_that_is_far_behind():
     """It catches up while requests go on plainly, and what that takes says nothing of other answers."""
     clock = Clock()
-
-    class Slow(LocalWire):
-        ready_at = 0.0
-
-        def send(self, told):
-            is_far = any(len(commit.token_ids) > 8 for commit in told.committed)
-            self.ready_at = clock.now + (0.005 if is_far else 0.0001)
-            super().send(told)
-
-        def receive(self, timeout_s):
-            if clock.now + timeout_s < self.ready_at:
-                clock.now += timeout_s
-                return None
-            clock.now = max(clock.now, self.ready_at)
-            return super().receive(timeout_s)
-
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
     client = DraftClient(VOCAB, clock)
     core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
-    client.attach(Slow(draft_core(max_len=400, blocks=200)), STEP_US)
+    wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.005 if behind > 8 else 0.0001)
+    client.attach(wire, STEP_US)
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     s = core.scheduler
 
@@ -275,30 +280,13 @@ def test_nobody_waits_for_a_draft_that_is_far_behind():
 def test_a_draft_that_is_hardly_faster_catches_up():
     """While it works through what it lacks, as much comes again: that is waited for."""
     clock = Clock()
-
-    class Slow(LocalWire):
-        """Takes as long for a token as the target."""
-
-        ready_at = 0.0
-
-        def send(self, told):
-            behind = max((len(commit.token_ids) for commit in told.committed), default=0)
-            self.ready_at = max(self.ready_at, clock.now) + 0.001 * behind * (behind > 3)
-            super().send(told)
-
-        def receive(self, timeout_s):
-            if clock.now + timeout_s < self.ready_at:
-                clock.now += timeout_s
-                return None
-            clock.now = max(clock.now, self.ready_at)
-            return super().receive(timeout_s)
-
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
     times = ((1, 1000.0), (64, 64_000.0))
     client = DraftClient(VOCAB, clock)
     core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
-    client.attach(Slow(draft_core(max_len=400, blocks=200)), times)
+    wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
+    client.attach(wire, times)  # a token takes it as long as the target
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     while core.scheduler.num_drafts < 4:
         core.step()

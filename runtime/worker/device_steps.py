@@ -38,6 +38,8 @@ from runtime.worker.transfers import Transfers
 
 _LARGEST_GRAPH = 512  # rows
 _LARGEST_VERIFIED = 128  # tokens of a step of guesses that has a graph; larger batches do not gain by guesses
+_NO_ROWS = StepPlan(0)
+_NO_RUNS: Int32s = np.zeros(1, np.int32)  # as kernels/staging.py has them
 
 
 @dataclass(slots=True)
@@ -48,9 +50,6 @@ class DecodeGraph:
     size: int
     graph: torch.cuda.CUDAGraph
     token_ids: torch.Tensor  # [size * count] int32, what the replay samples
-
-
-_NO_ROWS = StepPlan(0)
 
 
 class DeviceSteps:
@@ -113,12 +112,12 @@ class DeviceSteps:
         prompts = None
         plain = self.sampler.is_plain(slots, positions)
         if graph := self._graph_for(plan):
-            answer = self._replay(graph, plan, staged)
-            wanted = np.flatnonzero(_wanted(plan, graph.count)).astype(np.int32)
+            answer, count = self._replay(graph, plan, staged), graph.count
             if plain:
-                return self._answered(plan, lambda: answer[wanted])
+                return self._answered(plan, lambda: answer[np.flatnonzero(_wanted(plan, count))])
+            wanted = np.flatnonzero(_wanted(plan, count)).astype(np.int32)
             token_ids, logits = graph.token_ids[: len(wanted)], self.graph_logits[: len(wanted)]
-            if len(wanted) < len(plan.slots) * graph.count:
+            if len(wanted) < len(plan.slots) * count:
                 index = self.transfers.upload(wanted)
                 token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
         else:
@@ -279,7 +278,7 @@ class DeviceSteps:
         if plan.new or not self.graphs or self.scorer.is_wanted(plan):
             return None
         most = int(plan.counts.max())
-        count = next((n for n in sorted(self.graphs) if n >= most), None)
+        count = min((n for n in self.graphs if n >= most), default=None)
         if count is None or len(plan.slots) > self.graphs[count][-1].size:
             return None
         if count > 1 and int(plan.starts.max()) + count > self.max_model_len:
@@ -309,9 +308,6 @@ class DeviceSteps:
         for _ in range(plan.repeats):
             graph.graph.replay()
         return answer
-
-
-_NO_RUNS: Int32s = np.zeros(1, np.int32)
 
 
 def _wanted(plan: StepPlan, count: int) -> NDArray[np.bool_]:

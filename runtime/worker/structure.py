@@ -119,8 +119,8 @@ class Structures:
         begun = engines.count("lazy"), engines.count("eager")
         # Failed ones too, whatever their slots' states are, so that the warm-up's row has all kernels compiled.
         tracked = _tracked([row for row in all_rows if row.output.on_device or row.output.failed])
-        as_array = (np.array(x, np.int32) for x in (numbers, failed))
-        return Masks(next(as_array), words, next(as_array), rows, tracked, self._automata, begun)
+        as_arrays = np.array(numbers, np.int32), words, np.array(failed, np.int32)
+        return Masks(*as_arrays, rows, tracked, self._automata, begun)
 
     def sampled(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
         """`tokens()` waits for the samples of the step that had these masks, [num_sampled]."""
