@@ -95,6 +95,26 @@ class SlowWire(LocalWire):
         return super().receive(timeout_s)
 
 
+class BusyWire(LocalWire):
+    """A draft each of whose steps takes `step_s`, as one does that others share."""
+
+    def __init__(self, core, clock, step_s):
+        super().__init__(core)
+        self.clock, self.step_s, self.free_at = clock, step_s, 0.0
+
+    def send(self, told):
+        self.free_at = max(self.free_at, self.clock.now)
+        super().send(told)
+
+    def receive(self, timeout_s):
+        until = self.clock.now + timeout_s
+        while not self._core.outbox and self.free_at + self.step_s <= until and self._core.step():
+            self.free_at += self.step_s
+        came = self._core.outbox.pop(None, None)
+        self.clock.now = until if came is None else max(self.clock.now, self.free_at)
+        return came
+
+
 def test_a_chain_continues_what_is_final():
     core = draft_core(ahead=2)
     request = Request("r", [1, 2, 3, 4, 5], 5, SamplingParams(max_tokens=40, ignore_eos=True), seed=0)
@@ -296,6 +316,22 @@ def test_a_draft_that_is_hardly_faster_catches_up():
         core.step()
         clock.now += 0.001
     assert sum(core.scheduler.accepted_at) > before + 100
+
+
+def test_a_draft_is_not_asked_again_before_it_has_answered():
+    """Or one that takes longer than the time between two questions would begin again with each."""
+    clock = Clock()
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    target = info(max_len=400, blocks=200)
+    client, times = DraftClient(VOCAB, clock), ((1, 50_000.0), (64, 60_000.0))
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
+    client.attach(BusyWire(draft_core(max_len=400, blocks=200), clock, 0.4), times)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    while core.has_work:
+        core.step()
+        clock.now += 0.05
+    assert sum(core.scheduler.accepted_at) > 10
+    assert core.scheduler.speculation.acceptance > 0.6, "no answer is not a wrong one"
 
 
 def test_a_silent_draft_costs_one_wait():

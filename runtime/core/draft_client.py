@@ -25,7 +25,7 @@ _HUNG_S = 10.0  # silence after which a draft is thought to be stuck
 _WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
 _FIRST_ROUND_US, _FIRST_ROW_US = 1000.0, 40.0  # a round beyond the models' times, and each of its rows
-_FAR_S = 0.5  # for a draft to catch up, at most, before it is asked again
+_FAR_S = 0.5  # for a draft to answer what nobody waits for, doubling: asked again before, it would begin again
 
 T = TypeVar("T")
 
@@ -49,7 +49,8 @@ class _Followed:
     stream: int
     acked: int = -1  # final tokens that the draft has; -1: it has not answered yet
     asked: int = -1  # known tokens when guesses were last asked for
-    far_until: float = 0.0  # it was too far behind then to wait for, and catches up until it answers, or this time
+    far_until: float = 0.0  # nobody waits for what it was asked last: it is let be until it answers, or this time
+    num_far: int = 0  # times so, since it answered
     has_caught_up: bool = False  # it has just answered so
     chain: list[int] = field(default_factory=list)  # what may follow the first `acked` tokens
 
@@ -119,7 +120,7 @@ class DraftClient(Drafter):
         # What the draft catches up with is not waited for; what came meanwhile is, or slow drafts would never do it.
         catches_up, followed.has_caught_up = followed.has_caught_up, False
         if len(new) > CATCH_UP[-1] and not catches_up:
-            followed.far_until = self._clock() + _FAR_S
+            self._let_be(followed)
         elif len(self._guesses(followed, state)) < wanted:
             self._due.add(followed.stream)
 
@@ -152,11 +153,12 @@ class DraftClient(Drafter):
             self._learn((self._clock() - self._asked_at) * 1e6)
 
     def guess(self, state: RequestState, most: int) -> list[int] | None:
-        """What follows the request's known tokens in its last chain; None if it was not asked for."""
+        """What follows the request's known tokens in its last chain; None if it was not asked for, or is not there."""
         followed = self._followed.get(state.request.request_id)
         if followed is None or followed.asked != len(state.tokens):
             return None
-        return self._guesses(followed, state)[:most]
+        guesses = self._guesses(followed, state)[:most]
+        return None if not guesses and followed.acked < followed.asked else guesses
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
@@ -185,7 +187,13 @@ class DraftClient(Drafter):
         self._overhead_us += _WEIGHT * (beyond - self._overhead_us)
         self._patience = max(_PATIENCE, _PATIENCE_DECAY * self._patience)
 
+    def _let_be(self, followed: _Followed) -> None:
+        followed.far_until = self._clock() + min(_LONGEST_PAUSE_S, _FAR_S * 2**followed.num_far)
+        followed.num_far += 1
+
     def _give_up(self) -> None:
+        for stream in self._due:
+            self._let_be(self._streams[stream])
         self._due.clear()
         self._patience = min(_MOST_PATIENCE, 2 * self._patience)
         self.num_late += 1
@@ -212,7 +220,8 @@ class DraftClient(Drafter):
             ends = (i for i, token in enumerate(chain.token_ids) if token >= self.vocab_size)
             followed.acked, followed.chain = chain.length, chain.token_ids[: next(ends, None)]
             if chain.length >= followed.asked:
-                followed.far_until, followed.has_caught_up = 0.0, followed.far_until > 0
+                followed.has_caught_up = followed.num_far > 0
+                followed.far_until, followed.num_far = 0.0, 0
                 self._due.discard(chain.stream)
 
     def _end(self, followed: _Followed) -> None:
