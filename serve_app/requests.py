@@ -448,8 +448,6 @@ class ChatRequest(_Sampling):
                 raise invalid(
                     "tool_choice.function.name", f"is {_shown(self.tool_choice.function.name)}, which no tool has"
                 )
-        if self.offered_tools() and (structure := self.structure()) is not None:
-            raise invalid(structure.field, "cannot be combined with tools that may be called; set tool_choice to none")
 
     @property
     def function_names(self) -> set[str]:
@@ -479,33 +477,48 @@ class ChatRequest(_Sampling):
                 return names.pop() if len(names) == 1 else ""
         return None
 
-    def call_structure(self, form: ToolFormat | None, marks_are_text: bool) -> Structure | None:
-        """What calls must be: from the opening on with which the prompt ends, or, where the model may choose and some
-        function is strict, from any mark on that it writes. None: nothing is enforced.
+    def bound_structure(
+        self, answer: Structure | None, form: ToolFormat | None, marks_are_text: bool
+    ) -> Structure | None:
+        """What the output must be, where `answer` is what its content must be; None: nothing is enforced.
 
+        Calls are bound from the opening on with which the prompt ends, or, where the model may choose and some function
+        is strict, from any mark on that it writes; beside an answer in JSON, they are all that it may write instead.
         Arguments fit their schema; without `strict` any object will do where the schema is not supported."""
         begun, tools = self.begun_call(), self.offered_tools()
         strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
-        if begun is None and strict is None:
-            return None
-        field = f"tools.{strict}.function.strict"
-        if form is None or (begun is None and (form.is_bare or not marks_are_text)):
-            raise invalid(field, "is supported for this model only where tool_choice is required or names a function")
+        if begun is not None:
+            answer = None  # there is no content
+        elif not tools or (strict is None and answer is None):
+            return answer
+        may_choose = form is not None and marks_are_text and not form.is_bare
+        if answer is not None and not (may_choose and answer.spec.kind == "json"):
+            which = "only JSON can be" if may_choose else "this model marks no calls as text"
+            raise invalid(answer.field, f"cannot be combined with tools that may be called: {which}")
+        if form is None or (begun is None and not may_choose):
+            raise invalid(
+                f"tools.{strict}.function.strict",
+                "is supported for this model only where tool_choice is required or names a function",
+            )
         functions = [tool.function for tool in tools if (begun or "") in ("", tool.function.name)]
         nothing = {"type": "object", "additionalProperties": False}
-        again = ("; " if form.is_bare else "\n") + form.opening("")
         calls = Calls(
             functions={f.name: nothing if f.parameters is None else f.parameters for f in functions},
             lenient=[f.name for f in functions if not f.strict],
             named=bool(begun),
             to_arguments=f'", "{form.arguments}":',
             end="\n" + form.end_mark if form.end_mark and marks_are_text else "",
-            again=again if marks_are_text and self.most_calls() is None else "",
-            begin="" if begun is not None else form.opening("").removeprefix(form.mark).strip(),
+            again=("; " if form.is_bare else "\n") + form.opening("")
+            if marks_are_text and self.most_calls() is None
+            else "",
         )
-        after = "" if begun is not None else form.mark
-        spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, may_stay_free=bool(after))
-        return Structure(spec, "tools")
+        after, free = "", False
+        if answer is not None:
+            calls.begin, calls.answer, after = form.opening(""), answer.spec.text, answer.spec.after
+        elif begun is None:
+            calls.begin, after, free = form.opening("").removeprefix(form.mark).strip(), form.mark, True
+        spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, free)
+        return Structure(spec, "tools" if answer is None else answer.field)
 
     def most_calls(self) -> int | None:
         """How many calls the answer may have; None: any number."""

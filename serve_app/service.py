@@ -346,7 +346,7 @@ class Service:
             structure = replace(structure, spec=replace(structure.spec, after=reasoning.CLOSE))
         if isinstance(request, ChatRequest):
             marks_are_text = reply is None or not reply.kept_special_ids
-            structure = request.call_structure(reply and reply.tools, marks_are_text) or structure
+            structure = request.bound_structure(structure, reply and reply.tools, marks_are_text)
         return structure
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:

@@ -101,7 +101,7 @@ NESTED = {"type": "json_schema", "json_schema": {"name": "x"}}
         ({**FORMS[0][0], "structured_outputs": {"regex": "a"}}, "structured_outputs", "one of them"),
         ({**FORMS[0][0], "ignore_eos": True}, "ignore_eos", "ends"),
         ({**FORMS[0][0], "min_tokens": 1}, "min_tokens", "ends"),
-        ({**FORMS[0][0], "tools": TOOLS}, "response_format.json_schema.schema", "tools"),
+        ({**FORMS[3][0], "tools": TOOLS}, "response_format.regex", "only JSON"),
     ],
 )
 async def test_bad_structure(fields: dict, param: str, says: str):
@@ -169,6 +169,27 @@ async def test_strict_functions_bind_the_calls_of_a_model_that_may_choose():
     assert free.status_code == 200
     _, response = await send({"tools": tools_of(strict=True)}, template=LLAMA)  # calls need no mark there
     assert response.json()["error"]["param"] == "tools.0.function.strict"
+
+
+async def test_an_answer_in_json_or_calls():
+    call = f'<tool_call>\n{{"name": "get_time", "arguments": {CITY}}}\n</tool_call>'
+    for form in FORMS[:3]:
+        grammar = await grammar_of({**form[0], "tools": TOOLS})
+        for text in (form[1], call, f"{call}\n{call}"):
+            assert fits(grammar, text), text
+        for text in ("", "It rains.", f"{form[1]}\n{call}", call.replace("city", "town"), f"{call}{form[1]}"):
+            assert not fits(grammar, text), text
+    thinking = await grammar_of({**FORMS[1][0], "tools": TOOLS}, template=THINKING)
+    assert fits(thinking, f"Well.\n</think>\n\n{call}")
+    assert fits(thinking, f"Well.\n</think>\n\n{CITY}")
+    assert not fits(thinking, call)
+    required = await grammar_of({**FORMS[1][0], "tools": TOOLS, "tool_choice": NAME})
+    assert fits(required, f" {CITY}}}\n</tool_call>")
+    assert not fits(required, CITY)
+    none = await grammar_of({**FORMS[1][0], "tools": TOOLS, "tool_choice": "none"})
+    assert not fits(none, call)
+    _, response = await send({**FORMS[1][0], "tools": TOOLS}, template=LLAMA)  # calls need no mark there
+    assert response.json()["error"]["param"] == "response_format.schema"
 
 
 async def test_a_structure_begins_after_the_reasoning():

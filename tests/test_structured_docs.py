@@ -61,6 +61,7 @@ way on. Log-probabilities are those of the model alone.
 | `structured_outputs` | one of `json`, `regex`, `choice` and `json_object`, vLLM's |
 | `tools` | `tool_choice` required or a function: arguments fit their schema (without `strict`: if it is supported) |
 | `tools` | where the model may choose and a function is `strict`: so does every call that it writes after its mark |
+| `response_format` and `tools` | the model answers in that JSON, or with calls, bound as well (Hermes' marks) |
 
 White space is at most one space after each comma and colon. In strings, characters stand for themselves, and what JSON
 does not allow is escaped in the shortest way. Integers have up to 19 digits.

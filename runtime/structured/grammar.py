@@ -33,6 +33,7 @@ class Calls(msgspec.Struct):
     end: str  # what follows a call
     again: str  # what comes before the name in another call; "": there is just one
     begin: str = ""  # the rest of the opening
+    answer: str = ""  # a JSON Schema: the output may be such a value instead
 
 
 def compiled(spec: GrammarSpec) -> Grammar:
@@ -87,7 +88,11 @@ def _calls(calls: Calls) -> dict[str, Rule]:
     written["call"] = choice(bodies)
     more = Repeat(row(terminal(literal_text(calls.again)), Name("call")), 0, None) if calls.again else NOTHING
     begin = terminal(literal_text(calls.begin)) if calls.begin else NOTHING
-    return {"start": row(begin, Name("call"), more), **written}
+    start = row(begin, Name("call"), more)
+    if calls.answer:
+        written |= schema.rules_of(schema.parse(calls.answer), _fits, prefix="a")
+        start = choice([start, Name("astart")])
+    return {"start": start, **written}
 
 
 def _fits(each: Terminal) -> bool:
