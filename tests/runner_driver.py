@@ -20,10 +20,10 @@ TINY = DecoderSpec(
 )  # fmt: skip
 
 
-def tiny_runner(spec: DecoderSpec = TINY, **config) -> ModelRunner:
+def tiny_runner(spec: DecoderSpec = TINY, is_draft: bool = False, **config) -> ModelRunner:
     """A random model; `config` overrides EngineConfig's fields."""
     defaults = {"device": "cpu", "num_kv_blocks": 160, "max_num_seqs": 40, "max_model_len": 192, "num_threads": 1}
-    return ModelRunner.dummy(EngineConfig(**defaults | config), spec)
+    return ModelRunner.dummy(EngineConfig(**defaults | config), spec, is_draft=is_draft)
 
 
 class Driver:

@@ -36,8 +36,9 @@ def runner(**config):
 
 @cache
 def noisy_runner(noise, **config):
-    model = tiny_runner(max_num_batched_tokens=64, num_kv_blocks=400, **config)
-    model.decoder.final_norm *= 1 + noise * torch.randn(TINY.hidden_size, generator=torch.Generator().manual_seed(1))
+    model = tiny_runner(max_num_batched_tokens=64, num_kv_blocks=400, is_draft=True, **config)
+    norm = model.decoder.final_norm
+    norm *= 1 + noise * torch.randn(norm.shape, generator=torch.Generator().manual_seed(1)).to(norm.device)
     return model
 
 

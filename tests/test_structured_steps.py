@@ -227,7 +227,7 @@ def test_a_device_has_the_automaton_of_the_host(seed: int, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_triton_path_gives_the_tokens_of_the_torch_path():
-    run_interpreted("""if True:
+    done = run_interpreted("""
         import time
         from structured_cases import regex
         from structured_engine import answers, hot, recorded, small_runner
@@ -264,3 +264,4 @@ def test_the_triton_path_gives_the_tokens_of_the_torch_path():
         filled = sorted(key for key in filled if key != "broken")
         assert filled == sorted(params[i].grammar.key for i in (0, 2, 3, 5)), filled
     """)
+    assert done.returncode == 0, done.stderr

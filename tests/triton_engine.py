@@ -114,6 +114,16 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
     return got, core.scheduler.prompt_tokens_cached, scores, values
 
 
+def check_tokens(guesses, **config):
+    """With the prefix cache, log-probabilities and guesses of `run`, both backends answer alike."""
+    *want, want_values = run("torch", **config)
+    *got, values = run("triton", answers=want[0], guesses=guesses, **config)
+    assert got == want, (want, got)
+    assert [len(scores) for scores in got[2].values()] == [2, 30]
+    assert max(abs(a - b) for a, b in zip(values, want_values, strict=True)) < 1e-4
+    assert got[1] > 0, "the prefix cache took no part"
+
+
 def chains(backend):
     """What a draft answers as commits of right and wrong tokens come in, on graphs in the Triton path."""
     settings = {"device": "cpu", "kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1}

@@ -83,10 +83,11 @@ class ModelRunner:
         seed: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         vocabulary: Vocabulary | None = None,
+        is_draft: bool = False,
     ) -> ModelRunner:
         """A runner of seeded random weights; for tests and benchmarks. Without a vocabulary it serves no grammars."""
         runner = cls.__new__(cls)
-        runner.is_draft = False
+        runner.is_draft = is_draft
         runner._prepare(config, spec, 0, 1)
         decoder = Decoder.dummy(spec, runner.numerics, runner.memory.max_model_len, seed)
         runner._open(decoder, f"dummy-{seed}-{spec}", eos_token_ids)
