@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 
 import jsonschema
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from structured_cases import regex
-from structured_engine import answers, hot, recorded, runner_of, text_of
+from structured_engine import SPEC, answers, hot, recorded, runner_of, text_of
 from test_device_steps import run_interpreted
 from test_structured_walks import CHECKER, SCHEMAS, SMALL
 
+from runtime.core.draft import DraftCore, LocalWire
+from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Ngram
@@ -20,6 +23,7 @@ from runtime.core.types import FinishReason, Grammar, GrammarSpec
 from runtime.kernels.automata import advance_states_torch, mask_states_torch
 from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
+from runtime.structured.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError
 from runtime.worker.device_automata import DeviceAutomata
 
@@ -114,6 +118,49 @@ def test_speculation_changes_no_token(plain, share_right: float):
     assert answers(RUNNER, MIXED, recorded(plain, share_right)) == plain
     assert answers(runner_of(pipeline_depth=1), MIXED, recorded(plain, share_right)) == plain
     assert answers(RUNNER, MIXED, Ngram()) == plain
+
+
+def share_accepted(params, want, ahead, keeps_grammars, noise=0.0, vocabulary=SMALL, **config):
+    """Of the guesses of a draft that is the model itself, with so much noise in its last norm."""
+    model = runner_of(vocabulary, is_draft=True, **config)
+    model.decoder.final_norm *= 1 + noise * torch.randn(SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
+    draft = DraftCore(model.config, model.info, InProcess(model), ahead, keeps_grammars)
+    draft.scheduler.output_share = 0.0  # it admits as if answers were short
+    say, lazy = draft._say, LazyEngine(SMALL)
+
+    def check_and_say(owner, chain):
+        state = draft._streams[owner, chain.stream]
+        if chain.length and state.params.grammar is not None and vocabulary is not None:
+            output = [*state.tokens[state.prompt_len : chain.length], *chain.token_ids]
+            assert lazy.matcher(state.params.grammar.lark).allowed(output) == len(output)
+        say(owner, chain)
+
+    draft._say = check_and_say
+    client, schedulers = DraftClient(SPEC.vocab_size, time.monotonic), []
+    client.attach(LocalWire(draft), ((1, 0.1), (64, 0.1)))
+    assert answers(RUNNER, params, client, between=lambda core, step: schedulers.append(core.scheduler)) == want
+    return sum(schedulers[0].accepted_at) / schedulers[0].num_draft_tokens, draft.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("ahead", [0, 5])
+def test_a_draft_guesses_what_grammars_allow(plain, ahead):
+    """And keeps them through commits that rewrite what it had guessed, and through preemptions of its own."""
+    with_grammars, _ = share_accepted(MIXED, plain, ahead, True)
+    assert with_grammars > 0.93, "only what was guessed after an end is wrong"
+    assert with_grammars > 0.2 + share_accepted(MIXED, plain, ahead, False)[0]
+    noisy, _ = share_accepted(MIXED, plain, ahead, True, noise=0.3)
+    assert 0.2 < noisy < 0.9
+    assert share_accepted(MIXED, plain, ahead, True, vocabulary=None)[0] > 0.1, "without an engine it guesses freely"
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_many_drafted_answers(noise):
+    params = [hot(grammar, seed=i) for i, (_, grammar) in enumerate(schemas_with_grammars(30))]
+    want = answers(RUNNER, params)
+    tight = {"num_kv_blocks": 30, "block_size": 16, "max_num_seqs": 12}
+    share, num_preemptions = share_accepted(params, want, 3, True, noise, **tight)
+    assert share > (0.1 if noise else 0.9)
+    assert num_preemptions > 0
 
 
 def test_preemption_and_lost_runners_change_no_token(plain):

@@ -85,10 +85,13 @@ class _Mirror:
 class DraftCore:
     """Mirrors of one or several engines' requests. Not thread-safe: one thread calls everything."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, executor: Executor, ahead: int) -> None:
-        """`ahead` guesses are made beyond those wanted, for when all of them are right."""
+    def __init__(
+        self, config: EngineConfig, info: ModelInfo, executor: Executor, ahead: int, keeps_grammars: bool = False
+    ) -> None:
+        """`ahead` guesses are made beyond those wanted, for when all of them are right. A draft that keeps grammars
+        guesses only what they allow."""
         self.scheduler = Scheduler(config, info)
-        self.executor, self.ahead = executor, ahead
+        self.executor, self.ahead, self.keeps_grammars = executor, ahead, keeps_grammars
         self.outbox: dict[Hashable, list[Chain]] = {}  # by owner; the caller sends them and empties it
         self._streams: dict[tuple[Hashable, int], RequestState] = {}
         self._num_opened = 0
@@ -131,10 +134,12 @@ class DraftCore:
 
     def _open(self, owner: Hashable, opened: Open) -> None:
         self._num_opened += 1
+        params = opened.request.params
+        grammar = params.grammar if self.keeps_grammars else None
         request = replace(
             opened.request,
             request_id=str(self._num_opened),
-            params=replace(opened.request.params, logprobs=None, prompt_logprobs=None, grammar=None),
+            params=replace(params, logprobs=None, prompt_logprobs=None, grammar=grammar),
         )
         if max(request.token_ids) >= self.scheduler.info.vocab_size:
             return  # padding of the target's vocabulary

@@ -22,6 +22,7 @@ from runtime.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
+EAGER_AFTER = 2  # uses
 _MEMORY = 4 << 30  # address space of a build
 _START_S = 60.0  # at most, for a child to start and to read the vocabulary
 _USES_OF_A_PROTOTYPE = 1000  # copies share what has been worked out, which grows
@@ -42,7 +43,7 @@ class Engines:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        eager_after: int = 2,
+        eager_after: int = EAGER_AFTER,
         deadline_s: float = 5.0,
         max_entries: int = 256,
         max_bytes: int = 256 << 20,

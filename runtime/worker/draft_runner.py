@@ -31,7 +31,7 @@ def load_draft(config: EngineConfig) -> DraftCore:
     ahead = config.draft_ahead
     if ahead is None:
         ahead = _AHEAD_ON_ITS_OWN if config.draft_device == "own" else 0
-    return DraftCore(runner.config, runner.info, InProcess(runner), ahead)
+    return DraftCore(runner.config, runner.info, InProcess(runner), ahead, keeps_grammars=not runner.asynchronous)
 
 
 def _check_vocabulary(config: EngineConfig, draft: Tokenizer) -> None:

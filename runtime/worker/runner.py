@@ -72,7 +72,7 @@ class ModelRunner:
         self._prepare(config, spec, rank, world_size)
         decoder = Decoder.load(checkpoint, spec, layout, self.numerics, self.memory.max_model_len)
         self._open(decoder, checkpoint.fingerprint, checkpoint.eos_token_ids)
-        if not is_draft:
+        if not is_draft or not self.asynchronous:  # a device's draft would wait for its host at every token
             self.structures.serve(lambda: Vocabulary.of(Tokenizer.load(path), self.info))
 
     @classmethod
@@ -111,7 +111,7 @@ class ModelRunner:
         """The KV cache and the state objects around a decoder."""
         self.decoder, self.eos_token_ids = decoder, eos_token_ids
         self.steps_done = 0
-        self.structures = Structures(decoder.spec.vocab_size)
+        self.structures = Structures(decoder.spec.vocab_size, self.is_draft)
         if self.numerics.backend == "triton" and self.numerics.device.type == "cuda":
             self._measure_memory()
         logger.info("%s", self.memory)

@@ -18,7 +18,7 @@ from runtime.core.plan import Int32s, NewSlot, StepPlan
 from runtime.core.types import CallboardError, Grammar
 from runtime.kernels.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.structured.automaton import EagerMatcher
-from runtime.structured.engines import Engines
+from runtime.structured.engines import EAGER_AFTER, Engines
 from runtime.structured.lazy import LazyMatcher
 from runtime.structured.matcher import Matcher
 from runtime.structured.vocabulary import Vocabulary
@@ -32,7 +32,9 @@ class _Output:
     """One request's, in its slot."""
 
     grammar: Grammar
+    prompt_len: int
     untaken: list[int]  # its last tokens, which the matcher has not advanced by
+    num_taken: int = 0
     matcher: Matcher | None = None  # made with the first mask
     failed: bool = False
     on_device: bool = False  # it follows an automaton there, and its matcher stays behind
@@ -41,6 +43,24 @@ class _Output:
         """Its request ends, and others go on (C9)."""
         logger.info("a request fails: %s", why)
         self.failed = True
+
+    def take(self) -> None:
+        """Advance the matcher by what it has not seen."""
+        assert self.matcher is not None
+        self.matcher.advance(self.untaken)
+        self.num_taken += len(self.untaken)
+        self.untaken = []
+
+    def rewrite(self, at: int, tokens: list[int]) -> None:
+        """From position `at` on it has these tokens."""
+        at -= self.prompt_len
+        if self.matcher is not None and at < self.num_taken:
+            try:
+                self.matcher.rollback(self.num_taken - at)
+            except CallboardError as e:
+                self.fail(e)
+            self.num_taken = at
+        self.untaken[at - self.num_taken :] = tokens
 
 
 @dataclass(slots=True)
@@ -70,8 +90,9 @@ class Structures:
     """The outputs that are bound to a grammar, by slot. Each step asks for `masks`, and, if there are any, tells what
     was `sampled`."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._num_words = -(-vocab_size // 32)
+    def __init__(self, vocab_size: int, is_draft: bool = False) -> None:
+        """A draft's outputs are rewritten, and where a grammar cannot be served they go on without it."""
+        self._num_words, self._is_draft = -(-vocab_size // 32), is_draft
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._engines: Future[Engines] | None = None
         self._outputs: dict[int, _Output] = {}
@@ -80,8 +101,9 @@ class Structures:
 
     def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """Make engines for the model's vocabulary in the background, which takes about a second. Until this is called,
-        all outputs that have a grammar fail."""
-        self._engines = self._thread.submit(lambda: Engines(vocabulary()))
+        no output that has a grammar can be served."""
+        eager_after = 0 if self._is_draft else EAGER_AFTER
+        self._engines = self._thread.submit(lambda: Engines(vocabulary(), eager_after))
 
     def clear(self, automata: DeviceAutomata | None = None) -> None:
         """Forget all requests. `automata`, where there is a device that follows them."""
@@ -91,9 +113,9 @@ class Structures:
         """A request enters its slot."""
         self.remove(new.slot)
         if new.params.grammar is not None:
-            self._outputs[new.slot] = _Output(
-                new.params.grammar, new.token_ids[new.prompt_len :].tolist(), failed=self._engines is None
-            )
+            output = _Output(new.params.grammar, new.prompt_len, new.token_ids[new.prompt_len :].tolist())
+            output.failed = self._engines is None
+            self._outputs[new.slot] = output
 
     def remove(self, slot: int) -> None:
         """A request leaves its slot."""
@@ -102,16 +124,24 @@ class Structures:
     def masks(self, plan: StepPlan) -> Masks | None:
         """Of the plan's samples; None if all of them may be any token. If some are the host's to make, it waits for the
         samples of the last plan that had such."""
-        if not self._outputs or not (all_rows := self._rows(plan)):
+        if not self._outputs:
+            return None
+        if self._is_draft:
+            self._rewrite(plan)
+        if not (all_rows := self._rows(plan)):
             return None
         rows = [row for row in all_rows if not row.output.on_device]
-        if rows and self._last is not None:
-            self._take(*self._last)
-            self._last = None
+        if rows:
+            self._take_last()
         new = [row for row in rows if row.output.matcher is None]
         numbers = [number for row in rows for number in range(row.first, row.first + len(row.guesses) + 1)]
         words = np.empty((len(numbers), self._num_words), np.int32)
         self._fill(rows, words)
+        if self._is_draft:
+            for row in [row for row in rows if row.output.failed]:
+                del self._outputs[row.slot]
+                rows.remove(row)
+                all_rows.remove(row)
         for row in new:
             row.output.on_device = self._moves(row.slot, row.output)
         failed = [row.first + i for row in rows if row.output.failed for i in range(len(row.guesses) + 1)]
@@ -126,6 +156,23 @@ class Structures:
         """`tokens()` waits for the samples of the step that had these masks, [num_sampled]."""
         if masks.rows:
             self._last = masks, tokens
+
+    def _rewrite(self, plan: StepPlan) -> None:
+        """What a draft's plans bring is final, in the place of what was sampled there (core/draft.py)."""
+        if not len(plan.given_ids):
+            return
+        self._take_last()
+        firsts, ends = plan.starts + plan.counts - plan.given, np.cumsum(plan.given)
+        for slot, first, given, end in zip(
+            plan.slots.tolist(), firsts.tolist(), plan.given.tolist(), ends, strict=True
+        ):
+            if given and (output := self._outputs.get(slot)) is not None:
+                output.rewrite(first, plan.given_ids[end - given : end].tolist())
+
+    def _take_last(self) -> None:
+        if self._last is not None:
+            self._take(*self._last)
+            self._last = None
 
     def _rows(self, plan: StepPlan) -> list[_Row]:
         rows = []
@@ -166,8 +213,7 @@ class Structures:
                     assert self._engines is not None
                     output.matcher = self._engines.result().matcher(output.grammar)
                 if output.matcher is not None and not output.failed:
-                    output.matcher.advance(output.untaken)
-                    output.untaken = []
+                    output.take()
                     if not row.guesses and isinstance(output.matcher, LazyMatcher):
                         together.append((output, span.start))
                     else:
