@@ -1,6 +1,7 @@
 """Small requests of every kind of sampling through the engine core, on a backend of choice."""
 
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -127,7 +128,9 @@ def check_tokens(guesses, **config):
 def chains(backend):
     """What a draft answers as commits of right and wrong tokens come in, on graphs in the Triton path."""
     settings = {"device": "cpu", "kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1}
-    runner = ModelRunner.dummy(EngineConfig(**settings, max_model_len=96, dtype="float32"), SHALLOW)
+    config = EngineConfig(**settings, max_model_len=96, dtype="float32")
+    with mock.patch.object(ModelRunner, "_time_steps"):  # minutes under the interpreter
+        runner = ModelRunner.dummy(config, SHALLOW, is_draft=True)
     replays = []
     if backend == "triton":
         runner.steps.graph_logits = torch.full((8, SPEC.vocab_size), torch.nan)

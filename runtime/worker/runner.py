@@ -59,6 +59,8 @@ _EVERYTHING = SamplingParams(
 class ModelRunner:
     """Computes steps. Not thread-safe; plans are executed in the order of calls."""
 
+    is_draft = False  # guesses for another model (draft_runner.py)
+
     def __init__(
         self, config: EngineConfig, path: Path, rank: int = 0, world_size: int = 1, is_draft: bool = False
     ) -> None:

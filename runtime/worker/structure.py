@@ -137,11 +137,11 @@ class Structures:
         numbers = [number for row in rows for number in range(row.first, row.first + len(row.guesses) + 1)]
         words = np.empty((len(numbers), self._num_words), np.int32)
         self._fill(rows, words)
-        if self._is_draft:
-            for row in [row for row in rows if row.output.failed]:
-                del self._outputs[row.slot]
-                rows.remove(row)
-                all_rows.remove(row)
+        if self._is_draft:  # whose outputs are all the host's
+            for row in rows:
+                if row.output.failed:
+                    self.remove(row.slot)
+            all_rows = rows = [row for row in rows if not row.output.failed]
         for row in new:
             row.output.on_device = self._moves(row.slot, row.output)
         failed = [row.first + i for row in rows if row.output.failed for i in range(len(row.guesses) + 1)]
