@@ -87,18 +87,20 @@ class DraftLoop:
         try:
             while True:
                 busy = self._core.step()
-                for fd, chains in self._core.outbox.items():
-                    self._answer(fd, chains)
-                self._core.outbox.clear()
+                self._answer()
                 for fd, _ in self._poll.poll(0 if busy else None):
                     self._hear(fd)
+                self._answer()  # what was read, before a step: who is silent for long is thought to hang
         except Exception:
             logger.exception("a draft's step failed")
             self._on_failure()
 
-    def _answer(self, fd: Any, chains: list[Chain]) -> None:
-        with suppress(OSError):  # its end is heard next
-            self._wires[fd].send(self._encoder.encode(chains))
+    def _answer(self) -> None:
+        owner: Any
+        for owner, chains in self._core.outbox.items():
+            with suppress(OSError):  # its end is heard next
+                self._wires[owner].send(self._encoder.encode(chains))
+        self._core.outbox.clear()
 
     def _hear(self, fd: int) -> None:
         if fd == self._bell.fileno():

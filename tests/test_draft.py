@@ -378,6 +378,23 @@ def test_a_silent_draft_costs_one_wait():
     assert not client.is_hung
 
 
+def test_a_draft_that_was_measured_on_a_busy_machine_is_not_waited_for_so_long():
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    clock, target = Clock(), info(max_len=4000, blocks=2000)
+    client, times = DraftClient(VOCAB, clock), ((1, 500_000.0), (64, 500_000.0))
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
+    wire = SlowWire(draft_core(max_len=4000, blocks=2000), clock, lambda behind: 0.001)
+    client.attach(wire, times)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0))
+    while core.scheduler.num_drafts < 100:
+        core.step()
+        clock.now += 0.01
+    wire.seconds_of, before = lambda behind: 1e9, clock.now
+    while not client.num_late:
+        core.step()
+    assert clock.now - before < 0.1
+
+
 def test_a_request_that_the_draft_has_lost_is_told_anew():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=400, blocks=200)

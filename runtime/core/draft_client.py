@@ -179,7 +179,8 @@ class DraftClient(Drafter):
         self._steps_us = max(commit.wanted for commit in told.committed) * self.step_us(len(behind))
         if max(behind) > CATCH_UP[-1]:
             self._steps_us += self.step_us(sum(behind))
-        expected_us = max(0.0, self._overhead_us) + self._steps_us
+        # Below what the steps took when the draft started, if they took long because the machine was busy then.
+        expected_us = max(_FIRST_OVERHEAD_US, self._overhead_us + self._steps_us)
         self._deadline = now + (self._patience * expected_us + _PATIENCE_US) / 1e6
 
     def _learn(self, took_us: float) -> None:

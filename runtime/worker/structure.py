@@ -100,10 +100,12 @@ class Structures:
         self._automata: DeviceAutomata | None = None
 
     def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Make engines for the model's vocabulary in the background, which takes about a second. Until this is called,
-        no output that has a grammar can be served."""
+        """Make engines for the model's vocabulary, which takes about a second: a target's in the background. Until
+        this is called, no output that has a grammar can be served."""
         eager_after = 0 if self._is_draft else EAGER_AFTER
         self._engines = self._thread.submit(lambda: Engines(vocabulary(), eager_after))
+        if self._is_draft:
+            self._engines.result()  # nobody waits for a draft that starts; all do for one that answers
 
     def clear(self, automata: DeviceAutomata | None = None) -> None:
         """Forget all requests. `automata`, where there is a device that follows them."""
