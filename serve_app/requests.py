@@ -487,30 +487,32 @@ class ChatRequest(_Sampling):
         Arguments fit their schema; without `strict` any object will do where the schema is not supported."""
         begun, tools = self.begun_call(), self.offered_tools()
         strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
+        if not tools or (begun is None and strict is None and answer is None):
+            return answer
+        assert form is not None, "tools that the model has no format for are refused before"
+        has_marks = marks_are_text and not form.is_bare
         if begun is not None:
             answer = None  # there is no content
-        elif not tools or (strict is None and answer is None):
-            return answer
-        may_choose = form is not None and marks_are_text and not form.is_bare
-        if answer is not None and not (may_choose and answer.spec.kind == "json"):
-            which = "only JSON can be" if may_choose else "this model marks no calls as text"
-            raise invalid(answer.field, f"cannot be combined with tools that may be called: {which}")
-        if form is None or (begun is None and not may_choose):
+        elif answer is not None and not (has_marks and answer.spec.kind == "json"):
+            why = "only JSON can be" if has_marks else "this model marks no calls as text"
+            raise invalid(
+                answer.field, f"cannot be combined with tools that may be called ({why}); set tool_choice to none"
+            )
+        elif not has_marks:
             raise invalid(
                 f"tools.{strict}.function.strict",
                 "is supported for this model only where tool_choice is required or names a function",
             )
         functions = [tool.function for tool in tools if (begun or "") in ("", tool.function.name)]
         nothing = {"type": "object", "additionalProperties": False}
+        again = ("; " if form.is_bare else "\n") + form.opening("")
         calls = Calls(
             functions={f.name: nothing if f.parameters is None else f.parameters for f in functions},
             lenient=[f.name for f in functions if not f.strict],
             named=bool(begun),
             to_arguments=f'", "{form.arguments}":',
             end="\n" + form.end_mark if form.end_mark and marks_are_text else "",
-            again=("; " if form.is_bare else "\n") + form.opening("")
-            if marks_are_text and self.most_calls() is None
-            else "",
+            again=again if marks_are_text and self.most_calls() is None else "",
         )
         after, free = "", False
         if answer is not None:

@@ -24,7 +24,7 @@ _BYTES = LazyEngine(BYTES)  # what a grammar says does not depend on the vocabul
 
 
 class Calls(msgspec.Struct):
-    """Calls of functions, from within the first one on: the prompt ends with its opening, or with some of it."""
+    """Calls of functions, from within the first one on: the prompt ends with its opening, some of it or none."""
 
     functions: dict[str, Any]  # the schemas of their arguments, by name
     lenient: list[str]  # functions that take any object where their schema is not supported
