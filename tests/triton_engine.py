@@ -6,6 +6,7 @@ from unittest import mock
 import numpy as np
 import torch
 from fake_runner import Recorded
+from runner_driver import Driver, tiny_runner
 
 from runtime.core.config import EngineConfig
 from runtime.core.draft import Commit, DraftCore, Open, Told
@@ -160,3 +161,19 @@ def chains(backend):
         assert all(chain.length == len(known[i]) for i, chain in said.items())
     assert all(r.count for r in replays), "a graph was never replayed"
     return answers
+
+
+def logits_after_chunks(backend):
+    """Of a prompt of 12 tokens whose chunks fit into the graphs that the Triton path has; the last is sampled."""
+    config = {"kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "max_model_len": 96, "dtype": "float32"}
+    runner = tiny_runner(SHALLOW, **config)
+    replays = []
+    if backend == "triton":
+        runner.steps.graph_logits = torch.full((3, SPEC.vocab_size), torch.nan)
+        replays = [Replay(runner.steps, 1, count) for count in (1, 3)]
+        runner.steps.graphs = {r.tokens: [DecodeGraph(r.tokens, r.size, r, r.token_ids)] for r in replays}
+    driver, prompt = Driver(runner), np.random.default_rng(0).integers(0, SPEC.vocab_size, 12).tolist()
+    driver.open(0, prompt)
+    logits = driver.prefill(0, prompt, cuts=(5, 6, 8, 11))
+    assert all(r.count for r in replays), "a graph was never replayed"
+    return logits

@@ -296,7 +296,7 @@ class DeviceSteps:
         slots[:n], slots[n:], starts[:n], starts[n:] = plan.slots, self.num_slots, plan.starts, 0
         rows[0, size : size + n], rows[0, size + n : 2 * size], rows[1, size : 2 * size] = plan.counts, 1, 0
         samples[0], samples[1] = slots[:, None], starts[:, None] + np.arange(1, count + 1, dtype=np.int32)
-        if count > 1:
+        if plan.samples.sum() < n * count:
             samples[0, :n][~_wanted(plan, count)] = self.num_slots
             np.minimum(samples[1], self.max_model_len - 1, out=samples[1])
         return rows.reshape(-1)
