@@ -178,7 +178,7 @@ def test_the_count_follows_acceptance_and_cost():
     assert counts[0] == 0
     assert counts[-1] == 7, "and the known token make eight rows"
     state = type("State", (), {"acceptance": 0.5, "limit": 100, "num_total": 50})()
-    assert cheap._count(state) == 2, "what is right once in eight times is not worth a row"
+    assert cheap._count(state) == 3, "what is right once in sixteen times is not worth a row"
     state.limit = 52
     assert cheap._count(state) == 1, "nothing is verified after the last token"
     cheap.begin(256, 0.8)
@@ -186,6 +186,25 @@ def test_the_count_follows_acceptance_and_cost():
     slow = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0)), 1000.0)
     slow.begin(1, 0.8)
     assert slow.round_count == 0, "nor does one whose steps would no longer overlap"
+
+
+def test_a_run_of_wrong_guesses_is_not_the_end_of_a_good_draft():
+    class Costly(Constant):
+        def step_us(self, num_rows):
+            return 730.0
+
+    speculation = Speculation(Costly(), None, ((1, 3700.0), (8, 4000.0)), 2200.0)
+    speculation.acceptance = 0.8
+    state = type("State", (), {"acceptance": -1.0, "limit": 1000, "num_total": 50})()
+
+    def is_guessed_for():
+        speculation.begin(1, speculation._mean_acceptance([state]))
+        return speculation.round_count > 0
+
+    assert is_guessed_for()
+    while is_guessed_for():
+        speculation.learn(state, False)
+    assert any(is_guessed_for() for _ in range(100))
 
 
 def test_ngram_looks_up_what_followed():

@@ -17,18 +17,18 @@ from runtime.core.request_state import RequestState
 MOST_GUESSES = 8  # of one row
 _FITTING = 7  # most that the estimate chooses: with the known token, eight rows are what few-row products take at once
 _MOST_ACCEPTANCE = 0.975  # that is believed
-_LEAST_LIKELY = 0.15  # a guess that is right less often is not worth its place in a step
+_LEAST_LIKELY = 0.1  # a guess that is right less often is not worth its place in a step
 _LIKELY = [  # guesses of a row, by its acceptance in 40ths
     next((n for n in range(MOST_GUESSES, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
 ]
-_PRIOR = 0.6  # acceptance before anything is known, and where a request's drifts back to while it rests
-_WEIGHT, _OVERALL_WEIGHT = 0.1, 0.01  # of the newest guess in a request's estimate, and in that of all requests
+_PRIOR = 0.6  # acceptance before anything is known
+_WEIGHT, _OVERALL_WEIGHT = 0.05, 0.01  # of the newest guess in a request's estimate, and in that of all requests
 _BEYOND_WEIGHT = 0.2  # of the newest step in the estimate of what steps take beyond the model's time
 _REST_BEYOND, _REST_EVERY = 0.016, 16  # of its first value, per so many steps: what did not pay is tried again,
 _REST_ROWS = 8  # and less often in larger batches, where a try costs more
 _COARSE_US = 50.0  # what that estimate is rounded to
 _MOST_SURPRISE = 0.5  # of a step's time: more of a difference is a pause, a compiler, another process
-_REST = 0.02  # of the prior, per token decoded without guesses: after some 50 tokens it is tried again
+_REST = 0.01  # of the way back, per token decoded without guesses: after some 100 tokens it is tried again
 
 
 class Drafter(Protocol):
@@ -202,16 +202,17 @@ class Speculation:
         return self._latency_us + num_rows * self._row_us, 0.0
 
     def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
-        """Requests drift back to the first estimate while none is guessed for."""
+        """Requests drift back to the first estimate while none is guessed for, or to that of all if it is better: a run
+        of wrong guesses comes with good drafts, too, and from the first estimate alone a costly one never came back."""
         draft_us = self.drafter.step_us(len(running))
         if self._fixed is not None or not running or not self._best(len(running), draft_us, self._rounded, 40):
             return 1.0  # it makes no difference
-        total = 0.0
+        total, usual = 0.0, max(_PRIOR, self.acceptance)
         for state in running:
             if state.acceptance < 0:
                 state.acceptance = self.acceptance
             elif self.round_count == 0:
-                state.acceptance += _REST * (_PRIOR - state.acceptance)
+                state.acceptance += _REST * (usual - state.acceptance)
             total += state.acceptance
         return total / len(running)
 
