@@ -165,8 +165,8 @@ def chains(backend):
 
 def logits_after_chunks(backend):
     """Of a prompt of 12 tokens whose chunks fit into the graphs that the Triton path has; the last is sampled."""
-    config = {"kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "max_model_len": 96, "dtype": "float32"}
-    runner = tiny_runner(SHALLOW, **config)
+    config = {"kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "max_model_len": 96}
+    runner = tiny_runner(SHALLOW, dtype="float32", **config)
     replays = []
     if backend == "triton":
         runner.steps.graph_logits = torch.full((3, SPEC.vocab_size), torch.nan)
