@@ -31,6 +31,8 @@ from benchmarks.measure import Results, engine_config, middle, new_parser
 from runtime.core.config import EngineConfig
 from runtime.core.types import Request, SamplingParams
 
+LEARNED = "acceptance", "round_beyond_us", "step_beyond_us", "draft_answer_beyond_us", "draft_late_rounds"
+
 
 async def run_batch(
     link: EngineLink, prompts: list[list[int]], params: SamplingParams
@@ -88,7 +90,7 @@ async def measure(config: EngineConfig, args: Any, results: Results, texts: dict
                 guesses_a_row=grown["draft_tokens"] / max(1, grown["drafts"]),
                 accepted_share=grown["accepted_draft_tokens"] / max(1, grown["draft_tokens"]),
                 text=text, same_text=text == first, start_s=start_s,
-                **{k: after[k] for k in ("acceptance", "draft_answer_beyond_us", "draft_late_rounds") if k in after},
+                **{k: after[k] for k in LEARNED if k in after},
             )  # fmt: skip
     link.close()
     supervisor._watch.cancel()

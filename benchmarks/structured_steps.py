@@ -4,7 +4,8 @@
 
 All rows follow one schema of open strings, at temperature 1, served by the lazy engine, by the eager one, or (`none`)
 by neither. Steps count while all rows of the batch decode; `share` is what the median step takes beyond one without
-grammars. First tokens are of single requests of a known grammar. FOLDER has the tokenizer.json of the model's family.
+grammars. First tokens are of single requests of a known grammar, by length of the prompt. FOLDER has the tokenizer.json
+of the model's family.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--batches", nargs="+", type=int, default=[64])
+    parser.add_argument("--prompt-lens", nargs="+", type=int, default=[64, 1024], help="where first tokens are timed")
     parser.add_argument("--output", type=int, default=96, help="tokens of each answer, at most")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
@@ -84,11 +86,11 @@ def main() -> None:
         kinds["eager"] = grammar
     results, steps = Results("structured_steps", args.out), Steps(runner)
     params = {kind: SamplingParams(max_tokens=args.output, temperature=1.0, grammar=g) for kind, g in kinds.items()}
-    firsts: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(20):  # in turn, so that a slow moment of the machine is everybody's
-        for kind in kinds:
-            first, _ = steps.run(1, 64, replace(params[kind], max_tokens=1))
-            firsts[kind].append(first)
+    firsts: dict[tuple[str, int], list[float]] = {(kind, n): [] for n in args.prompt_lens for kind in kinds}
+    for _ in range(40):  # in turn, so that a slow moment of the machine is everybody's
+        for (kind, prompt_len), took in firsts.items():
+            first, _ = steps.run(1, prompt_len, replace(params[kind], max_tokens=1))
+            took.append(first)
     for batch in args.batches:
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         for repeat in range(args.repeats + 1):
@@ -100,7 +102,7 @@ def main() -> None:
             results.add(
                 runner.config, model=args.model, engine=kind, batch=batch, steps=len(seconds[kind]),
                 step_ms=percentiles(seconds[kind]), share=float(np.median(seconds[kind])) / plain - 1,
-                first_token_ms=percentiles(firsts[kind]),
+                first_token_ms={n: percentiles(firsts[kind, n]) for n in args.prompt_lens},
             )  # fmt: skip
 
 

@@ -395,6 +395,26 @@ def test_a_draft_that_was_measured_on_a_busy_machine_is_not_waited_for_so_long()
     assert clock.now - before < 0.1
 
 
+def test_a_draft_is_busy_until_it_has_answered():
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    clock, target = Clock(), info(max_len=400, blocks=200)
+    client, busy = DraftClient(VOCAB, clock), []
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    client.attach(SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.1), STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    for _ in range(20):
+        core.step()
+        busy.append(client.is_busy())
+        clock.now += 0.02
+    assert busy.index(True) < 3
+    assert busy.index(False, 3) in range(5, 10)
+    client.attach(SlowWire(draft_core(max_len=4, blocks=200), clock, lambda behind: 0.1), STEP_US)
+    for _ in range(50):
+        core.step()
+        clock.now += 0.02
+    assert not client.is_busy(), "a request that is too long for the draft is never answered"
+
+
 def test_a_request_that_the_draft_has_lost_is_told_anew():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     clock, target = Clock(), info(max_len=400, blocks=200)

@@ -244,3 +244,19 @@ def test_what_rounds_really_take_is_learned():
     assert sum(large[:20]) >= 1
     assert 1 <= sum(large[1000:]) <= 60, "tried again, but rarely"
     assert all(step(1, 1300.0, 1000.0) for _ in range(100)), "another size of the batch is another matter"
+
+
+def test_steps_beside_a_busy_draft_tell_nothing():
+    """They are slow because the draft shares their GPU: rounds do not pay by that."""
+
+    class Busy(Constant):
+        def is_busy(self):
+            return True
+
+    now = [0.0]
+    speculation = Speculation(Busy(), None, ((1, 3700.0), (64, 5100.0), (128, 6100.0)), 5000.0, lambda: now[0])
+    for _ in range(100):
+        speculation.begin(64, 0.8)
+        assert speculation.round_count == 0
+        now[0] += 0.02
+        speculation.stepped(64, 64, 0)

@@ -78,6 +78,8 @@ class DraftClient(Drafter):
         self._num_streams = 0
         self._told = Told()  # not sent yet
         self._due: set[int] = set()  # streams whose answer the next step waits for
+        self._unanswered: set[int] = set()  # those, and streams whose answer comes when it comes
+        self._told_at = 0.0
         self._asked_at = self._deadline = self._paused_until = 0.0
         self._steps_us = 0.0  # that the draft's steps of the round take
         self._overhead_us, self._patience = _FIRST_OVERHEAD_US, _PATIENCE
@@ -90,6 +92,10 @@ class DraftClient(Drafter):
     @property
     def is_ready(self) -> bool:
         return self._wire is not None and self._clock() >= self._paused_until
+
+    def is_busy(self) -> bool:
+        """Some requests are never answered, so this is not believed for long."""
+        return bool(self._unanswered) and self._clock() - self._told_at < _FAR_S
 
     def stats(self) -> dict[str, float]:
         return {"draft_late_rounds": self.num_late, "draft_answer_beyond_us": self._overhead_us}
@@ -107,6 +113,7 @@ class DraftClient(Drafter):
             origin, tokens = state.request, state.tokens.tolist()
             request = Request("", tokens, state.prompt_len, state.params, origin.seed, 0, origin.cache_salt)
             self._told.opened.append(Open(followed.stream, request, wanted))
+            self._unanswered.add(followed.stream)
         return followed.acked >= 0 and self._clock() >= followed.far_until
 
     def ask(self, state: RequestState, wanted: int) -> None:
@@ -117,6 +124,7 @@ class DraftClient(Drafter):
         followed.asked = known
         new = state.tokens[followed.acked :].tolist()
         self._told.committed.append(Commit(followed.stream, followed.acked, new, wanted))
+        self._unanswered.add(followed.stream)
         # What the draft catches up with is not waited for; what came meanwhile is, or slow drafts would never do it.
         catches_up, followed.has_caught_up = followed.has_caught_up, False
         if len(new) > CATCH_UP[-1] and not catches_up:
@@ -131,8 +139,9 @@ class DraftClient(Drafter):
             self._told = Told()
             if told.committed:
                 self._begin_round(told, now)
-            if not self._silent_since and (told.opened or told.committed):
-                self._silent_since = now
+            if told.opened or told.committed:
+                self._told_at = now
+                self._silent_since = self._silent_since or now
             self._try(lambda wire: wire.send(told))
         self._hear(0.0)
         if self._silent_since and now - self._silent_since > _HUNG_S:
@@ -224,10 +233,12 @@ class DraftClient(Drafter):
                 followed.has_caught_up = followed.num_far > 0
                 followed.far_until, followed.num_far = 0.0, 0
                 self._due.discard(chain.stream)
+                self._unanswered.discard(chain.stream)
 
     def _end(self, followed: _Followed) -> None:
         del self._streams[followed.stream]
         self._due.discard(followed.stream)
+        self._unanswered.discard(followed.stream)
         self._told.closed.append(followed.stream)
 
     def _try(self, use: Callable[[DraftWire], T]) -> T | None:

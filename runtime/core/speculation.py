@@ -60,6 +60,10 @@ class Drafter(Protocol):
         """Until nothing is due any more."""
         return
 
+    def is_busy(self) -> bool:
+        """Whether it may be computing beside the steps, which then take longer."""
+        return False
+
     def stats(self) -> dict[str, float]:
         """Figures of its own."""
         return {}
@@ -245,8 +249,8 @@ class Speculation:
         if not num_rows:
             return
         was_asked, self._was_asked = self._was_asked, False
-        if was_asked and not count:
-            return  # waited for nothing
+        if not count and (was_asked or self.drafter.is_busy()):
+            return  # it waited for nothing, or shared a GPU: plain steps would seem slow, and rounds pay by that
         expected_us = self._times.us(num_tokens) + (count and count * self.drafter.step_us(num_rows))
         beyond, size, most = self._beyond_us[count == 0], num_rows.bit_length(), _MOST_SURPRISE * expected_us
         known = beyond.setdefault(size, self._first_beyond_us(num_rows)[count == 0])
