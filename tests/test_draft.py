@@ -267,6 +267,32 @@ def test_a_miss_costs_no_later_guess(ahead):
     assert rates == pytest.approx([0.7, 0.7, 0.7], abs=0.05)
 
 
+def test_a_draft_runs_ahead_as_far_as_there_is_time():
+    """A commit that finds it busy makes it stop earlier, and one that finds it idle later."""
+    core, tokens = draft_core(ahead=8, max_len=4000, blocks=2000), [1, 2, 3]
+    request = Request("", tokens, 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0)
+    core.take(None, Told(opened=[Open(1, request, 3)]))
+
+    def guesses_after(num_pieces):
+        """And whether there was nothing left to do, when a commit comes after so many pieces of what is ahead."""
+        while not (said := core.outbox.pop(None, None)):
+            core.step()
+        known = [*tokens, *said[-1].token_ids[:3], 5]
+        is_idle = not [core.step() for _ in range(num_pieces)][-1]
+        num = len(core._streams[None, 1].tokens) - len(tokens)
+        core.outbox.clear()
+        core.take(None, Told(committed=[Commit(1, len(tokens), known[len(tokens) :], 3)]))
+        tokens[:] = known
+        return num, is_idle
+
+    assert guesses_after(99) == (3 + 8, True)
+    assert guesses_after(3) == (3 + 6, False)
+    found = [guesses_after(3) for _ in range(100)][20:]
+    assert {num for num, _ in found} <= {3 + 3, 3 + 4, 3 + 5}
+    assert sum(is_idle for _, is_idle in found) > 60
+    assert [guesses_after(99)[0] for _ in range(100)][-1] == 3 + 8
+
+
 def test_nobody_waits_for_a_draft_that_is_far_behind():
     """It catches up while requests go on plainly, and what that takes says nothing of other answers."""
     clock = Clock()

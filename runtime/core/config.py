@@ -52,7 +52,7 @@ class EngineConfig:
         "auto", "where a draft model runs: on the model's device (auto, shared), on a GPU of its own, or on the CPU"
     )
     draft_ahead: int | None = _toggle(
-        None, "guesses that a draft model goes on with while the model verifies; default: 0, on a GPU of its own 8"
+        None, "guesses, at most, that a draft model goes on with while the model verifies; default: 0, on its own GPU 8"
     )
     draft_kv_cache_memory: float = _toggle(1.0, "GiB for a draft model's KV cache")
     draft_shared: bool = _toggle(False, "all engines of the application ask one draft model")

@@ -30,6 +30,7 @@ from runtime.core.types import CallboardError, Request
 CATCH_UP = (2, 8)  # tokens of a row, at most, that a draft's runner has graphs for, besides one
 _DEPTH = 2  # plans in flight
 _AHEAD_REPEATS = 2  # steps of a plan that nobody waits for
+_MORE_AHEAD, _LESS_AHEAD = 0.1, 0.5  # guesses, when a commit finds the draft idle, and when it has to wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,15 @@ class DraftCore:
     def __init__(
         self, config: EngineConfig, info: ModelInfo, executor: Executor, ahead: int, keeps_grammars: bool = False
     ) -> None:
-        """`ahead` guesses are made beyond those wanted, for when all of them are right. A draft that keeps grammars
-        guesses only what they allow."""
+        """Up to `ahead` guesses are made beyond those wanted, for when all of them are right; fewer where the next
+        commit comes before they are done. A draft that keeps grammars guesses only what they allow."""
         self.scheduler = Scheduler(config, info)
         self.executor, self.ahead, self.keeps_grammars = executor, ahead, keeps_grammars
         self.outbox: dict[Hashable, list[Chain]] = {}  # by owner; the caller sends them and empties it
         self._streams: dict[tuple[Hashable, int], RequestState] = {}
         self._num_opened = 0
+        self._room = float(ahead)  # guesses ahead that are done when the next commit comes
+        self._was_ahead = self._is_idle = False  # the last step; and there was nothing more to compute
 
     def take(self, owner: Hashable, told: Told) -> None:
         """Apply a frame of the engine `owner`."""
@@ -105,6 +108,8 @@ class DraftCore:
         for opened in told.opened:
             self._close(owner, opened.stream)
             self._open(owner, opened)
+        if told.committed:
+            self._learn_room()
         for commit in told.committed:
             self._commit(owner, commit)
 
@@ -123,8 +128,10 @@ class DraftCore:
         scheduler.most_repeats, depth = (MOST_REPEATS, _DEPTH) if owes else (_AHEAD_REPEATS, 1)
         while scheduler.num_in_flight < depth and (plan := scheduler.schedule()) is not None:
             self.executor.submit(plan)
-        if not scheduler.num_in_flight:
+        self._is_idle = not scheduler.num_in_flight
+        if self._is_idle:
             return False
+        self._was_ahead = not owes
         output = scheduler.commit(self.executor.collect())
         for state, _ in output.finished:  # its logits were not finite
             del self._streams[state.owner.owner, state.owner.stream]
@@ -186,8 +193,15 @@ class DraftCore:
         """What is wanted first, what is ahead of it when that is sent. A request's last token is never guessed: nothing
         would be verified after it."""
         mirror: _Mirror = state.owner
-        ahead = 0 if mirror.owes else self.ahead
+        ahead = 0 if mirror.owes else int(self._room)
         state.upto = min(state.final_len + mirror.wanted + ahead, state.limit - 1)
+
+    def _learn_room(self) -> None:
+        """Most commits correct a guess, and wait while the draft is still busy with what followed it."""
+        if self._is_idle:
+            self._room = min(self.ahead, self._room + _MORE_AHEAD)
+        elif self._was_ahead:
+            self._room = max(0.0, self._room - _LESS_AHEAD)
 
     def _offer(self, state: RequestState) -> None:
         """Send the chain when it is as long as wanted, and again when it has become as long as it may."""
