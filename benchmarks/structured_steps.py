@@ -87,10 +87,10 @@ def main() -> None:
     results, steps = Results("structured_steps", args.out), Steps(runner)
     params = {kind: SamplingParams(max_tokens=args.output, temperature=1.0, grammar=g) for kind, g in kinds.items()}
     firsts: dict[tuple[str, int], list[float]] = {(kind, n): [] for n in args.prompt_lens for kind in kinds}
-    for _ in range(40):  # in turn, so that a slow moment of the machine is everybody's
-        for (kind, prompt_len), took in firsts.items():
+    for _ in range(40):  # in any order: what comes after a long prompt finds a GPU with slower clocks
+        for kind, prompt_len in steps.rng.permutation(np.array([*firsts], object)).tolist():
             first, _ = steps.run(1, prompt_len, replace(params[kind], max_tokens=1))
-            took.append(first)
+            firsts[kind, prompt_len].append(first)
     for batch in args.batches:
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
         for repeat in range(args.repeats + 1):

@@ -31,7 +31,7 @@ class DeviceAutomata:
         place = self._places.get(matcher.automaton) or self._add(matcher.automaton)
         if place:
             self._write(self.places[slot], np.array(place, np.int32))
-            self.states[slot] = matcher.state
+            self.states[slot : slot + 1].fill_(matcher.state)  # an assignment would wait for the step in flight
         return bool(place)
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
