@@ -207,6 +207,19 @@ def test_a_run_of_wrong_guesses_is_not_the_end_of_a_good_draft():
     assert any(is_guessed_for() for _ in range(100))
 
 
+def test_a_request_that_rests_alone_is_tried_again():
+    """Rounds go on for its batch, as a row more costs nothing here."""
+    speculation = Speculation(Ngram(), None, ((1, 100.0), (64, 100.0)), 0.0)
+    good, bad = (type("State", (), {"acceptance": a, "limit": 1000, "num_total": 50})() for a in (0.9, 0.01))
+    counts = []
+    for _ in range(100):
+        speculation.begin(2, speculation._mean_acceptance([good, bad]))
+        assert speculation.round_count > 0
+        counts.append(speculation._count(bad))
+    assert counts[0] == 0
+    assert counts[-1] > 0
+
+
 def test_ngram_looks_up_what_followed():
     from runtime.core.request_state import RequestState
 

@@ -215,7 +215,7 @@ class Speculation:
         for state in running:
             if state.acceptance < 0:
                 state.acceptance = self.acceptance
-            elif self.round_count == 0:
+            elif self._count(state) <= 0:
                 state.acceptance += _REST * (usual - state.acceptance)
             total += state.acceptance
         return total / len(running)
