@@ -1,0 +1,95 @@
+"""How many guesses are made, over whole requests: simulated steps of an 8B model on an H200 with drafts of 0.32 and
+2.47 GB, which are right at independent random places."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from runtime.core.speculation import Drafter, Speculation
+
+SIZES = tuple(1 << i for i in range(8))
+
+
+def verify_us(num_tokens):
+    return 3650.0 + 45.0 * (num_tokens - 1)
+
+
+class Draft(Drafter):
+    """`step_us` and, in a round, `beyond_us` more than its steps and the target's."""
+
+    def __init__(self, step_us, beyond_us):
+        self.one_us, self.beyond_us = step_us, beyond_us
+
+    def step_us(self, num_rows):
+        return self.one_us * (1 + num_rows / 200)
+
+    def guess(self, state, most):
+        return [0] * most
+
+    def forget(self, state):
+        pass
+
+
+SMALL, LARGE = Draft(90.0, 2000.0), Draft(730.0, 1600.0)
+
+
+def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
+    """Of answers one after another, each of `num_rows` requests: tokens a second, over those without a draft. Guesses
+    are right at this `rate`, which may be a function of the answer's number. The first answer is not told."""
+    rng, now = random.Random(seed), [0.0]
+    speculation = Speculation(draft, None, [(n, verify_us(n)) for n in SIZES], 1000.0, lambda: now[0], 40.0)
+    plain_us, found = verify_us(num_rows) + 100.0, []
+    for number in range(num_answers):
+        share = rate(number) if callable(rate) else rate
+        states = [
+            SimpleNamespace(acceptance=-1.0, limit=10**9, num_total=0, tokens=[], num_computed=-1, verifying=0)
+            for _ in range(num_rows)
+        ]
+        began, lengths = now[0], [0] * num_rows
+        while min(lengths) < output_len:
+            speculation.gather(states)
+            counts = [len(speculation.guess(s, 8)) if speculation.round_count else 0 for s in states]
+            most, num_tokens = max(counts), num_rows + sum(counts)
+            round_us = verify_us(num_tokens) + most * draft.step_us(num_rows) + draft.beyond_us + 40.0 * num_rows
+            now[0] += (round_us if most else plain_us) * rng.gauss(1.0, 0.02) / 1e6
+            for i, (state, count) in enumerate(zip(states, counts, strict=True)):
+                lengths[i] += 1
+                for _ in range(count):
+                    is_right = rng.random() < share
+                    speculation.learn(state, is_right)
+                    if not is_right:
+                        break
+                    lengths[i] += 1
+            speculation.stepped(num_rows, num_tokens, most)
+        found.append(sum(lengths) / (now[0] - began) * plain_us / 1e6 / num_rows)
+    return found[1:]
+
+
+def mean(values):
+    return len(values) / sum(1 / v for v in values)
+
+
+@pytest.mark.parametrize(
+    ("draft", "rate", "least"),
+    [
+        (SMALL, 0.2, 0.95), (SMALL, 0.5, 1.08), (SMALL, 0.65, 1.5), (SMALL, 0.81, 2.35), (SMALL, 0.9, 3.15),
+        (LARGE, 0.2, 0.975), (LARGE, 0.5, 0.98), (LARGE, 0.65, 1.08), (LARGE, 0.81, 1.5), (LARGE, 0.9, 1.93),
+    ],
+)  # fmt: skip
+def test_good_drafts_are_used_and_bad_ones_cost_little(draft, rate, least):
+    assert mean([s for seed in range(4) for s in speedups(draft, rate, seed=seed)]) > least
+
+
+@pytest.mark.parametrize(("draft", "least"), [(SMALL, 2.4), (LARGE, 1.5)])
+def test_a_draft_is_tried_again_when_texts_change(draft, least):
+    """Later answers begin with what was learned from earlier ones."""
+    for seed in range(4):
+        found = speedups(draft, lambda answer: 0.3 if answer < 6 else 0.85, seed=seed)
+        assert mean(found[6:]) > least
+
+
+@pytest.mark.parametrize(("num_rows", "rate", "least"), [(8, 0.81, 1.3), (8, 0.3, 0.965), (64, 0.81, 0.99)])
+def test_batches(num_rows, rate, least):
+    for draft in (SMALL, LARGE):
+        assert mean(speedups(draft, rate, num_rows, num_answers=4)) > least
