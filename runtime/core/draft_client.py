@@ -24,7 +24,7 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # without guesses after a late answer, do
 _HUNG_S = 10.0  # silence after which a draft is thought to be stuck
 _WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
-_FIRST_ROUND_US, _FIRST_ROW_US = 1000.0, 40.0  # a round beyond the models' times, and each of its rows
+_FIRST_ROUND_US, _FIRST_ROW_US = 1000.0, 60.0  # a round beyond the models' times, and each of its rows
 _FAR_S = 0.5  # for a draft to answer what nobody waits for, doubling: asked again before, it would begin again
 
 T = TypeVar("T")

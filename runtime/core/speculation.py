@@ -21,7 +21,8 @@ _LEAST_LIKELY = 0.1  # a guess that is right less often is not worth its place i
 _LIKELY = [  # guesses of a row, by its acceptance in 40ths
     next((n for n in range(MOST_GUESSES, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
 ]
-_PRIOR = 0.6  # acceptance before anything is known
+_FIRST = 0.7  # acceptance before anything is known: too low, and a large batch would never find out
+_RESTED = 0.6  # and what that of a request that rests drifts back to, at least
 _WEIGHT, _OVERALL_WEIGHT = 0.05, 0.01  # of the newest guess in a request's estimate, and in that of all requests
 _BEYOND_WEIGHT = 0.2  # of the newest step in the estimate of what steps take beyond the model's time
 _REST_BEYOND, _REST_EVERY = 0.016, 16  # of its first value, per so many steps: what did not pay is tried again,
@@ -147,7 +148,7 @@ class Speculation:
         self.drafter, self._fixed, self._clock = drafter, fixed, clock
         self._latency_us, self._row_us = latency_us, row_us
         self._times = StepTimes(step_us)
-        self.acceptance = _PRIOR  # running estimate over all requests
+        self.acceptance = _FIRST  # running estimate over all requests
         # What steps take beyond the estimate: with guesses, without; by the number of bits of the number of rows.
         self._beyond_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_asked = 0.0, False
@@ -206,12 +207,12 @@ class Speculation:
         return self._latency_us + num_rows * self._row_us, 0.0
 
     def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
-        """Requests drift back to the first estimate while none is guessed for, or to that of all if it is better: a run
-        of wrong guesses comes with good drafts, too, and from the first estimate alone a costly one never came back."""
+        """Requests that rest drift back, to the estimate of all if that is good: a run of wrong guesses comes with good
+        drafts, too, and where one costs much, less would never bring it back."""
         draft_us = self.drafter.step_us(len(running))
         if self._fixed is not None or not running or not self._best(len(running), draft_us, self._rounded, 40):
             return 1.0  # it makes no difference
-        total, usual = 0.0, max(_PRIOR, self.acceptance)
+        total, usual = 0.0, max(_RESTED, self.acceptance)
         for state in running:
             if state.acceptance < 0:
                 state.acceptance = self.acceptance
