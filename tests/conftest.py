@@ -3,9 +3,11 @@
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,38 @@ def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch)
     """The grammars of all services that are made in the test: starting a child takes longer than most tests."""
     monkeypatch.setattr("serve_app.service.GrammarCompiler", lambda: _compiler)
     return _compiler
+
+
+TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Interpreted processes first: they take all cores, which tests of real processes want for themselves."""
+    items.sort(key=lambda item: item.get_closest_marker("interpreted") is None)
+
+
+@pytest.fixture(scope="session")
+def _interpreted(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """All of the session's, one at a time on each core, in the order of their tests."""
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))}
+    options: dict[str, Any] = {"env": os.environ | paths | {"TRITON_INTERPRET": "1"}, "cwd": TESTS.parent}
+
+    def run(arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=290, **options)
+
+    pool = ThreadPoolExecutor(os.cpu_count())
+    marked = [(item, item.get_closest_marker("interpreted")) for item in request.session.items]
+    yield {item.nodeid: pool.submit(run, marker.args) for item, marker in marked if marker is not None}
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def interpreted(
+    request: pytest.FixtureRequest, _interpreted: dict[str, Future[subprocess.CompletedProcess[str]]]
+) -> subprocess.CompletedProcess[str]:
+    """The ended process of the test's own marker. Triton decides at import whether it interprets; bf16 is not supported
+    there."""
+    return _interpreted[request.node.nodeid].result()
 
 
 # Ray reads its environment when it is imported, which test modules do while they are collected.

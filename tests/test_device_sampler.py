@@ -3,8 +3,6 @@
 The checks run in a process of their own (Triton decides at import whether it interprets), which this file is, too."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -70,12 +68,15 @@ def test_what_a_slot_wants_and_what_the_state_gets():
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize("check", ["staging", "mail", "inputs", "sample", "bounds", "masks", "sampler"])
-def test_under_the_interpreter(check):
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", __file__, check]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.stdout.strip() == f"{check} holds", done.stderr[-3000:]
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=pytest.mark.interpreted("-W", "ignore", __file__, check))
+        for check in ("staging", "mail", "inputs", "sample", "bounds", "masks", "sampler")
+    ],
+)
+def test_under_the_interpreter(check, interpreted):
+    assert interpreted.stdout.strip() == f"{check} holds", interpreted.stderr[-3000:]
 
 
 def check_masks(device: torch.device = CPU) -> None:

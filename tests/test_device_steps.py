@@ -1,22 +1,6 @@
 """The Triton path of a whole step, from plan to tokens, under the interpreter: its tokens are the torch path's."""
 
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import pytest
-
-TESTS = Path(__file__).parent
-
-
-def run_interpreted(code):
-    """In a process of its own; `code` is indented."""
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))}
-    env = os.environ | paths | {"TRITON_INTERPRET": "1"}
-    return subprocess.run([sys.executable, "-c", f"if True:{code}"], capture_output=True, text=True, env=env)
-
 
 CASES = {
     "deterministic": """
@@ -44,15 +28,12 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def finished():
-    """What each case's process left, as one runs at a time on each core."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        codes = [f"\n        from triton_engine import *{code}" for code in CASES.values()]
-        yield dict(zip(CASES, pool.map(run_interpreted, codes), strict=True))
+def case(name):
+    code = f"if True:\n        from triton_engine import *{CASES[name]}"
+    return pytest.param(id=name, marks=pytest.mark.interpreted("-c", code))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_the_torch_path(case, finished):
-    assert finished[case].returncode == 0, finished[case].stderr
+@pytest.mark.parametrize((), [case(name) for name in CASES])
+def test_tokens_are_those_of_the_torch_path(interpreted):
+    assert interpreted.returncode == 0, interpreted.stderr

@@ -3,10 +3,7 @@
 import importlib.util
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -209,12 +206,9 @@ def test_configs_as_they_are_published(config, billions, expected):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_triton_steps_are_those_of_the_torch_path():
-    """In a process of its own: Triton decides at import whether it interprets."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"}
-    command = [sys.executable, str(TESTS / "family_steps.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.stdout.splitlines()[-1:] == ["equal"], done.stdout + done.stderr[-2000:]
+@pytest.mark.interpreted(str(TESTS / "family_steps.py"))
+def test_triton_steps_are_those_of_the_torch_path(interpreted):
+    assert interpreted.stdout.splitlines()[-1:] == ["equal"], interpreted.stdout + interpreted.stderr[-2000:]
 
 
 class Copies:

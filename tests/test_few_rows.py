@@ -1,9 +1,6 @@
 """Linear layers for GPUs: torch forms against plain formulas, and Triton kernels under the interpreter."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -94,13 +91,9 @@ print("equal")
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_under_the_interpreter():
-    """In a process of its own: Triton decides at import whether it interprets. (bf16 is not supported there.)"""
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=env, cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.stdout.strip() == "equal", done.stderr[-2000:]
+@pytest.mark.interpreted("-c", INTERPRETED)
+def test_kernels_under_the_interpreter(interpreted):
+    assert interpreted.stdout.strip() == "equal", interpreted.stderr[-2000:]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
