@@ -4,7 +4,6 @@ The checks run in a process of their own (Triton decides at import whether it in
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,7 +38,6 @@ from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots
 from runtime.worker.transfers import Transfers
 
-ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 EOS = 2
 

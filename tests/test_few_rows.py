@@ -1,15 +1,12 @@
 """Linear layers for GPUs: torch forms against plain formulas, and Triton kernels under the interpreter."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
 from runtime.kernels.few_rows import few_rows_config, few_rows_linear_torch
 from runtime.kernels.fixed_linear import choose_tiling, chunk_size
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_folded_steps_are_the_plain_ones():

@@ -2,7 +2,6 @@
 decides at import whether it interprets. (bf16 is not supported there; tests/test_gpu_attention.py has it.)"""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.paged_attention import paged_attention_torch
 from runtime.kernels.prefill_attention import prefill_attention
 
-ROOT = Path(__file__).parent.parent
 in_process = pytest.mark.skipif(not INTERPRETED, reason="runs in the subprocess of test_under_the_interpreter")
 
 

@@ -1,5 +1,5 @@
-"""How many guesses are made, over whole requests: simulated steps of an 8B model on an H200, of measured times, with
-drafts of 0.32 and 2.47 GB, which are right at independent random places."""
+"""How many guesses are made, over whole requests: simulated steps of an 8B model on an H200, of about the measured
+times, with drafts of 0.32 and 2.47 GB, which are right at independent random places."""
 
 import random
 from types import SimpleNamespace
