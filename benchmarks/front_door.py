@@ -35,7 +35,7 @@ import ray  # noqa: E402
 from ray import serve  # noqa: E402
 
 from actors.channel import SocketExecutor, serve_steps  # noqa: E402
-from actors.engine import EngineLoop  # noqa: E402
+from actors.engine_loop import EngineLoop  # noqa: E402
 from actors.frames import LinkAddress  # noqa: E402
 from actors.names import NAMESPACE  # noqa: E402
 from actors.supervisor import link_to  # noqa: E402

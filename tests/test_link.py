@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, sequential
 
-from actors import engine as engine_module
-from actors.engine import EngineLoop
+from actors import engine_loop
+from actors.engine_loop import EngineLoop
 from actors.frames import LinkAddress
 from actors.link import EngineBusy, EngineLink, LinkGroup
 from actors.link_server import Connection
@@ -325,7 +325,7 @@ async def test_a_request_that_kills_every_runner_ends_with_an_error(monkeypatch)
 
     def start_cursed():
         runner, info = start()
-        if len(engine.runners) <= engine_module._MAX_LOSSES:
+        if len(engine.runners) <= engine_loop._MAX_LOSSES:
             runner.dead = "Rank 0 is gone."
         return runner, info
 

@@ -14,7 +14,7 @@ from runner_driver import tiny_runner
 from test_link import INFO, Engine, eventually, request
 from test_openai_client import OpenCompletion
 
-from actors.engine import EngineLoop
+from actors.engine_loop import EngineLoop
 from actors.link import EngineLink
 from runtime.core.config import EngineConfig
 from runtime.core.executor import InProcess

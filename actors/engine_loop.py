@@ -1,0 +1,380 @@
+"""An engine's step loop: takes requests from the links, turns the EngineCore, sends each replica its new tokens, and
+rebuilds lost runners. A plain class with a thread; `actors/engine.py` is its Ray shell."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from actors.frames import Abort, AbortById, Ended, Refusal, Refused, Status, Submit
+from actors.link_server import Connection, LinkServer, Stream
+from actors.metrics import EngineMeter, Figures, Snapshot
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.draft_client import DraftClient, DraftWire, speculation_of
+from runtime.core.engine import EngineCore
+from runtime.core.executor import Executor
+from runtime.core.request_state import RequestState
+from runtime.core.types import CallboardError, FinishReason, StepOutput
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOSSES = 3  # runners lost in a row without a finished step: the requests in them are at fault
+
+
+class EngineLoop:
+    """The step thread. It alone touches the scheduler; everybody else puts a message in its inbox.
+
+    `start_runners()` makes a fresh group of runners and returns an executor for it; it is called at the start and
+    whenever a runner is lost. `num_restarts` tells how many engines there were before this one.
+    """
+
+    def __init__(
+        self, config: EngineConfig, start_runners: Callable[[], tuple[Executor, ModelInfo]], num_restarts: int = 0
+    ) -> None:
+        self.config = config
+        self._start_runners = start_runners
+        # From a connection, its message or None when it comes or goes; from anyone else, what the step thread shall do.
+        self._inbox: queue.SimpleQueue[tuple[Connection, Submit | Abort | AbortById | None] | Callable[[], None]]
+        self._inbox = queue.SimpleQueue()
+        self._connections: set[Connection] = set()
+        self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was last idle
+        self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
+        self._draining = ""
+        self._losses = 0
+        self._output: StepOutput | None = None  # committed, not sent yet
+        self._closed = False
+        self._progress = time.monotonic()
+        self.num_rebuilds = 0
+        self.reason = "The engine is loading its model."
+        self.executor, self.info = start_runners()
+        self.core = EngineCore(config, self.info, self.executor, speculation_of(config, self.info, time.monotonic))
+        self._meter = EngineMeter(config, self.info, num_restarts)
+        self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
+        self.reason = ""
+        self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
+        self._thread.start()
+
+    # ---- what other threads may call ------------------------------------------------------------------------------
+
+    def health(self) -> str:
+        """Empty when healthy; else one sentence. Work queued without progress counts as ill (the process may answer
+        and yet be stuck)."""
+        if not self._thread.is_alive():
+            return "The engine's step thread has ended."
+        return self.reason
+
+    def check_progress(self) -> bool:
+        """Called now and then: a step that takes longer than step_timeout_s loses its runners.
+
+        False if even that did not help: then this process itself is stuck, and must be replaced."""
+        stuck_s = time.monotonic() - self._progress
+        if not self.core.has_work or self.reason or stuck_s <= self.config.step_timeout_s:
+            return True
+        logger.error("no step finished for %.0f s with %d requests live", stuck_s, len(self.core.scheduler.requests))
+        self.executor.close()
+        return stuck_s <= 2 * self.config.step_timeout_s
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges, read without a lock: each is right, together they may be a step apart."""
+        s = self.core.scheduler
+        return {
+            "running": len(s.running),
+            "waiting": s.num_waiting,
+            "waiting_tokens": s.num_waiting_tokens,
+            "steps": self.core.steps_done,
+            "preemptions": s.num_preemptions,
+            "rebuilds": self.num_rebuilds,
+            "blocks_total": s.pool.num_blocks - 1,
+            "blocks_available": s.pool.num_available,
+            "blocks_cached_idle": s.pool.num_cached_idle,
+            "drafts": s.num_drafts,
+            "draft_tokens": s.num_draft_tokens,
+            "accepted_draft_tokens": sum(s.accepted_at),
+            "prompt_tokens": s.prompt_tokens_total,
+            "prompt_tokens_cached": s.prompt_tokens_cached,
+            "connections": len(self._connections),
+            "streams": [len(c.streams) for c in list(self._connections)],  # live requests of each
+            **({} if s.speculation is None else s.speculation.stats()),
+        }
+
+    def report(self, figures: Figures) -> Snapshot:
+        """Add what a replica has counted; all figures of this engine."""
+        return self._meter.report(figures, self.core.scheduler, self.num_rebuilds)
+
+    def abort(self, request_id: str) -> None:
+        """End a request by its id, or all choices of one; its replica is told that it was aborted."""
+        self._inbox.put(partial(self._abort, request_id))
+
+    def drain(self, reason: str) -> Future[None]:
+        """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
+        done: Future[None] = Future()
+        self._inbox.put(partial(self._drain, reason, done))
+        return done
+
+    @property
+    def draft(self) -> DraftClient | None:
+        """What the step thread knows of the draft model, if there should be one."""
+        speculation = self.core.scheduler.speculation
+        client = speculation.drafter if speculation is not None else None
+        return client if isinstance(client, DraftClient) else None
+
+    def attach_draft(self, wire: DraftWire, step_us: tuple[tuple[int, float], ...]) -> None:
+        """Let a draft that knows nothing yet guess from now on; returns when the old one is forgotten."""
+        done: Future[None] = Future()
+
+        def attach() -> None:
+            assert self.draft is not None
+            self.draft.attach(wire, step_us)
+            done.set_result(None)
+
+        self._inbox.put(attach)
+        done.result()
+
+    def join(self) -> None:
+        """Wait until the step thread has ended."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """End the thread and let the runners go."""
+        self._closed = True
+        self._inbox.put(lambda: None)
+        self.executor.close()
+        self.links.close()
+        self._thread.join(timeout=5)
+
+    # ---- the step thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """New requests and the plan after a step go to the runners before the step's tokens go to the replicas, so that
+        the runners compute while frames are written."""
+        meter = self._meter
+        while True:
+            self._take_messages()
+            if self._closed:
+                return
+            if self._deadlines:
+                self._give_up_the_late()
+            try:
+                meter.before_submit(self.core.scheduler.num_in_flight, self._output is not None)
+                meter.submitted(self.core.submit())
+                self._emit()
+                meter.before_collect()
+                self._output = self.core.collect()
+            except CallboardError as e:
+                if not self._closed:
+                    self._rebuild(str(e))
+                continue
+            if self._output is not None:
+                self._losses = 0
+                meter.collected()
+            self._progress = time.monotonic()
+
+    def _take_messages(self) -> None:
+        """All that is in the inbox; when there is nothing to compute or to send, wait for something."""
+        inbox = self._inbox
+        while True:
+            if inbox.empty():
+                if self.core.has_work or self._output is not None or self._closed:
+                    return
+                self._finish_times.clear()
+                lagging = any(c.lagging for c in self._connections)
+                try:
+                    item = inbox.get(timeout=0.05 if lagging else None)
+                except queue.Empty:
+                    for connection in self._connections:
+                        connection.send_backlog()
+                    continue
+                self._progress = time.monotonic()
+            else:
+                item = inbox.get()
+            if isinstance(item, tuple):
+                self._handle(*item)
+            else:
+                item()
+
+    def _handle(self, connection: Connection, message: Submit | Abort | AbortById | None) -> None:
+        if isinstance(message, Submit):
+            self._submit(connection, message)
+        elif isinstance(message, Abort):
+            stream = connection.streams.pop(message.stream, None)
+            if stream is not None:
+                self.core.abort(stream.key)
+        elif isinstance(message, AbortById):
+            self._abort(message.request_id)
+        elif connection not in self._connections:
+            self._connections.add(connection)
+            connection.send(Status(self._draining or self.reason))
+        else:
+            self._connections.discard(connection)
+            for stream in connection.streams.values():
+                self.core.abort(stream.key)
+            connection.streams.clear()
+
+    def _submit(self, connection: Connection, message: Submit) -> None:
+        if not message.resumed and (refusal := self._refusal(message)) is not None:
+            self._refuse(connection, refusal)
+            return
+        stream = Stream(connection, message.stream, message.request.request_id)
+        message.request.request_id = stream.key
+        try:
+            state = self.core.add(message.request, stream)
+        except CallboardError as e:
+            self._refuse(connection, Refused(message.stream, str(e), Refusal.NEVER))
+            return
+        connection.streams[message.stream] = stream
+        if self.config.queue_timeout_s is not None and not message.resumed:
+            self._deadlines.append((time.monotonic() + self.config.queue_timeout_s, state))
+
+    def _refusal(self, message: Submit) -> Refused | None:
+        """The answer to a request that comes at the wrong time; the queue is counted as it is now."""
+        if self._draining:
+            return Refused(message.stream, self._draining, Refusal.DRAINING)
+        config, waiting = self.config, self.core.scheduler.num_waiting
+        tokens = self.core.scheduler.num_waiting_tokens
+        if waiting >= config.max_queued_requests:
+            text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
+        elif waiting and tokens + len(message.request.token_ids) > config.max_queued_tokens:  # an empty queue takes any
+            text = (
+                f"The engine has {tokens} tokens waiting and this prompt has {len(message.request.token_ids)}, above "
+                f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
+            )
+        else:
+            return None
+        return Refused(message.stream, text, Refusal.BUSY, self._retry_after_s(waiting))
+
+    def _give_up_the_late(self) -> None:
+        """Requests come in order of their deadlines; one that has begun or ended has none any more."""
+        deadlines, now = self._deadlines, time.monotonic()
+        while deadlines:
+            due, state = deadlines[0]
+            waits = state.num_cached < 0 and state.epoch >= 0
+            if waits and due > now:
+                return
+            deadlines.popleft()
+            if waits:
+                stream: Stream = state.owner
+                self.core.abort(stream.key)
+                stream.connection.streams.pop(stream.number, None)
+                text = f"The request waited {self.config.queue_timeout_s:g} s in the queue (queue_timeout_s)."
+                self._refuse(stream.connection, Refused(stream.number, text, Refusal.LATE))
+
+    def _refuse(self, connection: Connection, refusal: Refused) -> None:
+        self._meter.figures.count("callboard:requests_refused", refusal.reason.name.lower())
+        connection.send(refusal)
+
+    def _retry_after_s(self, waiting: int) -> float:
+        """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""
+        times = self._finish_times
+        if len(times) < 2 or times[-1] == times[0]:
+            return 1.0
+        return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))
+
+    def _drain(self, reason: str, done: Future[None]) -> None:
+        self._draining = reason
+        self._set_reason(self.reason)
+        done.set_result(None)
+
+    def _abort(self, name: str) -> None:
+        self._emit()  # what it has gained comes before its end
+
+        def meant(request_id: str) -> bool:
+            """The id of a choice is KIND-ID-INDEX; a request goes by KIND-ID, or by its client's own ID."""
+            whole = request_id.rpartition("-")[0]
+            return name in (request_id, whole, whole.partition("-")[2])
+
+        for stream in [s for c in self._connections for s in c.streams.values() if meant(s.request_id)]:
+            self.core.abort(stream.key)
+            self._end(stream, FinishReason.ABORT, None, "")
+            stream.connection.flush()
+
+    def _emit(self) -> None:
+        """Sort the last step's columns by replica and send each its frame."""
+        output, self._output = self._output, None
+        if output is None:
+            return
+        touched: set[Connection] = set()
+        logprobs, meter = output.logprobs, self._meter
+        sampled_at, last_at, num_others = meter.sampled_at, meter.last_at, 0
+        for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
+            stream: Stream = state.owner
+            connection = stream.connection
+            if stream.last_at is not last_at:  # its last token was not the last step's
+                num_others += 1
+                if stream.last_at:
+                    meter.token_latency.observe(sampled_at - stream.last_at)
+                else:
+                    times = stream.admitted_at - stream.arrived_at, sampled_at - stream.admitted_at
+                    connection.started.append((stream.number, state.num_cached, *times))
+            stream.last_at = sampled_at
+            if i in logprobs:
+                connection.logprobs[len(connection.token_column)] = logprobs[i]
+            connection.stream_column.append(stream.number)
+            connection.token_column.append(token)
+            touched.add(connection)
+        if self.core.scheduler.speculation is not None:
+            for state in dict.fromkeys(output.states):  # what the next step verifies is guessed already, but not known
+                state.owner.tell_verified(state.num_guessed - state.verifying, state.num_accepted)
+        for state, scores in output.prompt_logprobs:
+            state.owner.connection.prompt_logprobs.append((state.owner.number, scores))
+            touched.add(state.owner.connection)
+        meter.emitted(len(output.states), num_others)
+        for state, reason in output.finished:
+            self._finish_times.append(sampled_at)
+            stop_id, error = None, ""
+            if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
+                stop_id = state.tokens[-1]
+            if reason is FinishReason.ERROR:
+                error = "The model gave logits that are not finite for this request."
+                if state.params.grammar is not None:
+                    error = "This request's grammar is too complex to go on, or its logits are not finite."
+            self._end(state.owner, reason, stop_id, error)
+            touched.add(state.owner.connection)
+        for connection in touched:
+            connection.sampled_at = meter.sampled_at_wall
+            connection.flush()
+            if connection.silent:
+                connection.close()
+
+    def _end(self, stream: Stream, reason: FinishReason, stop_id: int | None, error: str) -> None:
+        stream.connection.ended.append(Ended(stream.number, int(reason), stop_id, error))
+        stream.connection.streams.pop(stream.number, None)
+
+    def _set_reason(self, reason: str) -> None:
+        self.reason = reason
+        for connection in self._connections:
+            connection.send(Status(self._draining or reason))
+
+    def _rebuild(self, why: str) -> None:
+        """Runners are replaceable caches (C8): get new ones and recompute every live request.
+
+        Requests that were running through several losses in a row, without one step between, end with an error: one
+        of them kills its runner."""
+        logger.warning("rebuilding the runners: %s", why)
+        self._emit()
+        self._set_reason(f"The engine is restarting its model runners: {why}")
+        self._losses += 1
+        self.num_rebuilds += 1
+        self.executor.close()
+        if self._losses >= _MAX_LOSSES:
+            text = f"The model runners were lost {self._losses} times in a row while computing this request."
+            connections = set()
+            for state in list(self.core.scheduler.running):
+                self.core.abort(state.request.request_id)
+                self._end(state.owner, FinishReason.ERROR, None, text)
+                connections.add(state.owner.connection)
+            for connection in connections:
+                connection.flush()
+            self._losses = 0
+        self.executor, info = self._start_runners()
+        if info.fingerprint != self.info.fingerprint:
+            raise RuntimeError("the model's files changed under a running engine")
+        self.core.recover(self.executor)
+        self._progress = time.monotonic()
+        self._set_reason("")
