@@ -7,11 +7,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from serve_app.errors import invalid
-from serve_app.requests import ChatRequest, _Model, _TokenId, parse, validated
+from serve_app.requests import ChatRequest, parse, validated
+from serve_app.requests.shapes import RequestModel, TokenId
 from serve_app.service import Service
 
 
-class TokenizeTextRequest(_Model):
+class TokenizeTextRequest(RequestModel):
     """POST /tokenize of a text."""
 
     model: str | None = None
@@ -26,14 +27,14 @@ class TokenizeChatRequest(ChatRequest):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Model):
+class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[_TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-class _Kind(_Model):
+class _Kind(RequestModel):
     """Only tells the two kinds of POST /tokenize apart."""
 
     messages: Any = None

@@ -1,0 +1,24 @@
+"""OpenAI's request shapes, and their translation to the engine's own.
+
+What a field may hold is said once, here. A field that would change the answer but is not supported is refused; other
+unknown fields are ignored, and named in a header of the answer.
+"""
+
+from serve_app.requests.chat import ChatRequest
+from serve_app.requests.completion import CompletionRequest
+from serve_app.requests.messages import ChatMessage
+from serve_app.requests.parsing import AbortRequest, parse, validated
+from serve_app.requests.sampling import MAX_CHOICES, choice_seed
+from serve_app.requests.tools import Tool
+
+__all__ = [
+    "MAX_CHOICES",
+    "AbortRequest",
+    "ChatMessage",
+    "ChatRequest",
+    "CompletionRequest",
+    "Tool",
+    "choice_seed",
+    "parse",
+    "validated",
+]

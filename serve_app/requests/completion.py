@@ -1,0 +1,73 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Field, Tag
+
+from serve_app.errors import invalid
+from serve_app.requests.sampling import SamplingFields
+from serve_app.requests.shapes import TokenIds, or_default
+
+
+def _prompt_shape(value: Any) -> str | None:
+    match value:
+        case str():
+            return "<text>"
+        case [str(), *_]:
+            return "<texts>"
+        case [list(), *_]:
+            return "<token id lists>"
+        case [*_]:
+            return "<token ids>"
+    return None
+
+
+_Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("<texts>")]
+    | Annotated[TokenIds, Tag("<token ids>")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<token id lists>")],
+    Discriminator(
+        _prompt_shape,
+        custom_error_type="prompt_shape",
+        custom_error_message="it should be a text, a list of texts, a list of token ids or a list of such lists",
+    ),
+]
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: _Prompt
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    return_draft_spans: bool | None = None  # an extension: which of the text a draft had guessed
+
+    def max_output(self) -> int | None:
+        return self.max_tokens
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None, None if self.max_tokens != 0 else 0]
+        return max((n for n in wanted if n is not None), default=None)
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of != or_default(self.n, 1):
+            raise invalid("best_of", f"is {self.best_of}, but only the value of n is supported; leave it out")
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts as a list, each a text or token ids."""
+        match self.prompt:
+            case str(text):
+                return [text]
+            case [int(), *_]:
+                return [self.prompt]
+        return self.prompt

@@ -1,0 +1,87 @@
+"""The messages of a chat."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from serve_app.errors import invalid
+from serve_app.requests.shapes import LEGACY, RequestModel, text_or_list
+
+
+class TextPart(RequestModel):
+    type: Literal["text"]
+    text: str
+
+
+_Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="content_shape",
+        custom_error_message="it should be a text or a list of text parts",
+    ),
+]
+
+
+class CalledFunction(RequestModel):
+    name: str
+    arguments: str
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        # Templates write the arguments as JSON themselves. What a model wrote may be no JSON: it is a text then.
+        try:
+            arguments = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class ToolCall(RequestModel):
+    """A call that the model has made, as a client sends it back."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        return {"id": self.id, "type": self.type, "function": self.function.as_template_sees_it()}
+
+
+class ChatMessage(RequestModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None  # of an assistant
+    tool_call_id: str | None = None  # of a tool: the call that it answers
+    reasoning_content: str | None = None  # of an assistant; templates decide whether it is shown
+    function_call: Annotated[Any, LEGACY] = None
+
+    def check(self, where: str) -> None:
+        """Rules between fields; raises ApiError."""
+        if self.role == "assistant":
+            if self.content is None and not self.tool_calls and self.reasoning_content is None:
+                raise invalid(f"{where}.content", "is missing; a text is needed where there are no tool_calls")
+            return
+        if self.content is None:
+            raise invalid(f"{where}.content", "is missing; it should be a text or a list of text parts")
+        if self.tool_calls:
+            raise invalid(f"{where}.tool_calls", f"is not allowed in a message of the role {self.role!r}")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise invalid(f"{where}.tool_call_id", "is missing; it is the id of the call that the message answers")
+
+    def text(self) -> str:
+        """The content; empty where only tool calls are, which more templates take than null."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        # "developer" is OpenAI's later name of "system"; models know the earlier one.
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text()}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template_sees_it() for call in self.tool_calls]
+        optional = {n: getattr(self, n) for n in ("name", "tool_call_id", "reasoning_content")}
+        return message | {name: value for name, value in optional.items() if value is not None}

@@ -1,0 +1,152 @@
+"""The fields that both endpoints share, and what they mean for the engine."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from runtime.core.types import SamplingParams
+from serve_app.errors import invalid
+from serve_app.requests.other_servers import KNOWN_ELSEWHERE
+from serve_app.requests.shapes import RequestModel, TokenId, only, or_default, shown, text_or_list
+from serve_app.structure import ResponseFormat, Structure, StructuredOutputs, asked_structure
+
+MAX_CHOICES = 1024  # of one request: its prompts times n
+_MAX_IGNORED = 32  # names of unknown fields to report
+_SEED_MASK = (1 << 63) - 1
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # the choice's usage so far in every chunk, if include_usage is set
+
+
+_Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
+_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+_Stop = Annotated[
+    Annotated[_StopString, Tag("<text>")] | Annotated[list[_StopString], Field(max_length=16), Tag("<list>")],
+    Discriminator(
+        text_or_list,
+        custom_error_type="stop_shape",
+        custom_error_message="it should be a text or a list of texts",
+    ),
+]
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class SamplingFields(RequestModel):
+    """The fields that both endpoints share; those from `top_k` on are extensions."""
+
+    model_config = ConfigDict(extra="allow")  # kept to be named, see `ignored_fields`
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: _Stop | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: _Seed | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, _Bias] | None = None
+    user: str | None = None
+
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # 0 and -1: off
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # of its end; -1: what fits
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+
+    tools: Annotated[Any, only(None, [])] = None
+    functions: Annotated[Any, only(None, [])] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def max_output(self) -> int | None:
+        """Tokens of output asked for; None if the request does not say."""
+        raise NotImplementedError
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report at each position; None if no log-probabilities are asked for."""
+        raise NotImplementedError
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives to compute at each position of the prompt; None if the prompt need not be scored."""
+        return self.prompt_logprobs
+
+    def ignored_fields(self) -> list[str]:
+        """The first of the names that mean nothing here, fit for a header."""
+        return [quote(name, safe="")[:64] for name in list(self.model_extra or ())[:_MAX_IGNORED]]
+
+    def check(self) -> None:
+        """Rules between fields, and fields that are known elsewhere; raises ApiError."""
+        for name, value in (self.model_extra or {}).items():
+            if value not in KNOWN_ELSEWHERE.get(name, (value,)):
+                raise invalid(name, f"is {shown(value)}: it would change the answer but is not supported; leave it out")
+        if self.truncate_prompt_tokens == 0:
+            raise invalid("truncate_prompt_tokens", "is 0, which would leave no prompt; use -1 for all that fits")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "is only allowed when stream is true")
+        if (structure := self.structure()) is not None:
+            for name, asks in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+                if asks:
+                    raise invalid(name, f"cannot be combined with {structure.field}, which says where the output ends")
+
+    def structure(self) -> Structure | None:
+        """What the output must match; None if it is free."""
+        return asked_structure(self.response_format, self.structured_outputs)
+
+    def sampling_params(self, max_tokens: int) -> SamplingParams:
+        """The engine's parameters, with `max_tokens` resolved; raises ApiError naming the field at fault."""
+        if self.min_tokens > max_tokens:
+            raise invalid("min_tokens", f"is {self.min_tokens}, more than the {max_tokens} tokens of output allowed")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=or_default(self.temperature, 1.0),
+            top_k=max(or_default(self.top_k, 0), 0),
+            top_p=or_default(self.top_p, 1.0),
+            min_p=or_default(self.min_p, 0.0),
+            repetition_penalty=or_default(self.repetition_penalty, 1.0),
+            frequency_penalty=or_default(self.frequency_penalty, 0.0),
+            presence_penalty=or_default(self.presence_penalty, 0.0),
+            logit_bias=tuple((_token_id_key(k), v) for k, v in (self.logit_bias or {}).items()),
+            min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            seed=None if self.seed is None else self.seed & _SEED_MASK,
+            logprobs=self.num_logprobs(),
+            prompt_logprobs=self.num_prompt_logprobs(),
+            stop=stop,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+def _token_id_key(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        raise invalid(f"logit_bias.{key}", "is no token id; keys are numbers such as 50256")
+    return int(key)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of the choice `index` of a prompt: the request's own for the first, one derived from it for others."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little") & _SEED_MASK

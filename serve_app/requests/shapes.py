@@ -1,0 +1,51 @@
+"""The kinds of values that fields of requests hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, LiteralString, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+_T = TypeVar("_T")
+
+
+class RequestModel(BaseModel):
+    """An object of a request; fields that it does not have are left out."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]  # a long list of faults would cost minutes
+
+
+def only(*harmless: Any, says: LiteralString = "this field is not supported yet; leave it out") -> AfterValidator:
+    """Allows a field that is not supported only the values that ask for nothing."""
+
+    def check(value: Any) -> Any:
+        if value not in harmless:
+            raise PydanticCustomError("not_supported", says)
+        return value
+
+    return AfterValidator(check)
+
+
+LEGACY = only(None, [], says="this field is OpenAI's old one; use tools, tool_choice and tool_calls instead")
+
+
+def text_or_list(value: Any) -> str | None:
+    """The union tag of a text or a list of things; tags start with "<" and are left out of field paths."""
+    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+
+def shown(value: Any) -> str:
+    """A client's own value as a message may show it: not all of a long one."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def or_default(value: _T | None, default: _T) -> _T:
+    """A field's value, where null is as good as none."""
+    return default if value is None else value
