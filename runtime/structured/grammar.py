@@ -31,7 +31,7 @@ class Calls(msgspec.Struct):
     named: bool  # the opening names the (only) function
     to_arguments: str  # what is between a function's name and its arguments
     end: str  # what follows a call
-    again: str  # what comes before the name in another call; "": there is just one
+    again: str  # how another call begins, as far as the first is begun; "": there is just one
     begin: str = ""  # the rest of the opening
     answer: str = ""  # a JSON Schema: the output may be such a value instead
 

@@ -129,7 +129,7 @@ class ChatRequest(SamplingFields):
             )
         functions = [tool.function for tool in tools if (begun or "") in ("", tool.function.name)]
         nothing = {"type": "object", "additionalProperties": False}
-        again = ("; " if form.is_bare else "\n") + form.opening("")
+        again = ("; " if form.is_bare else "\n") + form.opening(begun or "")
         calls = Calls(
             functions={f.name: nothing if f.parameters is None else f.parameters for f in functions},
             lenient=[f.name for f in functions if not f.strict],
