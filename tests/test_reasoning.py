@@ -1,10 +1,12 @@
 """Reasoning: split off at its marks, the same however the text comes."""
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.text.reasoning import CLOSE, OPEN, ReasoningSplitter
+from runtime.text.reasoning import CLOSE, MAX_SPACES, OPEN, ReasoningSplitter
 
 
 def split(parts: list[str], inside: bool) -> tuple[str, str]:
@@ -62,3 +64,30 @@ def test_text_that_cannot_be_a_mark_is_not_held_back():
         *[("", ""), ("Hm", ""), (".", ""), ("", ""), ("\nSo", ""), ("", ""), ("<b", ""), ("", ""), ("", "")],
         *[("", "Yes"), ("", ".")],
     ]
+
+
+@pytest.mark.parametrize(
+    ("begin", "space"), [("", " "), (OPEN, "\n"), (f"{OPEN}Hm.", "\n"), (f"{OPEN}Hm.{CLOSE}", "\n")]
+)
+def test_white_space_without_end_takes_linear_time(begin: str, space: str):
+    splitter = ReasoningSplitter(False)
+    splitter.push(begin)
+    started = time.thread_time()
+    for _ in range(40_000):
+        splitter.push(space)
+    assert time.thread_time() - started < 1.0
+
+
+def test_white_space_before_the_mark_is_held_back_within_bounds():
+    long = " " * (MAX_SPACES + 1)
+    for text, pieces in [
+        (f"{long}{OPEN}Hm.", ("", f"{long}{OPEN}Hm.")),
+        (f"{long[1:]}{OPEN}Hm.", ("Hm.", "")),
+    ]:
+        assert split([text], False) == split(list(text), False) == pieces
+    blank = "\n" * 5000
+    for text, pieces in [
+        (f"{OPEN}{blank}Hm.{blank}{CLOSE}{blank}Yes.", ("Hm.", "Yes.")),
+        (f"{OPEN}Hm.{blank}</th{blank}", (f"Hm.{blank}</th", "")),
+    ]:
+        assert split([text], False) == split(list(text), False) == pieces

@@ -1,11 +1,13 @@
 """Tool calls in text: what is a call, what is not, and the same result however the text comes."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.text.reasoning import MAX_SPACES
 from runtime.text.tool_calls import HERMES, LLAMA3, ToolCallParser, ToolFormat
 
 NAMES = {"f", "get_weather"}
@@ -232,3 +234,32 @@ def test_after_the_last_call_allowed_nothing_is_read():
     parser.push("}")
     assert parser.done
     assert parser.push(f"</tool_call><tool_call>{CALL} and more") == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("form", "begin"),
+    [
+        (HERMES, "Sure."),
+        (HERMES, "<tool_call>"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}'),
+        (HERMES, f"<tool_call>{CALL}"),
+        (LLAMA3, ""),
+        (LLAMA3, f"{LLAMA_CALL};"),
+    ],
+)
+def test_white_space_without_end_takes_linear_time(form: ToolFormat, begin: str):
+    parser = ToolCallParser(form, NAMES)
+    parser.push(begin)
+    started = time.thread_time()
+    for _ in range(60_000):
+        parser.push("\n")
+    assert time.thread_time() - started < 1.0
+
+
+@pytest.mark.parametrize("cut", [lambda text: [text], list])
+def test_so_much_white_space_may_stand_around_a_mark(cut):
+    spaces = " " * MAX_SPACES
+    assert read(HERMES, cut(f"Sure.{spaces}<tool_call>{spaces}{CALL}")) == ("Sure.", [("f", ARGUMENTS)])
+    assert read(HERMES, cut(f"Sure. {spaces}<tool_call>{CALL}")) == ("Sure. ", [("f", ARGUMENTS)])
+    too_much = f"Sure.<tool_call>{spaces} {CALL}"
+    assert read(HERMES, cut(too_much)) == (too_much, [])

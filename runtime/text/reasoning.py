@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 OPEN, CLOSE = "<think>", "</think>"
+MAX_SPACES = 1024  # a mark that more white space stands before is none: so much is looked at again with each piece
 
 
 class ReasoningSplitter:
@@ -15,7 +16,8 @@ class ReasoningSplitter:
         self._inside = inside
         self._is_undecided = True  # the text may still begin with the opening mark
         self._at_start = True  # of a part whose leading line ends are dropped
-        self._held = ""
+        self._num_line_ends = 0  # of the reasoning, not given yet: they belong to the mark if it follows
+        self._held = ""  # what comes after them and may begin a mark
 
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning, answer) that are now safe to send."""
@@ -24,9 +26,10 @@ class ReasoningSplitter:
         self._held += text
         if self._is_undecided:
             begun = self._held.lstrip()
-            if OPEN.startswith(begun) and begun != OPEN:
+            num_spaces = len(self._held) - len(begun)
+            if num_spaces <= MAX_SPACES and OPEN.startswith(begun) and begun != OPEN:
                 return "", ""
-            self._decide(begun)
+            self._decide(begun if num_spaces <= MAX_SPACES else "")
         reasoning = self._reasoning() if self._inside else ""
         return reasoning, "" if self._inside else self._answer()
 
@@ -35,7 +38,12 @@ class ReasoningSplitter:
         if self._is_undecided:
             self._decide(self._held.lstrip())
         rest, self._held = self._held, ""
-        return (rest.strip("\n") if self._at_start else rest.rstrip("\n"), "") if self._inside else ("", rest)
+        if not self._inside:
+            return "", rest
+        if self._at_start:
+            rest = rest.lstrip("\n")
+        rest = rest.rstrip("\n")
+        return "\n" * self._num_line_ends * bool(rest) + rest, ""
 
     def _decide(self, begun: str) -> None:
         self._is_undecided = False
@@ -45,18 +53,22 @@ class ReasoningSplitter:
             self._at_start = False  # there is no mark whose line ends could be dropped
 
     def _reasoning(self) -> str:
-        if self._at_start:
-            self._held = self._held.lstrip("\n")
         at = self._held.find(CLOSE)
-        end = len(self._held) - tail_that_may_begin(CLOSE, self._held, "\n") if at < 0 else at
-        reasoning = self._held[:end]
-        self._at_start = self._at_start and not reasoning
-        if at < 0:
-            self._held = self._held[end:]
-            return reasoning
-        self._held = self._held[at + len(CLOSE) :]
-        self._inside, self._at_start = False, True
-        return reasoning.rstrip("\n")
+        end = len(self._held) - tail_that_may_begin(CLOSE, self._held) if at < 0 else at
+        written, self._held = self._held[:end], self._held[end:]
+        if self._at_start:
+            written = written.lstrip("\n")
+            self._at_start = not written
+        reasoning = written.rstrip("\n")
+        num_line_ends = len(written) - len(reasoning)
+        if reasoning:
+            reasoning = "\n" * self._num_line_ends + reasoning
+            self._num_line_ends = 0
+        self._num_line_ends += num_line_ends
+        if at >= 0:
+            self._held = self._held[len(CLOSE) :]
+            self._inside, self._at_start = False, True
+        return reasoning
 
     def _answer(self) -> str:
         answer, self._held = self._held.lstrip("\n") if self._at_start else self._held, ""
@@ -64,7 +76,6 @@ class ReasoningSplitter:
         return answer
 
 
-def tail_that_may_begin(mark: str, text: str, spaces: str | None = None) -> int:
-    """The length of the tail of `text` that is a beginning of `mark`, with the characters of `spaces` before it."""
-    num = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
-    return len(text) - len(text[: len(text) - num].rstrip(spaces))
+def tail_that_may_begin(mark: str, text: str) -> int:
+    """The length of the tail of `text` that is a beginning of `mark`."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -6,7 +6,7 @@
 A call is certain as soon as its name and the brace of its arguments are there; from then on the arguments are given as
 they are generated, valid or not, since what is sent cannot be taken back. Anything else between the marks, and a
 function that the request does not have, is ordinary text and is given back as it stood. White space around a call
-belongs to its markup.
+belongs to its markup, up to 1,024 characters on each side of a mark.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from runtime.text.reasoning import tail_that_may_begin
+from runtime.text.reasoning import MAX_SPACES, tail_that_may_begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +110,12 @@ class ToolCallParser:
         """In content."""
         text, mark = self._held, self._form.mark
         at = text.find(mark)
+        before = at if at >= 0 else len(text) - (0 if final else tail_that_may_begin(mark, text))
+        end = before if final and at < 0 else max(before - MAX_SPACES, len(text[:before].rstrip()))
+        self._content.append(text[:end])
         if at < 0:
-            end = len(text) - (0 if final else tail_that_may_begin(mark, text))
-            self._content.append(text[:end])
             self._held = text[end:]
             return False
-        end = len(text[:at].rstrip())
-        self._content.append(text[:end])
         self._held, self._object_at = text[end:], at + len(mark) - end
         self._state = self._opening
         return True
@@ -125,7 +124,7 @@ class ToolCallParser:
         """Where an object must begin for the text to be a call."""
         rest = self._held[self._object_at :]
         spaces = len(rest) - len(rest.lstrip())
-        if spaces < len(rest) and rest[spaces] == "{":
+        if spaces <= MAX_SPACES and rest[spaces : spaces + 1] == "{":
             self._object_at += spaces
             self._value = _Value()
             self._scanned = self._object_at
@@ -133,7 +132,7 @@ class ToolCallParser:
             return True
         if final and self.num_calls and self._held.strip() == ";":
             self._held = ""
-        if final or spaces < len(rest):
+        if final or spaces < len(rest) or spaces > MAX_SPACES:
             return self._give_back(self._object_at)
         return False
 
@@ -199,6 +198,7 @@ class ToolCallParser:
     def _after_object(self, final: bool) -> bool:
         """Where the end mark is expected, but not required."""
         text, mark = self._held.lstrip(), self._form.end_mark
+        self._held = text
         if not final and mark.startswith(text) and text != mark:
             return False
         self._held = text.removeprefix(mark)
