@@ -7,28 +7,17 @@ Nothing heavy is imported before a command needs it, so that --help and usage er
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import signal
-import socket
 import sys
-import tempfile
-import threading
-import time
 import types
-from collections.abc import Iterator, Sequence
-from contextlib import closing, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, end_haproxy, private_haproxy
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
 from serve_app.settings import HttpSettings
-
-APP_NAME = "callboard"
-_POLL_S = 0.05
-_OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one: no tensor ever goes through it
 
 
 class _UsageError(CallboardError):
@@ -207,157 +196,25 @@ def _sampling_params(args: argparse.Namespace, max_tokens: int) -> SamplingParam
     return params
 
 
-# ---- callboard serve ------------------------------------------------------------------------------------------------
+# ---- the commands ---------------------------------------------------------------------------------------------------
 
 
 def _serve(args: argparse.Namespace) -> int:
     config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
-    settings = _http_settings(args)
-    _check_port(args.host, args.port)
-    from runtime.loading.resolve import resolve
-    from runtime.text.tokenizer import Tokenizer
+    from serve_app.server import ServerSettings, serve
 
-    Tokenizer.load(resolve(config.model, config.revision))  # what cannot be read is told now, not by actors later
-    stop = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
-        for name, value in {**SINGLE_MACHINE, **private_haproxy(folder)}.items():
-            os.environ.setdefault(name, value)
-        try:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-            _start(args, config, settings)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: stop.set())
-            _announce(args, config)
-            stop.wait()
-            _drain(args, settings)
-        finally:
-            _stop()
-            end_haproxy(folder)
-    return 0
-
-
-def _check_port(host: str, port: int) -> None:
-    """Raises CallboardError if the server could not listen there. This comes before anything that takes time."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except socket.gaierror as e:
-        raise CallboardError(f"{host!r} is no address of this machine ({e.strerror}); pass another --host.") from e
-    except OSError as e:
-        raise CallboardError(
-            f"Port {port} on {host} cannot be used ({e.strerror}); stop what has it or pass another --port."
-        ) from e
-
-
-def _start(args: argparse.Namespace, config: EngineConfig, settings: HttpSettings) -> None:
-    """Ray, Serve and the application; returns when the model answers through every front."""
-    import logging
-
-    import ray
-    from ray import serve
-
-    from serve_app.app import AppArgs, build_app, failure_of
-
-    num_actors = args.num_replicas * (1 + config.tensor_parallel_size) + (args.num_fronts or 0)
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, num_actors),  # logical: they place actors, they do not limit threads
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        runtime_env=LOOPBACK_WORKERS,
-    )
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    serve.start(http_options={"host": args.host, "port": args.port}, logging_config={"enable_access_log": False})
-    app = build_app(
-        AppArgs(
-            **_engine_settings(args),
-            **asdict(settings),
+    serve(
+        ServerSettings(
+            config,
+            _http_settings(args),
+            host=args.host,
+            port=args.port,
             served_model_name=args.served_model_name,
             num_replicas=args.num_replicas,
             num_fronts=args.num_fronts,
         )
     )
-    try:
-        serve.run(app, name=APP_NAME)
-    except RuntimeError as e:
-        raise CallboardError(failure_of(APP_NAME) or str(e)) from e
-    while not _fronts_are_connected(args):
-        if reason := failure_of(APP_NAME):
-            raise CallboardError(reason)
-        time.sleep(_POLL_S)
-
-
-def _engines(args: argparse.Namespace) -> list[Any]:
-    from actors.supervisor import find_engine
-    from serve_app.app import engine_name
-
-    return [find_engine(engine_name(APP_NAME, rank)) for rank in range(args.num_replicas)]
-
-
-def _fronts_are_connected(args: argparse.Namespace) -> bool:
-    """Whether each front has opened its link to each engine, which it does when it has all else."""
-    import ray
-    from ray import serve
-
-    deployment = serve.status().applications[APP_NAME].deployments["Front"]
-    stats = ray.get([engine.stats.remote() for engine in _engines(args)])
-    return all(s["connections"] >= sum(deployment.replica_states.values()) for s in stats)
-
-
-def _drain(args: argparse.Namespace, settings: HttpSettings) -> None:
-    """No new requests, and time for those that run; a second signal ends the wait."""
-    import ray
-    from ray import serve
-
-    from actors.supervisor import DRAINING
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    print(f"Stopping; running requests have {settings.drain_timeout_s:g} s to end.", file=sys.stderr, flush=True)
-    end = time.monotonic() + settings.drain_timeout_s
-    with suppress(KeyboardInterrupt, CallboardError, ray.exceptions.RayError):  # an engine that is dead has none
-        engines = _engines(args)
-        ray.get([engine.drain.remote(DRAINING) for engine in engines])
-        while any(ray.get([engine.num_live.remote() for engine in engines])) and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        # The fronts still write what their readers have not taken; HAProxy lives until Serve itself is shut down.
-        serve.delete(APP_NAME, _blocking=False)
-        while APP_NAME in serve.status().applications and time.monotonic() < end:
-            time.sleep(_POLL_S)
-
-
-def _stop() -> None:
-    """Serve first: it is what stops HAProxy. A second Ctrl-C interrupts this."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
-        # Ray prints that the controller's last task was not answered, since that task ends the controller.
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            sys.modules["ray.serve"].shutdown()
-            ray.shutdown()
-
-
-def _announce(args: argparse.Namespace, config: EngineConfig) -> None:
-    """How the engine started, on stderr, and how to use it."""
-    import ray
-
-    from actors.supervisor import find_engine
-    from serve_app.app import engine_name
-
-    for line in ray.get(find_engine(engine_name(APP_NAME, 0)).phases.remote()):
-        print(line, file=sys.stderr, flush=True)
-    host = "127.0.0.1" if args.host in ("0.0.0.0", "::") else args.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{args.port}"
-    name = args.served_model_name or config.model
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
-    draft = f" (draft: {config.draft})" if config.draft else ""
-    print(f"Callboard serves {name}{draft} at {url}/v1", flush=True)
-    print(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -381,16 +238,13 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- callboard chat and callboard generate --------------------------------------------------------------------------
-
-
 def _generate(args: argparse.Namespace) -> int:
     config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
     params = _sampling_params(args, args.max_tokens)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     from runtime.llm import LLM
 
-    llm = LLM(**{f.name: getattr(config, f.name) for f in fields(config)})
+    llm = LLM(**asdict(config))
     with closing(llm.stream(prompt, params)) as pieces:
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -399,108 +253,15 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    _sampling_params(args, args.max_tokens or 1)  # wrong flags are told before a model is loaded
-    partner = _Remote(args) if args.url else _Local(args)
-    history = [{"role": "system", "content": args.system}] if args.system else []
-    with suppress(ImportError):
-        import readline  # noqa: F401  # gives input() its line editing
-    if sys.stdin.isatty():
-        print("Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
-    while True:
-        try:
-            text = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return 0
-        if not text.strip():
-            continue
-        messages = [*history, {"role": "user", "content": text}]
-        answer = ""
-        try:
-            with closing(partner.answer(messages)) as pieces:
-                for piece in pieces:
-                    answer += piece
-                    print(piece, end="", flush=True)
-            print()
-        except KeyboardInterrupt:
-            print()
-        except CallboardError as e:
-            if not sys.stdin.isatty():
-                raise
-            print(f"callboard: {e}", file=sys.stderr)
-            continue
-        history = [*messages, {"role": "assistant", "content": answer}]
+    params = _sampling_params(args, args.max_tokens or 1)  # wrong flags are told before a model is loaded
+    config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+    from serve_app.chat import LocalModel, RemoteModel, talk
 
-
-class _Local:
-    """A model in this process."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
-        from runtime.llm import LLM
-
-        self._llm = LLM(**{f.name: getattr(config, f.name) for f in fields(config)})
-        self._args = args
-
-    def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        prompt = self._llm.chat_prompt(messages)
-        room = self._llm.runner.info.max_model_len - len(prompt)
-        if room < 1:
-            raise CallboardError("The conversation fills the model's context; start a new chat.")
-        return self._llm.stream(prompt, _sampling_params(self._args, self._args.max_tokens or room))
-
-
-class _Remote:
-    """A model behind an OpenAI-compatible server."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        import httpx
-
-        self._base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._args = args
-        self._http = httpx.Client(timeout=httpx.Timeout(10, read=None))
-        try:
-            models = self._http.get(f"{self._base}/models").raise_for_status().json()
-            self._model = models["data"][0]["id"]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as e:
-            raise CallboardError(f"No OpenAI-compatible server answers at {self._base}: {e}; check --url.") from e
-
-    def answer(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        import httpx
-
-        args = self._args
-        body = {
-            "model": self._model,
-            "messages": messages,
-            "stream": True,
-            "temperature": args.temperature,
-            "top_p": args.top_p,
-            "max_tokens": args.max_tokens,
-            "seed": args.seed,
-        }
-        body = {key: value for key, value in body.items() if value is not None}
-        try:
-            with self._http.stream("POST", f"{self._base}/chat/completions", json=body) as response:
-                if response.status_code != 200:
-                    response.read()
-                    raise CallboardError(_error_message(response.text))
-                for line in response.iter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == line or data == "[DONE]":
-                        continue
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise CallboardError(event["error"]["message"])
-                    for choice in event["choices"]:
-                        yield choice["delta"].get("content") or ""
-        except httpx.HTTPError as e:
-            raise CallboardError(f"The connection to {self._base} failed: {e or type(e).__name__}.") from e
-
-
-def _error_message(body: str) -> str:
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"The server answered: {body[:200]}"
+    partner = (
+        RemoteModel(args.url, params, args.max_tokens) if args.url else LocalModel(config, params, args.max_tokens)
+    )
+    talk(partner, args.system)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,123 @@
+"""A talk in the terminal, with a model in this process or with one behind an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Generator
+from contextlib import closing, suppress
+from dataclasses import asdict, replace
+from typing import Protocol
+
+from runtime.core.config import EngineConfig
+from runtime.core.types import CallboardError, SamplingParams
+
+
+class Partner(Protocol):
+    """One side of the talk."""
+
+    def answer(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        """The answer to a conversation, in pieces; raises CallboardError if there is none."""
+
+
+def talk(partner: Partner, system: str | None) -> None:
+    """Reads lines from stdin and prints an answer to each, until stdin ends."""
+    history = [{"role": "system", "content": system}] if system else []
+    with suppress(ImportError):
+        import readline  # noqa: F401  # gives input() its line editing
+    if sys.stdin.isatty():
+        print("Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
+    while True:
+        try:
+            text = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if not text.strip():
+            continue
+        messages = [*history, {"role": "user", "content": text}]
+        answer = ""
+        try:
+            with closing(partner.answer(messages)) as pieces:
+                for piece in pieces:
+                    answer += piece
+                    print(piece, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            print()
+        except CallboardError as e:
+            if not sys.stdin.isatty():
+                raise
+            print(f"callboard: {e}", file=sys.stderr)
+            continue
+        history = [*messages, {"role": "assistant", "content": answer}]
+
+
+class LocalModel:
+    """A model in this process."""
+
+    def __init__(self, config: EngineConfig, params: SamplingParams, max_tokens: int | None) -> None:
+        """`max_tokens`: None for as many as fit, whatever `params` says."""
+        from runtime.llm import LLM
+
+        self._llm = LLM(**asdict(config))
+        self._params, self._max_tokens = params, max_tokens
+
+    def answer(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        prompt = self._llm.chat_prompt(messages)
+        room = self._llm.runner.info.max_model_len - len(prompt)
+        if room < 1:
+            raise CallboardError("The conversation fills the model's context; start a new chat.")
+        yield from self._llm.stream(prompt, replace(self._params, max_tokens=self._max_tokens or room))
+
+
+class RemoteModel:
+    """A model behind an OpenAI-compatible server."""
+
+    def __init__(self, url: str, params: SamplingParams, max_tokens: int | None) -> None:
+        """`max_tokens`: None for the server's own limit, whatever `params` says."""
+        import httpx
+
+        self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._http = httpx.Client(timeout=httpx.Timeout(10, read=None))
+        try:
+            models = self._http.get(f"{self._base}/models").raise_for_status().json()
+            model = models["data"][0]["id"]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as e:
+            raise CallboardError(f"No OpenAI-compatible server answers at {self._base}: {e}; check --url.") from e
+        fields = {
+            "model": model,
+            "stream": True,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "max_tokens": max_tokens,
+            "seed": params.seed,
+        }
+        self._fields = {key: value for key, value in fields.items() if value is not None}
+
+    def answer(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
+        import httpx
+
+        body = {**self._fields, "messages": messages}
+        try:
+            with self._http.stream("POST", f"{self._base}/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise CallboardError(_error_message(response.text))
+                for line in response.iter_lines():
+                    data = line.removeprefix("data: ")
+                    if data == line or data == "[DONE]":
+                        continue
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise CallboardError(event["error"]["message"])
+                    for choice in event["choices"]:
+                        yield choice["delta"].get("content") or ""
+        except httpx.HTTPError as e:
+            raise CallboardError(f"The connection to {self._base} failed: {e or type(e).__name__}.") from e
+
+
+def _error_message(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"The server answered: {body[:200]}"
