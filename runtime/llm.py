@@ -127,10 +127,7 @@ class LLM:
                 self._abort_all()
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if (bad := next((i for i in ids if not 0 <= i < self.runner.info.vocab_size), None)) is not None:
-            raise CallboardError(f"Token id {bad} is not in this model's vocabulary of {self.runner.info.vocab_size}.")
-        return ids
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams], show: bool) -> list[Completion]:
         try:

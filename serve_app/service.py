@@ -153,6 +153,7 @@ class Service:
         if isinstance(request, ChatRequest):
             prompt, reply = self.chat_prompt(request)
             prompts, where = [prompt], "messages"
+            self._check_token_ids(where, prompt)
         else:
             prompts, where = self._prompts(request), "prompt"
         asked = request.max_output()
@@ -347,6 +348,8 @@ class Service:
         if isinstance(request, ChatRequest):
             marks_are_text = reply is None or not reply.kept_special_ids
             structure = request.bound_structure(structure, reply and reply.tools, marks_are_text)
+        if structure is not None and not self._client.info.eos_token_ids:
+            raise invalid(structure.field, "needs a model with an end-of-sequence token, and this one has none")
         return structure
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
@@ -359,14 +362,14 @@ class Service:
             if isinstance(prompt, str):
                 prompts.append(self.tokenizer.encode(prompt, request.add_special_tokens is not False))
             else:
-                self._check_token_ids(where, prompt)
                 prompts.append(prompt)
             if not prompts[-1]:
                 raise invalid(where, "is empty; send at least one token")
+            self._check_token_ids(where, prompts[-1])
         return prompts
 
     def _check_token_ids(self, where: str, ids: Iterable[int]) -> None:
-        largest, size = max(ids, default=0), self.tokenizer.vocab_size
+        largest, size = max(ids, default=0), min(self.tokenizer.vocab_size, self._client.info.vocab_size)
         if largest >= size:
             raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
 

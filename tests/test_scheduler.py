@@ -243,8 +243,8 @@ def test_budget_is_kept_and_prompts_are_chunked():
 
 def test_without_chunking_a_prompt_is_computed_whole():
     session = Session(max_num_batched_tokens=64, chunked_prefill=False)
-    session.add(range(1, 41), SamplingParams(max_tokens=3, ignore_eos=True))
-    session.add(range(101, 131), SamplingParams(max_tokens=3, ignore_eos=True))
+    session.add([1] * 40, SamplingParams(max_tokens=3, ignore_eos=True))
+    session.add([2] * 30, SamplingParams(max_tokens=3, ignore_eos=True))
     assert first_plan(session).counts.tolist() == [40]
 
 

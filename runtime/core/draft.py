@@ -92,7 +92,8 @@ class DraftCore:
         """Up to `ahead` guesses are made beyond those wanted, for when all of them are right; fewer where the next
         commit comes before they are done. A draft that keeps grammars guesses only what they allow."""
         self.scheduler = Scheduler(config, info)
-        self.executor, self.ahead, self.keeps_grammars = executor, ahead, keeps_grammars
+        self.executor, self.ahead = executor, ahead
+        self.keeps_grammars = keeps_grammars and bool(info.eos_token_ids)
         self.outbox: dict[Hashable, list[Chain]] = {}  # by owner; the caller sends them and empties it
         self._streams: dict[tuple[Hashable, int], RequestState] = {}
         self._num_opened = 0
@@ -148,12 +149,10 @@ class DraftCore:
             request_id=str(self._num_opened),
             params=replace(params, logprobs=None, prompt_logprobs=None, grammar=grammar),
         )
-        if max(request.token_ids) >= self.scheduler.info.vocab_size:
-            return  # padding of the target's vocabulary
         try:
             state = self.scheduler.add(request, _Mirror(owner, opened.stream, opened.wanted))
         except CallboardError:
-            return  # longer than the draft's context: no chain ever comes
+            return  # longer than the draft's context, or padding of the target's vocabulary: no chain ever comes
         state.stop_ids = frozenset()  # the target decides what ends it
         state.final_len = len(state.tokens)
         self._streams[owner, opened.stream] = state

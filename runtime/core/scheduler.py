@@ -93,6 +93,11 @@ class Scheduler:
             raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
         if not 1 <= request.prompt_len <= num_known:
             raise CallboardError("The prompt is empty; send at least one token.")
+        extremes = min(request.token_ids), max(request.token_ids)
+        if (bad := next((i for i in extremes if not 0 <= i < self.info.vocab_size), None)) is not None:
+            raise CallboardError(f"Token id {bad} is not in this model's vocabulary of {self.info.vocab_size}.")
+        if params.grammar is not None and not self.info.eos_token_ids:
+            raise CallboardError("This model has no end-of-sequence token; structured output needs one to end with.")
         limit = min(request.prompt_len + params.max_tokens, self.max_len) + (params.max_tokens == 0)
         if num_known >= limit:
             raise CallboardError(

@@ -58,8 +58,8 @@ def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...
     path = folder / "generation_config.json"
     for source in (read_json(path) if path.exists() else {}, config, config.get("text_config") or {}):
         ids = source.get("eos_token_id")
-        if isinstance(ids, int):
+        if type(ids) is int:
             return (ids,)
-        if isinstance(ids, list) and ids and all(isinstance(i, int) for i in ids):
+        if isinstance(ids, list) and ids and all(type(i) is int for i in ids):
             return tuple(ids)
     return ()

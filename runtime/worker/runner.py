@@ -71,6 +71,11 @@ class ModelRunner:
         self.is_draft = is_draft
         checkpoint = open_checkpoint(path)
         spec, layout = describe(checkpoint.config)
+        if (bad := next((i for i in checkpoint.eos_token_ids if not 0 <= i < spec.vocab_size), None)) is not None:
+            raise CallboardError(
+                f"{path} names the end-of-sequence id {bad}, which is not in its vocabulary of {spec.vocab_size}; "
+                "correct eos_token_id in its config.json or generation_config.json."
+            )
         self._prepare(config, spec, rank, world_size)
         decoder = Decoder.load(checkpoint, spec, layout, self.numerics, self.memory.max_model_len)
         self._open(decoder, checkpoint.fingerprint, checkpoint.eos_token_ids)

@@ -105,7 +105,7 @@ class Structures:
         eager_after = 0 if self._is_draft else EAGER_AFTER
         self._engines = self._thread.submit(lambda: Engines(vocabulary(), eager_after))
         if self._is_draft:
-            self._engines.result()  # nobody waits for a draft that starts; all do for one that answers
+            self._engines.exception()  # waits: nobody needs a draft that starts, all wait for one that answers
 
     def clear(self, automata: DeviceAutomata | None = None) -> None:
         """Forget all requests. `automata`, where there is a device that follows them."""
@@ -203,6 +203,14 @@ class Structures:
                 if token != guess:
                     break
 
+    def _made_engines(self) -> Engines:
+        """Waits for them. A vocabulary that they cannot be made for fails the outputs that need them, not the step."""
+        assert self._engines is not None
+        try:
+            return self._engines.result()
+        except Exception as e:  # whatever llguidance, or the reader of the tokenizer, does not like
+            raise CallboardError(f"Structured output does not work with this model's tokenizer: {e}") from e
+
     def _fill(self, rows: list[_Row], words: Int32s) -> None:
         """A mask after a guess that is not allowed stays open: no sample equals that guess, so none there counts."""
         begin, spans, together = 0, [], []
@@ -212,8 +220,7 @@ class Structures:
             spans.append(span)
             try:
                 if output.matcher is None and not output.failed:
-                    assert self._engines is not None
-                    output.matcher = self._engines.result().matcher(output.grammar)
+                    output.matcher = self._made_engines().matcher(output.grammar)
                 if output.matcher is not None and not output.failed:
                     output.take()
                     if not row.guesses and isinstance(output.matcher, LazyMatcher):
@@ -224,9 +231,8 @@ class Structures:
             except CallboardError as e:
                 output.fail(e)
         if together:
-            assert self._engines is not None
             matchers, numbers = [output.matcher for output, _ in together], [number for _, number in together]
-            errors = self._engines.result().fill(matchers, words, numbers)
+            errors = self._made_engines().fill(matchers, words, numbers)
             for (output, _), error in zip(together, errors, strict=True):
                 if error is not None:
                     output.fail(error)
