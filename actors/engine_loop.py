@@ -327,13 +327,11 @@ class EngineLoop:
         meter.emitted(len(output.states), num_others)
         for state, reason in output.finished:
             self._finish_times.append(sampled_at)
-            stop_id, error = None, ""
+            stop_id, error = None, state.failure
             if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
                 stop_id = state.tokens[-1]
             if reason is FinishReason.ERROR:
                 error = "The model gave logits that are not finite for this request."
-                if state.params.grammar is not None:
-                    error = "This request's grammar is too complex to go on, or its logits are not finite."
             self._end(state.owner, reason, stop_id, error)
             touched.add(state.owner.connection)
         for connection in touched:

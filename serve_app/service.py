@@ -202,7 +202,8 @@ class Service:
     async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
 
-        Raises ApiError: 429 if the engine is full, 503 if it is away, 504 if it is late, 500 if it fails."""
+        Raises ApiError: 400 if a grammar turns out too complex, 429 if the engine is full, 503 if it is away, 504 if it
+        is late, 500 if it fails."""
         with self.metrics.job(job.id, origin or Origin()) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
@@ -272,6 +273,9 @@ class Service:
             async with aclosing(self._client.generate(request)) as outputs:
                 async for output in outputs:
                     seen.note(output)
+                    if output.finish_reason is FinishReason.GRAMMAR:
+                        field = None if job.structure is None else job.structure.field
+                        raise ApiError(400, output.error, param=field, code="grammar_too_complex")
                     delta = _delta(index, text, output, params.include_stop_str_in_output)
                     if echo is not None:
                         delta.text, echo = echo.text + delta.text, None

@@ -53,6 +53,7 @@ class FakeEngine:
         delay_s: float = 0.0,
         busy: bool = False,
         fails_after: int | None = None,
+        failure: tuple[FinishReason, str] = (FinishReason.ERROR, "The model gave no finite logits."),
         reason: str = "",
         max_model_len: int = 128,
         num_wrong: int | None = None,
@@ -60,7 +61,7 @@ class FakeEngine:
         self.info = ModelInfo("f", 320, max_model_len, (EOS,), 9, 16, "float32", "cpu")
         self.script = [*text.encode(), EOS]
         self.group, self.delay_s, self.busy, self.fails_after, self.reason = group, delay_s, busy, fails_after, reason
-        self.num_wrong = num_wrong
+        self.num_wrong, self.failure = num_wrong, failure
         self.requests: list[Request] = []
         self.num_running = 0
         self.reported = all_at_zero(max_model_len)
@@ -109,9 +110,8 @@ class FakeEngine:
             yield RequestOutput(request.request_id, [], FinishReason.LENGTH, prompt_logprobs=scores)
         for at in range(0, len(ids), self.group):
             if self.fails_after is not None and at >= self.fails_after:
-                yield RequestOutput(
-                    request.request_id, [], FinishReason.ERROR, error="The model gave no finite logits."
-                )
+                reason, error = self.failure
+                yield RequestOutput(request.request_id, [], reason, error=error)
                 return
             output = RequestOutput(request.request_id, ids[at : at + self.group], num_cached=3 if at == 0 else 0)
             if at == 0:

@@ -83,7 +83,7 @@ def test_an_answer_is_the_same_alone_eager_and_without_graphs(runner):
 def test_a_grammar_that_fails_ends_its_request_alone(runner):
     plain = answers(runner, MIXED[:4])
     found = answers(runner, [*MIXED[:4], hot(Grammar("broken", "start: /(/", ""))])
-    assert found.pop("4") == ([], FinishReason.ERROR, [])
+    assert found.pop("4") == ([], FinishReason.GRAMMAR, [])
     assert tokens_of(found) == tokens_of(plain)
 
 

@@ -91,6 +91,7 @@ def test_result_survives_the_wire(step_id, token_ids, num_rows, num_scored, n, r
         ints(m, n).reshape(m, n),
         ints(m, n).astype(np.float32).reshape(m, n),
         (random.randrange(9), random.randrange(9)),
+        {i: f"Too long: é {i}." for i in range(random.randrange(3))},
     )
     assert same(result, decode_result(encode_result(result)))
     scores = result.prompt_logprobs(1, num_scored - 1, n).of(range(num_scored - 1)) if num_scored else []

@@ -74,6 +74,9 @@ A model that reasons does so first; the structure begins after `</think>`.
 """
 
 _MEASURED = """
+A grammar within these limits may still have too many states to go on somewhere in an answer. That answer ends with the
+error `grammar_too_complex` (a 400, or the last event of a stream that has begun), and no other is touched.
+
 ## What it costs
 
 A grammar is served at once by llguidance, on the host while the device computes; from its second use on it may become

@@ -230,10 +230,10 @@ def test_penalties_filters_and_logprobs_under_a_grammar():
 def test_a_grammar_that_fails_ends_its_request_alone(plain):
     broken = Grammar("broken", "start: /(/", "")
     found = answers(RUNNER, [*MIXED, hot(broken)])
-    assert found.pop("4") == ([], FinishReason.ERROR, [])
+    assert found.pop("4") == ([], FinishReason.GRAMMAR, [])
     assert found == plain
     unreachable = answers(runner_of(vocabulary=None), [hot(PERSONS), hot(None, max_tokens=5)])
-    assert [unreachable[name][1] for name in "01"] == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert [unreachable[name][1] for name in "01"] == [FinishReason.GRAMMAR, FinishReason.LENGTH]
 
 
 def test_steps_without_grammars_do_nothing_for_them(monkeypatch: pytest.MonkeyPatch):
@@ -285,7 +285,7 @@ params = [
 def tokens(found):
     return {name: answer[:2] for name, answer in found.items()}
 want = answers(small_runner("torch"), params)
-assert want["4"][1] is FinishReason.ERROR
+assert want["4"][1] is FinishReason.GRAMMAR
 assert [want[name][1] for name in "0235"].count(FinishReason.STOP) >= 3, want
 runner = small_runner("triton", (1, 3))
 assert isinstance(runner.steps, DeviceSteps)

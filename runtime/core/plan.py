@@ -88,6 +88,7 @@ class StepResult:
     top_ids: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # [m, n]
     top_logprobs: Float32s = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [m, n]
     begun: tuple[int, int] = 0, 0  # outputs whose grammar was taken up, by the engine that serves it: lazy, eager
+    failures: dict[int, str] = field(default_factory=dict)  # why a grammar cannot go on, by the number of the token
 
     def sampled_logprobs(self, at: int, num_top: int) -> TokenLogprobs:
         """Of the token that `logprob_rows[at]` sampled."""
@@ -123,7 +124,7 @@ def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32
 
 _PLAN = struct.Struct("<4sq7i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_ids, repeats
 _SLOT = struct.Struct("<3iqi3fi3f9i")
-_RESULT = struct.Struct("<4sq6i")
+_RESULT = struct.Struct("<4sq7i")
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> bytes:
@@ -252,19 +253,23 @@ def _decode_slot(r: _Reader) -> NewSlot:
 def encode_result(result: StepResult) -> bytes:
     """The result as one frame."""
     m, n = result.top_ids.shape
-    head = _RESULT.pack(b"CBR1", result.step_id, len(result.token_ids), len(result.logprob_rows), m, n, *result.begun)
+    failures = "\n".join(f"{row} {why}" for row, why in result.failures.items()).encode()
+    sizes = len(result.token_ids), len(result.logprob_rows), m, n, *result.begun, len(failures)
+    head = _RESULT.pack(b"CBR1", result.step_id, *sizes)
     arrays = (result.token_ids, result.logprob_rows, result.ranks, result.logprobs, result.top_ids, result.top_logprobs)
-    return b"".join([head, *(a.tobytes() for a in arrays)])
+    return b"".join([head, *(a.tobytes() for a in arrays), failures])
 
 
 def decode_result(data: bytes | memoryview) -> StepResult:
     """The result of a frame; raises CallboardError if the frame is not a result or is cut off."""
     r = _Reader(data, "result")
-    magic, step_id, num_sampled, num_rows, m, n, *begun = r.unpack(_RESULT)
+    magic, step_id, num_sampled, num_rows, m, n, lazy, eager, num_failures = r.unpack(_RESULT)
     if magic != b"CBR1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step result.")
     token_ids, rows, ranks, logprobs = r.ints(num_sampled), r.ints(num_rows), r.ints(m), r.floats(m)
     top_ids, top_logprobs = r.ints(m * n).reshape(m, n), r.floats(m * n).reshape(m, n)
-    result = StepResult(step_id, token_ids, rows, ranks, logprobs, top_ids, top_logprobs, (begun[0], begun[1]))
+    lines = [line.split(" ", 1) for line in r.text(num_failures).split("\n") if line]
+    failures = {int(row): why for row, why in lines}
+    result = StepResult(step_id, token_ids, rows, ranks, logprobs, top_ids, top_logprobs, (lazy, eager), failures)
     r.end()
     return result

@@ -14,9 +14,9 @@ class RequestState:
     """One live request: the scheduler's only mutable record of it."""
 
     __slots__ = (
-        "acceptance", "blocks", "epoch", "final_len", "given_from", "identities", "key", "limit", "next_full",
-        "num_accepted", "num_cached", "num_computed", "num_guessed", "num_right", "num_total", "owner", "params",
-        "prompt_len", "request", "scores", "slot", "stop_ids", "tokens", "upto", "verifying",
+        "acceptance", "blocks", "epoch", "failure", "final_len", "given_from", "identities", "key", "limit",
+        "next_full", "num_accepted", "num_cached", "num_computed", "num_guessed", "num_right", "num_total", "owner",
+        "params", "prompt_len", "request", "scores", "slot", "stop_ids", "tokens", "upto", "verifying",
     )  # fmt: skip
 
     def __init__(self, request: Request, limit: int, stop_ids: frozenset[int], key: tuple[int, int, int]) -> None:
@@ -41,6 +41,7 @@ class RequestState:
         self.num_right = 0  # guesses of the row in flight that were right, as far as its tokens are committed
         self.num_guessed = self.num_accepted = 0
         self.acceptance = -1.0  # speculation's estimate; below 0: none yet
+        self.failure = ""  # why its grammar cannot go on
         # Prompt log-probabilities so far, a part a step; None: not asked for, or delivered.
         self.scores: list[PromptLogprobs] | None = None if self.params.prompt_logprobs is None else []
         self.owner: Any = None  # whoever submitted it; the scheduler only carries it

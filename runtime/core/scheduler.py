@@ -410,7 +410,8 @@ class Scheduler:
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
             if token < 0:
-                finished.append((state, FinishReason.ERROR))
+                state.failure = result.failures.get(row, "")
+                finished.append((state, FinishReason.GRAMMAR if state.failure else FinishReason.ERROR))
                 self._end(state)
                 continue
             if row in logprobs_at:

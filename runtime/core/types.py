@@ -23,6 +23,7 @@ class FinishReason(IntEnum):
     LENGTH = 2  # max_tokens or the model's context is exhausted
     ABORT = 3  # the client went away or asked for it
     ERROR = 4  # a fault of this request alone (non-finite logits, say)
+    GRAMMAR = 5  # its output cannot go on within what its grammar allows and the limits of grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class RequestOutput:
     stop_token_id: int | None = None  # the stop id that ended it; None for EOS, which is not delivered as a stop id
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, if asked for
     num_cached: int = 0  # prompt tokens served from the prefix cache
-    error: str = ""  # one sentence, with FinishReason.ERROR
+    error: str = ""  # one sentence, with FinishReason.ERROR and GRAMMAR
     # All of them with the first output, if asked for; entry i is about prompt token i + 1.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     queued_s: float = 0.0  # with the first token: from the engine's queue to a slot

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 EAGER_AFTER = 2  # uses
 _MEMORY = 4 << 30  # address space of a build
 _START_S = 60.0  # at most, for a child to start and to read the vocabulary
-_USES_OF_A_PROTOTYPE = 1000  # copies share what has been worked out, which grows
 
 
 @dataclass(slots=True)
@@ -64,7 +63,7 @@ class Engines:
         grammar is too complex."""
         with self._lock:
             entry = self._entries.get(grammar.key)
-            known = entry is not None and (entry.automaton is not None or entry.uses % _USES_OF_A_PROTOTYPE)
+            known = entry is not None and (entry.automaton is not None or entry.prototype.may_be_copied)
         if entry is None or not known:
             prototype = self._lazy.matcher(grammar.lark)
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import llguidance
 import numpy as np
@@ -26,6 +27,7 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
+_MOST_COPIES = 1000  # of a matcher: they share what they work out, which grows
 # Texts within strings that most tokens are: where all of them fit, a mask takes them at once. These are llguidance's
 # own, less the characters that "." does not mean, and the one that is never written.
 _IN_STRING = r"[^\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFFF}]"
@@ -49,35 +51,63 @@ class LazyEngine:
     ) -> list[CallboardError | None]:
         """`matchers[i].fill(masks[numbers[i]])` of all, in one call on several threads: for each what it would raise.
         `masks` [n, num_words], in one piece."""
-        open_ = []
-        for matcher, number in zip(matchers, numbers, strict=True):
-            if matcher.has_ended:
-                matcher.fill(masks[number])
-            else:
-                open_.append((matcher.inner, number))
+        errors: list[CallboardError | None] = [None] * len(matchers)
+        open_ = [i for i, matcher in enumerate(matchers) if not matcher.has_ended]
         if open_:
-            self._executor.unsafe_compute_mask_ptr(open_, masks.ctypes.data, masks.shape[1] * 4, len(masks))
-        return [matcher.error() for matcher in matchers]
+            inner = [(matchers[i].inner, numbers[i]) for i in open_]
+            self._executor.unsafe_compute_mask_ptr(inner, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+        for i, matcher in enumerate(matchers):
+            if matcher.has_ended or matcher.error() is not None:
+                try:
+                    matcher.fill(masks[numbers[i]])  # which goes on alone where another output was at fault
+                except CallboardError as e:
+                    errors[i] = e
+        return errors
 
     def matcher(self, lark: str) -> LazyMatcher:
         """At the beginning of an output; raises CallboardError if a limit is in the way of the grammar."""
-        matcher = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
-        return LazyMatcher(matcher, self.vocabulary.eos_ids)
+        return LazyMatcher(self, lark, self.inner(lark), _Lexer())
+
+    def inner(self, lark: str) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
+
+
+@dataclass(slots=True)
+class _Lexer:
+    """What copies of a matcher share of llguidance: the states of the grammar's texts, as far as they are worked out.
+
+    One that comes to a limit is of no use to any copy any more, wherever it is in the grammar."""
+
+    num_copies: int = 0
+    has_failed: bool = False
 
 
 class LazyMatcher(Matcher):
-    """A matcher over llguidance's, which gives the GIL up while it computes a mask."""
+    """A matcher over llguidance's, which gives the GIL up while it computes a mask.
+
+    When a limit is in the way, the lexer that it shares with others may be what has come to it: it goes on once more
+    with one of its own, and fails only if that comes to the limit too."""
 
     engine = "lazy"
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: tuple[int, ...]) -> None:
-        super().__init__(eos_ids)
-        self.inner = matcher
+    def __init__(self, engine: LazyEngine, lark: str, inner: llguidance.LLMatcher, lexer: _Lexer) -> None:
+        super().__init__(engine.vocabulary.eos_ids)
+        self.inner = inner
+        self._engine, self._lark, self._lexer = engine, lark, lexer
+        self._tokens: list[int] = []  # taken, without EOS
         self._check()
+
+    @property
+    def may_be_copied(self) -> bool:
+        """Whether copies can be made that work, and are not too many to share what they work out, which grows."""
+        return not self._lexer.has_failed and self._lexer.num_copies < _MOST_COPIES
 
     def copy(self) -> LazyMatcher:
         """An output of its own from here on; the two share what has been worked out of the grammar."""
-        return LazyMatcher(self.inner.deep_copy(), self._eos_ids)
+        self._lexer.num_copies += 1
+        copy = LazyMatcher(self._engine, self._lark, self.inner.deep_copy(), self._lexer)
+        copy._tokens[:] = self._tokens
+        return copy
 
     @property
     def is_accepting(self) -> bool:
@@ -88,16 +118,36 @@ class LazyMatcher(Matcher):
 
     def _fill(self, mask: NDArray[np.int32]) -> None:
         self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._check()
+        if self.error() is not None:
+            self._go_on_alone()
+            self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._check()
 
     def _step(self, token: int) -> bool:
-        if self.inner.try_consume_tokens([token]):
-            return True
-        self._check()
-        return False
+        if not self.inner.try_consume_tokens([token]):
+            return False
+        self._tokens.append(token)
+        return True
 
     def _back(self, num_tokens: int) -> None:
+        del self._tokens[-num_tokens:]
         self.inner.rollback(num_tokens)
+        if self.error() is not None:
+            self._go_on_alone()
+
+    def _recover(self) -> bool:
+        self.inner.compute_bitmask()  # a lexer at its limit refuses tokens without a word; a mask tells
+        if self.error() is None:
+            return False
+        self._go_on_alone()
+        return True
+
+    def _go_on_alone(self) -> None:
+        """With a lexer that no other output has used; raises the error if there was none."""
+        if self._lexer.num_copies <= 1:
+            self._check()
+        self._lexer, self.inner = _Lexer(), self._engine.inner(self._lark)
+        self.inner.consume_tokens(self._tokens)
         self._check()
 
     def error(self) -> CallboardError | None:
@@ -105,8 +155,9 @@ class LazyMatcher(Matcher):
         inner = self.inner
         if not (inner.is_error() or (inner.is_stopped() and not inner.is_accepting())):
             return None
+        self._lexer.has_failed = True
         reason = inner.get_error().partition("\n")[0][:200] or str(inner.stop_reason())
-        return CallboardError(f"This request's grammar is too complex to go on here ({reason}).")
+        return CallboardError(f"This request's grammar is too complex to go on here ({reason}); ask for a simpler one.")
 
     def _check(self) -> None:
         if (error := self.error()) is not None:

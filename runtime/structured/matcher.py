@@ -54,17 +54,21 @@ class Matcher(ABC):
         [len(guesses) + 1, num_words]. Returns how many guesses it allows; masks after those are left as they are."""
         taken = 0
         self.fill(masks[0])
-        for i in range(len(guesses)):
-            if not self._walk(guesses[i : i + 1]):
+        for guess in guesses:
+            if not int(masks[taken, guess // 32]) >> guess % 32 & 1:
                 break
+            self.advance([guess])
             taken += 1
             self.fill(masks[taken])
         self.rollback(taken)
         return taken
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Raises CallboardError if one of them is not allowed."""
-        if (taken := self._walk(tokens)) < len(tokens):
+        """Raises CallboardError if one of them is not allowed, or a limit is in the way."""
+        taken = self._walk(tokens)
+        if taken < len(tokens) and self._recover():
+            taken += self._walk(tokens[taken:])
+        if taken < len(tokens):
             raise CallboardError(f"The token {tokens[taken]} is not what this request's grammar allows there.")
 
     def allowed(self, tokens: Sequence[int]) -> int:
@@ -90,6 +94,10 @@ class Matcher(ABC):
             elif self._num_ended or not self._step(token):
                 return i
         return len(tokens)
+
+    def _recover(self) -> bool:
+        """Whether a limit, and not the grammar, refused a token, and is out of the way now."""
+        return False
 
     @abstractmethod
     def _is_complete(self) -> bool: ...

@@ -129,5 +129,5 @@ def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None
         result.top_ids = logprobs.top_ids.numpy().astype(np.int32)
         result.top_logprobs = logprobs.top_logprobs.numpy()
     if masks is not None:
-        result.begun = masks.begun
+        result.begun, result.failures = masks.begun, masks.failures
     return result

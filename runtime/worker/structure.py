@@ -36,13 +36,17 @@ class _Output:
     untaken: list[int]  # its last tokens, which the matcher has not advanced by
     num_taken: int = 0
     matcher: Matcher | None = None  # made with the first mask
-    failed: bool = False
+    failure: str = ""  # why it cannot go on
     on_device: bool = False  # it follows an automaton there, and its matcher stays behind
 
     def fail(self, why: object) -> None:
         """Its request ends, and others go on (C9)."""
         logger.info("a request fails: %s", why)
-        self.failed = True
+        self.failure = " ".join(str(why).split())
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.failure)
 
     def take(self) -> None:
         """Advance the matcher by what it has not seen."""
@@ -84,6 +88,7 @@ class Masks:
     tracked: Int32s  # [n, GUESSES + most guesses], rows of outputs on the device, as kernels/automata.py has them
     automata: DeviceAutomata | None
     begun: tuple[int, int]  # outputs for the first time here, by the engine that serves them: lazy, eager
+    failures: dict[int, str]  # why, by the number of the first sample of each row that fails
 
 
 class Structures:
@@ -116,7 +121,7 @@ class Structures:
         self.remove(new.slot)
         if new.params.grammar is not None:
             output = _Output(new.params.grammar, new.prompt_len, new.token_ids[new.prompt_len :].tolist())
-            output.failed = self._engines is None
+            output.failure = "" if self._engines is not None else "This model runner serves no structured output."
             self._outputs[new.slot] = output
 
     def remove(self, slot: int) -> None:
@@ -147,12 +152,13 @@ class Structures:
         for row in new:
             row.output.on_device = self._moves(row.slot, row.output)
         failed = [row.first + i for row in rows if row.output.failed for i in range(len(row.guesses) + 1)]
+        failures = {row.first: row.output.failure for row in rows if row.output.failed}
         engines = [row.output.matcher.engine for row in new if row.output.matcher is not None]
         begun = engines.count("lazy"), engines.count("eager")
         # Failed ones too, whatever their slots' states are, so that the warm-up's row has all kernels compiled.
         tracked = _tracked([row for row in all_rows if row.output.on_device or row.output.failed])
         as_arrays = np.array(numbers, np.int32), words, np.array(failed, np.int32)
-        return Masks(*as_arrays, rows, tracked, self._automata, begun)
+        return Masks(*as_arrays, rows, tracked, self._automata, begun, failures)
 
     def sampled(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
         """`tokens()` waits for the samples of the step that had these masks, [num_sampled]."""
@@ -198,7 +204,8 @@ class Structures:
         samples = tokens().tolist()
         for row in masks.rows:
             for token, guess in zip(samples[row.first :], [*row.guesses, -1], strict=False):
-                row.output.failed |= token < 0
+                if token < 0 and not row.output.failed:
+                    row.output.fail("its logits are not finite")
                 row.output.untaken.append(token)
                 if token != guess:
                     break
@@ -239,7 +246,7 @@ class Structures:
         allowed = words.any(1)
         for row, span in zip(rows, spans, strict=True):
             if not row.output.failed and not allowed[span].all():
-                row.output.fail("no token of this model continues what its grammar allows")
+                row.output.fail("No token of this model continues what this request's grammar allows there.")
             if row.output.failed:
                 words[span] = -1
 
