@@ -27,6 +27,7 @@ from runtime.text.tool_calls import HERMES, LLAMA3
 from serve_app.answers import Delta, Echo, Guesses, text_stream, usage
 from serve_app.errors import ApiError, echoed, invalid
 from serve_app.metrics import JobRecord, Origin, ServiceMetrics
+from serve_app.prompt_ids import prompt_ids
 from serve_app.reply import ReplyFormat, ReplyReader
 from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
 from serve_app.structure import Structure
@@ -340,7 +341,9 @@ class Service:
                 begun=begun,
                 kept_special_ids=self._mark_ids,
             )
-        return tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens)), reply
+        truncated = request.truncate_prompt_tokens is not None
+        special = bool(request.add_special_tokens)
+        return prompt_ids(tokenizer, text, special, self.max_model_len, "messages", truncated), reply
 
     def _structure(self, request: CompletionRequest | ChatRequest, reply: ReplyFormat | None) -> Structure | None:
         """What the output must match, counted from where the prompt ends."""
@@ -358,13 +361,14 @@ class Service:
 
     def _prompts(self, request: CompletionRequest) -> list[list[int]]:
         given, n = request.prompts(), request.n or 1
+        special, truncated = request.add_special_tokens is not False, request.truncate_prompt_tokens is not None
         if len(given) * n > MAX_CHOICES:
             raise invalid("prompt", f"has {len(given)} prompts for {n} choices each; at most {MAX_CHOICES} are allowed")
         prompts = []
         for at, prompt in enumerate(given):
             where = "prompt" if len(given) == 1 else f"prompt.{at}"
             if isinstance(prompt, str):
-                prompts.append(self.tokenizer.encode(prompt, request.add_special_tokens is not False))
+                prompts.append(prompt_ids(self.tokenizer, prompt, special, self.max_model_len, where, truncated))
             else:
                 prompts.append(prompt)
             if not prompts[-1]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from serve_app.errors import invalid
+from serve_app.prompt_ids import prompt_ids
 from serve_app.requests import ChatRequest, parse, validated
 from serve_app.requests.shapes import RequestModel, TokenId
 from serve_app.service import Service
@@ -31,7 +32,7 @@ class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]
 
 
 class _Kind(RequestModel):
@@ -46,7 +47,8 @@ def tokenize(service: Service, body: bytes) -> dict[str, Any]:
     if validated(_Kind, body).messages is None:
         request = validated(TokenizeTextRequest, body)
         service.check_model(request.model)
-        ids = service.tokenizer.encode(request.prompt, request.add_special_tokens)
+        special, limit = request.add_special_tokens, service.max_model_len
+        ids = prompt_ids(service.tokenizer, request.prompt, special, limit, "prompt")
     else:
         request = parse(TokenizeChatRequest, body)
         service.check_model(request.model)

@@ -68,13 +68,15 @@ class Tokenizer:
         which has them already. With `parse_special`, special tokens that are spelled out in the text become their ids;
         without it they are taken as ordinary text."""
         backend = self._backend if parse_special else self._plain_backend
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch, even of one text, is encoded without the GIL: other threads go on, however long the text is.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The index of the character of `text` at which each token of `encode(text)` begins. Tokens that share a
         character begin at it; a token that stands for no text begins where the one before it ends."""
         starts, end = [], 0
-        for start, stop in self._backend.encode(text, add_special_tokens=add_special_tokens).offsets:
+        encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        for start, stop in encoding.offsets:
             starts.append(min(start, end) if stop > start else end)  # some leave a space out, which is the token's too
             end = max(stop, end)
         return starts
