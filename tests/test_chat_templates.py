@@ -329,3 +329,96 @@ def test_a_bomb_spends_its_own_time_only(monkeypatch):
         with pytest.raises(CallboardError, match="ran for over"):
             bomb.render([])
         assert template.render([]) == "abab3C"
+
+
+NESTED = "{% set x = [0] * 400000 %}{% set y = [x] * 400000 %}"  # small in memory, and endless as text
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'%70000000d' % 1",
+        "'%*d' % (70000000, 1)",
+        "('%s' * 9999) % (('x' * 9999,) * 9999)",
+        "'%70000000d' | format(1)",
+        "'{:>70000000}'.format(1)",
+        "'{:>{}}'.format(1, 70000000)",
+        "('a' * 9999) | replace('a', 'b' * 9999)",
+        "('a' * 9999).replace('a', 'b' * 9999)",
+        "(['a' * 9999] * 9999) | join('b')",
+        "[1, 2, 3] | join('b' * 4000000)",
+        "('b' * 9999).join(['a'] * 9999)",
+        "('a\\n' * 9999) | indent(9999)",
+        "[0] | batch(70000000, 1) | list",
+        "[0] | slice(70000000) | list",
+        "1.5 | round(70000000, 'ceil')",
+        "'x'.encode().center(70000000)",
+        "'a'.translate({97: 'b' * 4000000})",
+        "'\\t'.expandtabs(70000000)",
+        "(5).to_bytes(70000000, 'big')",
+        "'x' | center(70000000)",
+        "lipsum(70000)",
+        "y",
+        "y | tojson",
+        "y | string",
+        "y | upper",
+        "y | sum(start=[])",
+        "'a' ~ y",
+        "{'a': y}.values()",
+        "namespace(a=y)",
+        "'%s' % (y,)",
+        "'{}'.format(y)",
+    ],
+)
+def test_a_single_step_makes_no_large_value(expression: str):
+    begin = time.thread_time()
+    with pytest.raises(
+        CallboardError, match=r"above 4194304|a width that is a value|unsafe|No filter|namespace|undefined"
+    ):
+        ChatTemplate(f"{NESTED}{{{{ {expression} }}}}", {}).render([])
+    assert time.thread_time() - begin < 1.0
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "{'a': 1}",
+        "5 | string",
+        "[1, 'b'] | join(', ')",
+        "[{'x': 1}] | join(attribute='x')",
+        "'+'.join(['a', 'c'])",
+        "none_such",
+        "none_such | default(1700000000)",
+        "'a-%s %05.1f' % (5, 2)",
+        "'%s' | format(3)",
+        "'{:02d} {}'.format(5, 'x')",
+        "'aXbX' | replace('X', '-', 1)",
+        "'aXbX'.replace('X', '-')",
+        "'a\nb' | indent(2)",
+        "[1, 2, 3] | batch(2) | list",
+        "1.25 | round(1)",
+        "[1, 2] | sum",
+        "{'a': none}.items() | list",
+        "{'é': [1, {}]} | tojson(indent=2)",
+        "['b', 'a'] | map('upper') | sort",
+        "'x' * 3 + 'y' ~ 1",
+        "[{'a': 1}, {'a': 2}] | selectattr('a', 'equalto', 2) | list",
+    ],
+)
+def test_a_small_value_is_the_one_of_transformers(expression: str):
+    source = f"{{{{ {expression} }}}}"
+    rendered, _ = render_jinja_template([CONVERSATION], chat_template=source)
+    assert ChatTemplate(source, {}).render(CONVERSATION) == rendered[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ " + "(" * 99_999 + "1" + ")" * 99_999 + " }}", "recursion"),
+        ("{{ " + "9" * 5000 + " }}", "5000 digits"),
+        ("x" * 300_000, "300000 characters, above 262144"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled(source: str, reason: str):
+    with pytest.raises(CallboardError, match=f"cannot be compiled: .*{reason}"):
+        ChatTemplate(source, {})

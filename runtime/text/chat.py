@@ -36,7 +36,15 @@ class ChatTemplate:
         try:
             templates = [_SANDBOX.template(text, special_tokens) for text in sources]
         except jinja2.TemplateSyntaxError as e:
-            raise CallboardError(f"The model's chat template has an error in line {e.lineno}: {e.message}.") from e
+            raise CallboardError(f"The model's chat template has an error in line {e.lineno}: {_sentence(e)}.") from e
+        except (
+            ValueError,
+            ArithmeticError,
+            RecursionError,
+            MemoryError,
+            SyntaxError,
+        ) as e:  # of the program made of it
+            raise CallboardError(f"The model's chat template cannot be compiled: {_sentence(e)}.") from e
         self._template, self._tool_template = templates[0], templates[-1]
         self.thinks = reasoning.CLOSE in source  # whether the model may write reasoning before its answer
 
