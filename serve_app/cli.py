@@ -206,7 +206,7 @@ def _serve(args: argparse.Namespace) -> int:
     serve(
         ServerSettings(
             config,
-            _http_settings(args),
+            _http_settings(args).listening_on(args.host),
             host=args.host,
             port=args.port,
             served_model_name=args.served_model_name,

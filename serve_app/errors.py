@@ -66,6 +66,8 @@ def error_response(error: ApiError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    if error.status == 408:
+        headers["connection"] = "close"  # the rest of the body would be waited for
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(msgspec.json.encode(error.body()), error.status, headers, "application/json")

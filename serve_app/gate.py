@@ -1,9 +1,11 @@
-"""What every HTTP request passes before its route: its id, the limit of its headers, its API key; and CORS."""
+"""What every HTTP request passes before its route: its id, the limit of its headers, the host that it names, its API
+key; and CORS."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import re
 import secrets
 from typing import Any
@@ -13,13 +15,17 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import ApiError, error_response
+from serve_app.errors import ApiError, echoed, error_response
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.settings import HttpSettings
 
+_PROBES = frozenset({"/health", "/ready"})
 # Load balancers have no key, and the page must be there before its reader can enter one; it holds nothing secret.
-_OPEN_PATHS = frozenset({"/health", "/ready", *(route.path for route in PAGE_ROUTES)})
+_OPEN_PATHS = _PROBES | {route.path for route in PAGE_ROUTES}
 _MAX_ID_CHARS = 128
+# Names below these are never in the public name service; names without a dot are not either.
+_PRIVATE_DOMAINS = (".localhost", ".local", ".internal")
+_PORT = re.compile(r":\d*$")
 _UNFIT_FOR_AN_ID = re.compile(r"[^A-Za-z0-9._:-]")
 
 
@@ -37,6 +43,7 @@ class Gate:
         Raises CallboardError if the file of keys cannot be read."""
         self._app = app
         self._max_header_bytes = settings.max_header_bytes
+        self._allowed_hosts = frozenset(name.lower().rstrip(".") for name in settings.allowed_host)
         self._digests = [_digest(key.encode()) for key in settings.api_keys()]
         self._echo_ids = echo_ids
 
@@ -67,6 +74,9 @@ class Gate:
                 f"The request's headers are over {self._max_header_bytes} bytes; send less.",
                 code="headers_too_large",
             )
+        if scope["path"] not in _PROBES and (host := self._unknown_host(headers)):
+            text = f"This server does not answer as {echoed(host)!r}; pass that name to --allowed-host if it should."
+            return ApiError(403, text, code="host_not_allowed")
         if not self._digests or scope["path"] in _OPEN_PATHS:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
@@ -77,6 +87,27 @@ class Gate:
             return None
         what = "is not known here" if key else "is missing; send it as 'Authorization: Bearer KEY'"
         return ApiError(401, f"The API key {what}.", code="invalid_api_key")
+
+    def _unknown_host(self, headers: dict[bytes, bytes]) -> str:
+        """The name that the request has for this server, if it is none of its own.
+
+        A web page can let the name of its site point here, and browsers then let it read the answers. It can do so only
+        with names that the public name service has, so addresses and names of private networks are always known."""
+        if not self._allowed_hosts or "*" in self._allowed_hosts:
+            return ""
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        name = _PORT.sub("", host).rstrip(".")
+        if "." not in name or name in self._allowed_hosts or name.endswith(_PRIVATE_DOMAINS) or _is_address(name):
+            return ""
+        return name
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _digest(key: bytes) -> bytes:

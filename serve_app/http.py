@@ -124,7 +124,7 @@ class _Call:
         self._service, self._answer, self._settings = service, answer, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_json_body(scope, receive, self._settings.max_body_bytes)
+        body = await read_json_body(scope, receive, self._settings)
         if body is not None:
             answer = await _beside_the_loop_if_long(body, partial(self._answer, self._service, body))
             await _json(answer)(scope, receive, send)
@@ -140,7 +140,7 @@ class _Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = Origin.of(scope["headers"])
-        body = await read_json_body(scope, receive, self._settings.max_body_bytes)
+        body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
         request, job = await _beside_the_loop_if_long(body, partial(self._prepare, body, scope["request_id"]))

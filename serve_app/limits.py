@@ -1,31 +1,50 @@
-"""What one request may cost: the size and kind of its body, its counts, its time."""
+"""What one request may cost: the size and kind of its body, its counts, what it hands to templates, its time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.types import Receive, Scope
 
-from serve_app.errors import ApiError, invalid
+from runtime.text.weight import TooHeavy, weight
+from serve_app.errors import ApiError, echoed, invalid
 from serve_app.requests import ChatRequest, CompletionRequest
 from serve_app.settings import HttpSettings
 
+# Templates write these values out, some with an indent for each level.
+_MAX_TEMPLATE_CHARS = 256 << 10
+_MAX_TEMPLATE_DEPTH = 64
 
-async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes | None:
+
+async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings) -> bytes | None:
     """The bytes of a request's JSON, or None if the client left while sending them.
 
-    Raises ApiError if they are declared to be something else, or are too many: by Content-Length before any is read,
-    else as soon as they are."""
+    Raises ApiError if they are not declared to be JSON, if they are too many (by Content-Length before any is read,
+    else as soon as they are), and if they take too long to come. Pages of other sites can send any kind but JSON
+    without asking the server first."""
+    max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
     headers = dict(scope["headers"])
-    kind = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
-        raise ApiError(415, "The Content-Type of the request must be application/json.", code="unsupported_media_type")
+        has = "no Content-Type" if not kind else f"the Content-Type {echoed(kind.decode('latin-1'))!r}"
+        text = f"The request has {has}; send it with the header 'Content-Type: application/json'."
+        raise ApiError(415, text, code="unsupported_media_type")
     too_long = ApiError(413, f"The request body is over {max_bytes} bytes; send less.", code="body_too_large")
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
         raise too_long
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(receive, max_bytes, too_long)
+    except TimeoutError:
+        text = f"The request body took longer than {timeout_s:g} seconds (body_timeout_s); send it faster or send less."
+        raise ApiError(408, text, code="body_timeout") from None
+
+
+async def _read(receive: Receive, max_bytes: int, too_long: ApiError) -> bytes | None:
     parts, size, more = [], 0, True
     while more:
         message = await receive()
@@ -50,6 +69,14 @@ def check_counts(request: CompletionRequest | ChatRequest, settings: HttpSetting
     ):
         if count > most:
             raise invalid(name, f"asks for {count} {what}, but this server allows {most}")
+
+
+def check_template_values(name: str, value: Any) -> None:
+    """Raises the 400 for a field that a template would make too much text of."""
+    try:
+        weight(value, _MAX_TEMPLATE_CHARS, most_depth=_MAX_TEMPLATE_DEPTH)
+    except TooHeavy as e:
+        raise invalid(name, f"is too much for a template: {e}") from None
 
 
 @asynccontextmanager

@@ -144,8 +144,10 @@ class Document(BaseModel):
 _ERRORS = {
     400: "A field is at fault, or the body is no JSON object.",
     401: "The API key is missing or not known.",
+    403: "The request names a host that this server does not answer as.",
     404: "There is no such model.",
     405: "The route has other methods.",
+    408: "The body did not come in time.",
     413: "The body is too long.",
     415: "The body is not declared to be JSON.",
     429: "The engine's queue is full.",
@@ -156,7 +158,7 @@ _ERRORS = {
     504: "A deadline of the server has passed.",
 }
 _ANY = (405, 431, 500)
-_BODY = (400, 413, 415)
+_BODY = (400, 408, 413, 415)
 _GENERATION = (*_BODY, 404, 429, 499, 503, 504)
 _ANSWER_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
 
@@ -205,7 +207,7 @@ _OPERATIONS = (
 @cache
 def document(settings: HttpSettings) -> dict[str, Any]:
     """The page for a server with these settings."""
-    has_keys = bool(settings.api_keys())
+    has_keys, has_hosts = bool(settings.api_keys()), bool(settings.allowed_host)
     models = {m for op in _OPERATIONS for m in (op.answer, *op.requests, op.unready) if m is not None} | {Error}
     in_order = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema(
@@ -213,7 +215,7 @@ def document(settings: HttpSettings) -> dict[str, Any]:
     )
     paths: dict[str, dict[str, Any]] = {}
     for op in _OPERATIONS:
-        paths.setdefault(op.path, {})[op.method] = _operation(op, has_keys)
+        paths.setdefault(op.path, {})[op.method] = _operation(op, has_keys, has_hosts)
     page = {
         "openapi": "3.1.0",
         "info": {"title": "Callboard", "version": version("callboard")},
@@ -225,7 +227,7 @@ def document(settings: HttpSettings) -> dict[str, Any]:
     return page
 
 
-def _operation(op: _Operation, has_keys: bool) -> dict[str, Any]:
+def _operation(op: _Operation, has_keys: bool, has_hosts: bool) -> dict[str, Any]:
     needs_key = has_keys and not op.open
     content = {"text/plain": {"schema": {"type": "string"}}} if op.answer is None else _json(op.answer)
     if op.streams:
@@ -235,7 +237,8 @@ def _operation(op: _Operation, has_keys: bool) -> dict[str, Any]:
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     if op.unready is not None:
         responses["503"] = {"description": "Not now.", "content": _json(op.unready)}
-    for status in sorted({*_ANY, *op.errors, *((401,) if needs_key else ())}):
+    at_the_gate = {status for status, on in ((401, has_keys), (403, has_hosts)) if on and not op.open}
+    for status in sorted({*_ANY, *op.errors, *at_the_gate}):
         responses[str(status)] = {"description": _ERRORS[status], "content": _json(Error)}
         if name := _ANSWER_HEADERS.get(status):
             responses[str(status)]["headers"] = {name: {"schema": {"type": "string"}}}

@@ -26,6 +26,7 @@ from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import HERMES, LLAMA3
 from serve_app.answers import Delta, Echo, Guesses, text_stream, usage
 from serve_app.errors import ApiError, echoed, invalid
+from serve_app.limits import check_template_values
 from serve_app.metrics import JobRecord, Origin, ServiceMetrics
 from serve_app.prompt_ids import prompt_ids
 from serve_app.reply import ReplyFormat, ReplyReader
@@ -313,11 +314,14 @@ class Service:
         form = template.tool_format if tools else None
         if tools and form is None:
             raise invalid("tools", f"cannot be used: {self.model!r} has no template with a known format of calls")
+        offered = [tool.as_template_sees_it() for tool in tools] or None
+        check_template_values("tools", offered)
+        check_template_values("chat_template_kwargs", request.chat_template_kwargs)
         try:
             text = template.render(
                 request.template_messages(),
                 request.add_generation_prompt is not False,
-                [tool.as_template_sees_it() for tool in tools] or None,
+                offered,
                 request.continue_final_message,
                 **request.chat_template_kwargs or {},
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import socket
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ class HttpSettings:
     cors_origin: tuple[str, ...] = _setting(
         (), "origin whose web pages may call this server, * for any; may be given several times"
     )
+    allowed_host: tuple[str, ...] = _setting(
+        (),
+        "public name by which clients reach this server, * for any; may be given several times; requests that name "
+        "another host are refused, without keys even if this is not given",
+    )
     max_body_bytes: int = _setting(32 << 20, "longest request body")
+    body_timeout_s: float = _setting(60.0, "longest time for a request body to come")
     max_header_bytes: int = _setting(12 << 10, "longest request headers in all; HAProxy's own limit is 15 KiB")
     max_n: int = _setting(128, "most choices (n) of one request")
     max_stop: int = _setting(16, "most stop strings of one request")
@@ -41,11 +48,18 @@ class HttpSettings:
         for name in ("max_body_bytes", "max_header_bytes", "max_n", "max_stop", "max_prompts"):
             if getattr(self, name) < 1:
                 raise CallboardError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("request_timeout_s", "keep_alive_s"):
+        for name in ("body_timeout_s", "request_timeout_s", "keep_alive_s"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise CallboardError(f"{name} is {getattr(self, name)}; it must be above 0 seconds.")
         if self.drain_timeout_s < 0:
             raise CallboardError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0 seconds.")
+
+    def listening_on(self, host: str) -> HttpSettings:
+        """The settings of a server that listens on `host`: without keys, which browsers do not send by themselves, it
+        answers only to its own names and those given. Raises CallboardError as `api_keys` does."""
+        if self.api_keys() and not self.allowed_host:
+            return self
+        return replace(self, allowed_host=(*self.allowed_host, host, socket.gethostname()))
 
     def api_keys(self) -> tuple[str, ...]:
         """All keys, none if everybody may come in; raises CallboardError if the file cannot be read or has none."""

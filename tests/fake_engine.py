@@ -136,7 +136,8 @@ class FakeEngine:
 def client_of(engine: FakeEngine, tokenizer=None) -> httpx.AsyncClient:
     app = build_http_app(Service(engine, tokenizer or byte_tokenizer(), MODEL))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://test")
+    json_type = {"Content-Type": "application/json"}  # also of bodies that are given as bytes
+    return httpx.AsyncClient(transport=transport, base_url="http://test", headers=json_type)
 
 
 def events_of(response: httpx.Response) -> list[dict]:

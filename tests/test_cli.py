@@ -77,7 +77,8 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
     values = {
         "api_key": ("k0", "k1"), "api_key_file": str(tmp_path / "keys"), "cors_origin": ("https://a.example",),
         "max_body_bytes": 1000, "max_header_bytes": 2000, "max_n": 3, "max_stop": 2, "max_prompts": 5,
-        "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0,
+        "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0, "body_timeout_s": 8.5,
+        "allowed_host": ("llm.example.org", "b"),
         "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
     }  # fmt: skip
     assert set(values) == {f.name for f in fields(HttpSettings)}, "a new field needs a value here"
@@ -89,6 +90,15 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
     assert settings == HttpSettings(**values)
     assert settings.api_keys() == ("k0", "k1", "k2", "k3")
     assert cli._http_settings(cli._parser().parse_args(["serve"])) == HttpSettings()
+
+
+def test_without_keys_the_server_answers_to_its_own_names_only():
+    own = ("10.0.0.1", socket.gethostname())
+    assert HttpSettings().listening_on("10.0.0.1").allowed_host == own
+    assert HttpSettings(allowed_host=("a.example",)).listening_on("10.0.0.1").allowed_host == ("a.example", *own)
+    assert HttpSettings(api_key=("k",)).listening_on("10.0.0.1").allowed_host == ()
+    with_key = HttpSettings(api_key=("k",), allowed_host=("a.example",))
+    assert with_key.listening_on("10.0.0.1").allowed_host == ("a.example", *own)
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,63 @@ def test_a_content_length_over_the_limit_is_answered_before_the_body_comes(lengt
         serving(HttpSettings(max_body_bytes=1_000_000)) as (_, _, url),
         socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as sock,
     ):
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: " + length + b"\r\n\r\n")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+        sock.sendall(head + length + b"\r\n\r\n")
         assert sock.recv(1000).split()[1] in (b"413", b"400")  # beyond 64 bits the parser itself refuses
+
+
+def test_a_body_that_does_not_come_ends_with_an_answer_and_a_closed_connection():
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with (
+        serving(HttpSettings(body_timeout_s=0.2)) as (engine, _, url),
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=5) as sock,
+    ):
+        sock.sendall(head + b'{"prompt":')
+        answer = b""
+        while part := sock.recv(1000):
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b'"code":"body_timeout"' in answer
+        assert engine.requests == []
+        assert http.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
+
+
+HOSTS = [
+    ("127.0.0.1:8000", True),
+    ("[::1]:8000", True),
+    ("192.168.0.7", True),
+    ("LOCALHOST:8000", True),
+    ("callboard:8000", True),  # a name within a network of containers
+    ("callboard.spaces.svc.cluster.local", True),
+    ("host.docker.internal:8000", True),
+    ("llm.example.org", True),
+    ("LLM.example.org.:443", True),
+    ("evil.example", False),
+    ("evil.example:8000", False),
+    ("127.0.0.1.evil.example", False),
+    ("llm.example.org.evil.example", False),
+    ("evil.example]", False),
+]
+
+
+@pytest.mark.parametrize(("host", "known"), HOSTS)
+def test_hosts(host: str, known: bool):
+    settings = HttpSettings(allowed_host=("127.0.0.1", "llm.example.org"))
+    with serving(settings) as (_, _, url):
+        answer = http.get(f"{url}/v1/models", headers={"Host": host})
+        if known:
+            assert answer.status_code == 200
+        else:
+            assert_error(answer, 403, "host_not_allowed", "--allowed-host")
+        assert http.get(f"{url}/", headers={"Host": host}).status_code == answer.status_code
+        for path in ("/health", "/ready"):
+            assert http.get(url + path, headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("allowed", [(), ("llm.example.org", "*")])
+def test_any_host(allowed):
+    with serving(HttpSettings(allowed_host=allowed)) as (_, _, url):
+        assert http.get(f"{url}/v1/models", headers={"Host": "evil.example"}).status_code == 200
 
 
 def test_headers_over_the_limit(url):
@@ -158,7 +213,7 @@ def test_headers_over_the_limit(url):
     [
         ("application/json", 200),
         ("Application/JSON ; charset=utf-8", 200),
-        (None, 200),
+        (None, 415),
         ("text/plain", 415),
         ("application/x-www-form-urlencoded", 415),
         ("multipart/form-data; boundary=x", 415),
@@ -171,7 +226,7 @@ def test_content_types(url, kind: str | None, status: int, path: str):
     answer = http.post(url + path, content=b'{"prompt": "a"}', headers=headers)
     assert answer.status_code == status
     if status == 415:
-        assert_error(answer, 415, "unsupported_media_type", "application/json")
+        assert_error(answer, 415, "unsupported_media_type", "with the header 'Content-Type: application/json'")
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,12 @@ def test_keys_are_declared_where_they_are_needed(keys: tuple[str, ...]):
     assert ("securitySchemes" in page["components"]) == bool(keys)
     assert page["paths"]["/v1/models"]["get"]["security"] == ([{"key": []}] if keys else [])
     assert page["paths"]["/health"]["get"]["security"] == []
+
+
+@pytest.mark.parametrize("hosts", [(), ("a.example",)])
+def test_refused_hosts_are_declared_where_they_are_refused(hosts: tuple[str, ...]):
+    from serve_app.openapi import document
+
+    page = document(HttpSettings(allowed_host=hosts))
+    assert ("403" in page["paths"]["/v1/models"]["get"]["responses"]) == bool(hosts)
+    assert "403" not in page["paths"]["/ready"]["get"]["responses"]
