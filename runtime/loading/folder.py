@@ -24,6 +24,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def own_file(folder: Path, name: str) -> Path | None:
+    """The file `name` of a model folder whose text clients may see; None if it is not there.
+
+    Raises CallboardError if it is a link to a file elsewhere, which a folder from anyone could have to any file of this
+    machine. The hub's cache is made of links, from a snapshot to the blobs beside it: these are the folder's own."""
+    path, home = folder / name, folder.resolve()
+    if not path.exists():
+        return None
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(path.resolve().is_relative_to(h) for h in homes):
+        raise CallboardError(f"{path} is a link to {path.resolve()}, outside the model's folder; copy that file there.")
+    return path
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder, sharded or single, in a fixed order.
 

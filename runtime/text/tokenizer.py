@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from runtime.core.types import CallboardError
-from runtime.loading.folder import folder_eos_token_ids, read_json
+from runtime.loading.folder import folder_eos_token_ids, own_file, read_json
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import gguf_eos_token_ids
 from runtime.text.gguf_vocabulary import put_around, tokenizer_of
@@ -149,7 +149,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 def _folder_chat_template(folder: Path, settings: dict[str, Any], name: str) -> str | None:
     """The template called `name`: a file of its own, or one of tokenizer_config.json's; a single one is the default."""
     file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
-    if (path := folder / file).exists():
+    if (path := own_file(folder, file)) is not None:
         return path.read_text("utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):
