@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from actors.link import EngineBusy, EngineClient, EngineDraining, QueueTimeout
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
-from runtime.structured.compiler import GrammarCompiler
+from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
@@ -204,8 +204,8 @@ class Service:
     async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
 
-        Raises ApiError: 400 if a grammar turns out too complex, 429 if the engine is full, 503 if it is away, 504 if it
-        is late, 500 if it fails."""
+        Raises ApiError: 400 if a grammar is too complex, 429 if the engine or the compiler is full, 503 if the engine
+        is away, 504 if it is late, 500 if it fails."""
         with self.metrics.job(job.id, origin or Origin()) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
@@ -221,9 +221,7 @@ class Service:
                         async for deltas in choices:
                             yield deltas
             except EngineBusy as e:
-                raise ApiError(
-                    429, str(e), type="rate_limit_error", code="engine_busy", retry_after_s=e.retry_after_s
-                ) from e
+                raise _too_many(e, e.retry_after_s, "engine_busy") from e
             except EngineDraining as e:
                 raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
             except QueueTimeout as e:
@@ -297,6 +295,8 @@ class Service:
             grammar = await self.grammars.compile(structure.spec)
         except GrammarError as e:
             raise invalid(structure.field, str(e)) from e
+        except CompilerBusy as e:
+            raise _too_many(e, e.retry_after_s, "grammars_busy") from e
         finally:
             self.metrics.waited_for_grammar(job.requests[0], time.monotonic() - asked_at)
         for request in job.requests:
@@ -455,6 +455,10 @@ def _in_reasoning(request: ChatRequest, prompt: str) -> bool:
         before = request.messages[-1].text()
         return before.rfind(reasoning.OPEN) > before.rfind(reasoning.CLOSE)
     return prompt.rstrip().endswith(reasoning.OPEN)
+
+
+def _too_many(error: CallboardError, retry_after_s: float, code: str) -> ApiError:
+    return ApiError(429, str(error), type="rate_limit_error", code=code, retry_after_s=retry_after_s)
 
 
 def _unavailable(reason: str, retry_after_s: float) -> ApiError:

@@ -8,31 +8,61 @@ import queue
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
-from runtime.core.types import Grammar, GrammarSpec
+from runtime.core.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured.child import Child
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 
 _MEMORY = 2 << 30  # of address space; a child at rest takes a tenth
 _START_S = 60.0  # at most, for a child to start
+_SMALL = 4096  # bytes of a specification that takes some milliseconds, without the words that may make it take long:
+_COSTLY = ("pattern", "allOf", "\\u")  # intersections and merged schemas, or an escape that may spell them
+
+
+class CompilerBusy(CallboardError):
+    """More grammars wait than there may; come back in `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A grammar that is to be compiled, for all that ask for it meanwhile."""
+
+    spec: GrammarSpec
+    answer: asyncio.Future[Grammar | GrammarError]
+    is_small: bool
+    num_waiting: int = 0
+    task: asyncio.Task[None] | None = None  # since it was begun
 
 
 class GrammarCompiler:
     """Belongs to one event loop. A grammar takes some milliseconds, or none if it is known; one that runs away loses
     its child at the deadline, while others have children of their own: as long as there are fewer than `max_children`,
-    one is kept ready.
+    one is kept ready. One child is for small specifications alone, which no number of others can delay.
 
-    Answers are kept, refusals too, by what was asked: at most `max_entries`, of `max_bytes` in all."""
+    What finds no child waits, `max_queued` small ones and as many others, for as long as somebody waits for it. Answers
+    are kept, refusals too, by what was asked: at most `max_entries`, of `max_bytes` in all."""
 
     def __init__(
-        self, deadline_s: float = 5.0, max_children: int = 4, max_entries: int = 1024, max_bytes: int = 64 << 20
+        self,
+        deadline_s: float = 5.0,
+        max_children: int = 4,
+        max_queued: int = 64,
+        max_entries: int = 1024,
+        max_bytes: int = 64 << 20,
     ) -> None:
-        self._deadline_s, self._max_children = deadline_s, max_children
+        self._deadline_s, self._max_children, self._max_queued = deadline_s, max_children, max_queued
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._answers: OrderedDict[GrammarSpec, Grammar | GrammarError] = OrderedDict()
         self._num_bytes = 0
-        self._running: dict[GrammarSpec, asyncio.Task[Grammar | GrammarError]] = {}
+        self._open: dict[GrammarSpec, _Work] = {}  # queued or begun
+        self._queue: dict[GrammarSpec, _Work] = {}  # in the order of their arrival
+        self._begun: list[_Work] = []
         self._threads = ThreadPoolExecutor(max_children, "grammar")  # each waits for one child
         self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -41,8 +71,8 @@ class GrammarCompiler:
 
     @property
     def num_waiting(self) -> int:
-        """Grammars that are being compiled now."""
-        return len(self._running)
+        """Grammars that are being compiled now, or wait for it."""
+        return len(self._open)
 
     def start(self) -> None:
         """Have a child ready before the first grammar comes."""
@@ -52,12 +82,10 @@ class GrammarCompiler:
                 threading.Thread(target=self._add_child, daemon=True).start()
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
-        """Raises GrammarError."""
+        """Raises GrammarError, or CompilerBusy if it would have to wait and too many do."""
         answer = self._answers.get(spec)
         if answer is None:
-            if (task := self._running.get(spec)) is None:
-                task = self._running[spec] = asyncio.create_task(self._compile(spec))
-            answer = await asyncio.shield(task)  # one that leaves does not take it from the others
+            answer = await self._answer(self._open.get(spec) or self._added(spec))
         else:
             self._answers.move_to_end(spec)
         if isinstance(answer, GrammarError):
@@ -74,17 +102,60 @@ class GrammarCompiler:
             self._idle.put(None)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _compile(self, spec: GrammarSpec) -> Grammar | GrammarError:
+    def _added(self, spec: GrammarSpec) -> _Work:
+        work = _Work(spec, asyncio.get_running_loop().create_future(), _is_small(spec))
+        if not self._may_begin(work):
+            queued = sum(other.is_small == work.is_small for other in self._queue.values())
+            if queued >= self._max_queued:
+                raise CompilerBusy(
+                    f"{queued} grammars wait to be compiled, the limit; come back in {self._deadline_s:g} seconds.",
+                    self._deadline_s,  # by then each child has ended what it does now
+                )
+        self._open[spec] = self._queue[spec] = work
+        self._begin()
+        return work
+
+    async def _answer(self, work: _Work) -> Grammar | GrammarError:
+        work.num_waiting += 1
+        try:
+            return await asyncio.shield(work.answer)  # one that leaves does not take it from the others
+        finally:
+            work.num_waiting -= 1
+            if not work.num_waiting and self._queue.pop(work.spec, None) is not None:
+                del self._open[work.spec]
+
+    def _may_begin(self, work: _Work) -> bool:
+        others = sum(not begun.is_small for begun in self._begun)
+        has_room = work.is_small or others < max(1, self._max_children - 1)
+        return has_room and len(self._begun) < self._max_children
+
+    def _begin(self) -> None:
+        """Whatever has waited longest of what finds a child."""
+        while (work := next(filter(self._may_begin, self._queue.values()), None)) is not None:
+            del self._queue[work.spec]
+            self._begun.append(work)
+            work.task = asyncio.create_task(self._compile(work))
+
+    async def _compile(self, work: _Work) -> None:
         self.start()
+        spec, found = work.spec, work.answer
         try:
             answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, spec)
+        except asyncio.CancelledError:
+            found.cancel()
+            raise
+        except Exception as e:
+            found.set_exception(e)
+            return
         finally:
-            del self._running[spec]
+            del self._open[spec]
+            self._begun.remove(work)
+            self._begin()
+        found.set_result(answer)
         self._answers[spec] = answer
         self._num_bytes += _size(spec, answer)
         while len(self._answers) > self._max_entries or self._num_bytes > self._max_bytes:
             self._num_bytes -= _size(*self._answers.popitem(last=False))
-        return answer
 
     # ---- in threads -------------------------------------------------------------------------------------------------
 
@@ -114,6 +185,11 @@ class GrammarCompiler:
         with self._lock:
             self._num_children -= 1
         self.start()
+
+
+def _is_small(spec: GrammarSpec) -> bool:
+    is_plain = spec.kind in ("regex", "choice") or not any(word in spec.text for word in _COSTLY)
+    return is_plain and len(spec.text) <= _SMALL
 
 
 def _size(spec: GrammarSpec, answer: Grammar | GrammarError) -> int:
