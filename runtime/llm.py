@@ -176,7 +176,7 @@ class LLM:
                 num_finished += 1
         for state, scores in output.prompt_logprobs:
             done = state.owner.completion
-            done.prompt_logprobs = scores.of(done.prompt_token_ids[1:])
+            done.prompt_logprobs = list(scores.of(done.prompt_token_ids[1:]))
         for state, reason in output.finished:
             job = state.owner
             if job.completion.finish_reason:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from runtime.core.types import Request, TokenLogprobs, Verified
-from runtime.text.stream import TextStream
+import msgspec
+
+from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
+from runtime.text.stream import StopStrings, TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import CallDelta
+from serve_app.errors import ApiError
 
 
 @dataclass(slots=True)
@@ -50,6 +53,20 @@ def _function(call: CallDelta) -> dict[str, str]:
     return {"name": call.name, "arguments": call.arguments}
 
 
+encode_json = msgspec.json.Encoder().encode
+_PIECE = 256  # positions that are encoded at once: encoding holds Python's lock
+
+_T = TypeVar("_T")
+
+
+def _listed(values: Sequence[_T], entry: Callable[[_T], Any]) -> list[Any] | msgspec.Raw:
+    """The entry of each value as a list; a long one as JSON, encoded in pieces, which also takes less memory."""
+    if len(values) <= _PIECE:
+        return [entry(value) for value in values]
+    pieces = [encode_json([entry(v) for v in values[at : at + _PIECE]]) for at in range(0, len(values), _PIECE)]
+    return msgspec.Raw(b"[" + b",".join(piece[1:-1] for piece in pieces) + b"]")
+
+
 _TAIL = 8  # prompt tokens that tell how the output's text begins
 
 
@@ -82,6 +99,11 @@ class Delta:
         if new.reply is not None:
             self.reply = self.reply or Reply()
             self.reply.add(new.reply)
+
+
+def num_scores(deltas: Iterable[Delta]) -> int:
+    """Positions with log-probabilities."""
+    return sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)
 
 
 @dataclass(slots=True)
@@ -117,30 +139,65 @@ def usage(num_prompt: int, num_output: int, num_cached: int, guesses: Guesses | 
 def text_stream(
     tokenizer: Tokenizer,
     request: Request,
-    stop: Sequence[str] = (),
+    stop: StopStrings | None = None,
     include_stop_str: bool = False,
     kept_special_ids: frozenset[int] = frozenset(),
 ) -> TextStream:
     """The text of a request's output, as the continuation of its prompt."""
     tail = request.token_ids[-_TAIL:]
     skip = request.params.skip_special_tokens
-    return TextStream(tokenizer, stop, include_stop_str, skip, tail, kept_special_ids)
+    return TextStream(tokenizer, stop or (), include_stop_str, skip, tail, kept_special_ids)
 
 
-def prompt_logprobs(
-    logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer, num_top: int
-) -> list[dict[str, Any] | None]:
+def delta_of(index: int, text: TextStream, output: RequestOutput, include_stop: bool) -> Delta:
+    """An engine output as text; a stop string that it completes finishes the choice."""
+    if output.finish_reason is FinishReason.ERROR:
+        raise ApiError(500, output.error, type="server_error", code="engine_error")
+    if output.finish_reason is FinishReason.ABORT:
+        raise ApiError(499, "This request was aborted by its id.", type="request_aborted", code="request_aborted")
+    token_ids, logprobs, verified = output.token_ids, output.logprobs, output.verified
+    # The token that ended it (EOS or a stop id) counts as output but is not part of the text.
+    hide_last = output.finish_reason is FinishReason.STOP and not include_stop
+    num_used_before = text.num_tokens_used
+    new = text.push(token_ids[:-1] if hide_last else token_ids)
+    finish: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    if text.stopped is not None:
+        num_used = text.num_tokens_used - num_used_before  # the tokens after them were never asked for
+        token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
+        if verified is not None:
+            verified = [_within(v, num_used) for v in verified]
+    elif output.finish_reason:
+        new += text.finish()
+        finish = "stop" if output.finish_reason is FinishReason.STOP else "length"
+        stop_reason = output.stop_token_id
+    if text.stopped is not None:
+        finish, stop_reason = "stop", text.stopped
+    return Delta(
+        index, new, token_ids, logprobs, finish, output.num_cached, stop_reason, output.prompt_logprobs, None, verified
+    )
+
+
+def _within(verified: Verified, num_used: int) -> Verified:
+    """Of the guesses that were right, only those among the first tokens count: the others are not in the answer."""
+    at = min(verified.at, num_used)
+    return Verified(at, verified.num_guessed, min(verified.num_accepted, num_used - at))
+
+
+def prompt_logprobs(logprobs: Sequence[TokenLogprobs], tokenizer: Tokenizer, num_top: int) -> list[Any] | msgspec.Raw:
     """vLLM's `prompt_logprobs`: for each prompt token, the first excepted, its own and the `num_top` best entries."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         decoded = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
         return {"logprob": _finite(logprob), "rank": rank, "decoded_token": decoded}
 
-    def position(lp: TokenLogprobs) -> dict[str, Any]:
+    def position(lp: TokenLogprobs | None) -> dict[str, Any] | None:
+        if lp is None:  # of the first
+            return None
         top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(lp.top[:num_top], start=1)}
         return top | {str(lp.token_id): entry(lp.token_id, lp.logprob, lp.rank)}
 
-    return [None, *map(position, logprobs)]
+    return _listed([None, *logprobs], position)
 
 
 def chat_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -150,10 +207,10 @@ def chat_logprobs(logprobs: list[TokenLogprobs], tokenizer: Tokenizer) -> dict[s
         piece = tokenizer.token_bytes(token_id)
         return {"token": piece.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(piece)}
 
-    content = [
-        {**entry(lp.token_id, lp.logprob), "top_logprobs": [entry(i, value) for i, value in lp.top]} for lp in logprobs
-    ]
-    return {"content": content, "refusal": None}
+    def position(lp: TokenLogprobs) -> dict[str, Any]:
+        return {**entry(lp.token_id, lp.logprob), "top_logprobs": [entry(i, value) for i, value in lp.top]}
+
+    return {"content": _listed(logprobs, position), "refusal": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +237,7 @@ class CompletionLogprobs:
         logprobs, offsets = delta.logprobs, []
         if self._echo is not None:
             request, num_top = self._request, self._request.params.logprobs
-            scored = [lp._replace(top=lp.top[:num_top]) for lp in delta.prompt_logprobs]
+            scored = (lp._replace(top=lp.top[:num_top]) for lp in delta.prompt_logprobs)
             logprobs = [TokenLogprobs(request.token_ids[0], math.nan, 0, ()), *scored, *logprobs]
             offsets += self._echo.offsets
             self._echo = None
@@ -190,7 +247,7 @@ class CompletionLogprobs:
         return {
             "tokens": [_token_text(lp.token_id, self._tokenizer) for lp in logprobs],
             "token_logprobs": [_finite(lp.logprob) if lp.rank else None for lp in logprobs],  # 0: nothing predicts it
-            "top_logprobs": [self._top(lp) if lp.rank else None for lp in logprobs],
+            "top_logprobs": _listed(logprobs, lambda lp: self._top(lp) if lp.rank else None),
             "text_offset": offsets,
         }
 

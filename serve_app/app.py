@@ -27,12 +27,14 @@ from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.text.tokenizer import Tokenizer
+from serve_app.answers import encode_json
 from serve_app.http import build_http_app
+from serve_app.job import Job
+from serve_app.limits import beside_the_loop_if, is_long
 from serve_app.ray_metrics import RayMetrics
 from serve_app.requests import ChatRequest, CompletionRequest, parse
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
-from serve_app.sse import encode_json
 
 logger = logging.getLogger("ray.serve")
 
@@ -151,8 +153,13 @@ class Front:
 
         Yields {"index", "text", "token_ids", "finish_reason"} as tokens come, with "reasoning_content" or "tool_calls"
         (pieces of them, as in a stream) where a chat has some; docs/handle_call.py shows a caller."""
-        request = parse(ChatRequest if "messages" in body else CompletionRequest, encode_json(body))
-        async with aclosing(self._service.run(self._service.prepare(request))) as deltas:
+        content = encode_json(body)
+
+        def prepare() -> Job:
+            return self._service.prepare(parse(ChatRequest if "messages" in body else CompletionRequest, content))
+
+        job = await beside_the_loop_if(is_long(content), prepare)
+        async with aclosing(self._service.run(job)) as deltas:
             async for new in deltas:
                 for delta in new:
                     yield {

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
-from typing import TypeVar
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
@@ -19,23 +18,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from serve_app.answers import Delta
+from serve_app.answers import Delta, num_scores
 from serve_app.errors import ApiError, echoed, error_response, without_places
 from serve_app.gate import Cors, Gate, clean_id
-from serve_app.limits import check_counts, deadline, read_json_body
+from serve_app.job import Job
+from serve_app.limits import beside_the_loop_if, check_counts, deadline, is_long, read_json_body
 from serve_app.metrics import Origin
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest, parse, validated
-from serve_app.service import Job, Service
+from serve_app.service import Service
 from serve_app.settings import HttpSettings
 from serve_app.sse import DONE, EventStream, encode_json, error_event, plain_answer
 from serve_app.tokenization import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
-_BESIDE_THE_LOOP_BYTES = 64 << 10  # bodies from here on are parsed and tokenised in a thread: it takes milliseconds
+_MANY_SCORES = 100  # positions whose log-probabilities take a while to render
 
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -126,7 +125,7 @@ class _Call:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_json_body(scope, receive, self._settings)
         if body is not None:
-            answer = await _beside_the_loop_if_long(body, partial(self._answer, self._service, body))
+            answer = await beside_the_loop_if(is_long(body), partial(self._answer, self._service, body))
             await _json(answer)(scope, receive, send)
 
 
@@ -143,7 +142,7 @@ class _Generation:
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
-        request, job = await _beside_the_loop_if_long(body, partial(self._prepare, body, scope["request_id"]))
+        request, job = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope["request_id"]))
         async with _until_client_leaves(receive), aclosing(self._service.run(job, origin)) as deltas:
             if request.stream:
                 include_usage = request.stream_options is not None and request.stream_options.include_usage
@@ -164,7 +163,8 @@ class _Generation:
             async for new in deltas:
                 for delta in new:
                     choices[delta.index].add(delta)
-        content = plain_answer(job, choices, self._service.model, self._service.tokenizer)
+        render = partial(plain_answer, job, choices, self._service.model, self._service.tokenizer)
+        content = await beside_the_loop_if(num_scores(choices) > _MANY_SCORES, render)
         await Response(content, headers=job.headers(), media_type="application/json")(scope, receive, send)
 
     async def _stream(
@@ -185,9 +185,9 @@ class _Generation:
         try:
             async with deadline(self._settings.request_timeout_s):
                 new = await self._first(deltas, partial(write, _KEEP_ALIVE))
-                await write(stream.first() + stream.events(new))
+                await write(stream.first() + await self._events(stream, new))
                 async for new in deltas:
-                    if events := stream.events(new):
+                    if events := await self._events(stream, new) if job.logprobs else stream.events(new):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             end = stream.last()
         except Exception as e:
@@ -198,6 +198,10 @@ class _Generation:
                 logger.exception("request %s failed", job.id)
             end = error_event(e if isinstance(e, ApiError) else _INTERNAL_ERROR) + DONE
         await send({"type": "http.response.body", "body": end})
+
+    async def _events(self, stream: EventStream, new: list[Delta]) -> bytes:
+        """What is new as events; of a reader that was away, or of a prompt, there may be much."""
+        return await beside_the_loop_if(num_scores(new) > _MANY_SCORES, partial(stream.events, new))
 
     async def _first(
         self, deltas: AsyncGenerator[list[Delta], None], keep_alive: Callable[[], Awaitable[None]]
@@ -212,10 +216,6 @@ class _Generation:
                 first.cancel()
                 await asyncio.wait((first,))  # a generator can be closed only when nobody is in it
         return first.result()
-
-
-async def _beside_the_loop_if_long(body: bytes, work: Callable[[], _T]) -> _T:
-    return work() if len(body) < _BESIDE_THE_LOOP_BYTES else await asyncio.to_thread(work)
 
 
 @asynccontextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope
 
@@ -14,9 +14,22 @@ from serve_app.errors import ApiError, echoed, invalid
 from serve_app.requests import ChatRequest, CompletionRequest
 from serve_app.settings import HttpSettings
 
+_T = TypeVar("_T")
+
 # Templates write these values out, some with an indent for each level.
 _MAX_TEMPLATE_CHARS = 256 << 10
 _MAX_TEMPLATE_DEPTH = 64
+_LONG_BODY_BYTES = 8 << 10  # a shorter one is parsed, templated and tokenised in a few milliseconds
+
+
+async def beside_the_loop_if(is_long: bool, work: Callable[[], _T]) -> _T:
+    """The result of `work`, which is pure CPU work: long work is done in a thread."""
+    return await asyncio.to_thread(work) if is_long else work()
+
+
+def is_long(body: bytes) -> bool:
+    """Whether a request of this body takes a while to read."""
+    return len(body) >= _LONG_BODY_BYTES
 
 
 async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings) -> bytes | None:

@@ -11,21 +11,22 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 from actors.link import EngineBusy, EngineClient, EngineDraining, QueueTimeout
-from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
+from runtime.core.types import CallboardError, FinishReason, Request
 from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
-from runtime.text.stream import TextStream
+from runtime.text.stream import StopStrings, TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import HERMES, LLAMA3
-from serve_app.answers import Delta, Echo, Guesses, text_stream, usage
+from serve_app.answers import Delta, Echo, delta_of, text_stream
 from serve_app.errors import ApiError, echoed, invalid
+from serve_app.job import Job
 from serve_app.limits import check_template_values
 from serve_app.metrics import JobRecord, Origin, ServiceMetrics
 from serve_app.prompt_ids import prompt_ids
@@ -35,43 +36,9 @@ from serve_app.structure import Structure
 
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """An API request, checked and tokenised: one engine request per choice, in the order of the choices' indices."""
-
-    id: str
-    chat: bool  # which endpoint's shape the answer has
-    logprobs: bool
-    requests: list[Request]
-    num_choices: int  # of each prompt: request i is about prompt i // num_choices
-    fingerprint: str  # of the model, its dtype and its numerics
-    echoes: list[Echo]  # of each prompt; empty unless echo was asked for
-    prompt_logprobs: int | None  # alternatives to show at each position of a prompt
-    return_token_ids: bool
-    return_draft_spans: bool
-    continuous_usage: bool  # in every chunk of a stream that shows its usage
-    speculates: bool  # a draft may guess: the usage tells how well
-    ignored_fields: list[str]
-    reply: ReplyFormat | None  # how a chat's text is read; None: all of it is content
-    structure: Structure | None  # what the output must match; the requests get its grammar when they run
-
-    def headers(self) -> dict[str, str]:
-        """What a client should know that the answer's shape has no place for."""
-        return {"x-callboard-ignored-fields": ", ".join(self.ignored_fields)} if self.ignored_fields else {}
-
-    def echo(self, index: int) -> Echo | None:
-        """What choice `index` begins with."""
-        return self.echoes[index // self.num_choices] if self.echoes else None
-
-    def usage(self, num_output: list[int], num_cached: list[int], guesses: Guesses) -> dict[str, Any]:
-        """OpenAI's usage object, from what each choice took and the guesses at all of them. A prompt counts once,
-        whatever its number of choices, and what is cached of it is what the first of them found."""
-        n = self.num_choices
-        num_prompt = sum(request.prompt_len for request in self.requests[::n])
-        cached = sum(min(num_cached[at : at + n]) for at in range(0, len(num_cached), n))
-        return usage(num_prompt, sum(num_output), cached, guesses if self.speculates else None)
+_MAX_PROMPT_TOKENS = 4_000_000  # of one request, which sends a prompt to the engine once for each choice
+_BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
+_MAX_SCORES = 1 << 18  # log-probabilities of prompts that one request may ask for: 80 bytes of JSON each
 
 
 class Service:
@@ -150,12 +117,11 @@ class Service:
         Pure CPU work and thread-safe, so that a long prompt can be prepared beside the event loop."""
         self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
-        num_choices, default = request.n or 1, None if chat else 16
+        default = None if chat else 16
         reply = None
         if isinstance(request, ChatRequest):
             prompt, reply = self.chat_prompt(request)
             prompts, where = [prompt], "messages"
-            self._check_token_ids(where, prompt)
         else:
             prompts, where = self._prompts(request), "prompt"
         asked = request.max_output()
@@ -163,32 +129,19 @@ class Service:
             room = max(1, self.max_model_len - (default or 1 if asked is None else asked))
             prompts = [prompt[-(room if last == -1 else last) :] for prompt in prompts]
         job_id = ("chatcmpl-" if chat else "cmpl-") + (request_id or secrets.token_hex(12))
-        seed = secrets.randbits(63) if request.seed is None else None
-        requests: list[Request] = []
-        for prompt in prompts:
-            max_tokens = self._max_tokens(asked, default, len(prompt), where)
-            params = request.sampling_params(max_tokens)
-            self._check_token_ids("logit_bias", (i for i, _ in params.logit_bias))
-            self._check_token_ids("stop_token_ids", params.stop_token_ids)
-            for i in range(num_choices):
-                requests.append(
-                    Request(
-                        request_id=f"{job_id}-{len(requests)}",
-                        token_ids=prompt,
-                        prompt_len=len(prompt),
-                        params=params,
-                        seed=choice_seed(params.seed if seed is None else seed, i),
-                        priority=request.priority,
-                        cache_salt=request.cache_salt or "",
-                    )
-                )
+        max_tokens = [self._max_tokens(asked, default, len(prompt), where) for prompt in prompts]
+        _check_work(request, sum(map(len, prompts)), where)
+        for at, prompt in enumerate(prompts):
+            self._check_token_ids(where if len(prompts) == 1 else f"{where}.{at}", prompt)
+        requests = self._requests(request, job_id, prompts, max_tokens)
         options = request.stream_options
         return Job(
             id=job_id,
             chat=chat,
             logprobs=request.num_logprobs() is not None,
             requests=requests,
-            num_choices=num_choices,
+            stops=StopStrings(requests[0].params.stop) if requests[0].params.stop else None,
+            num_choices=request.n or 1,
             fingerprint="fp_" + self._client.info.fingerprint[:16],
             echoes=[] if chat or not request.echo else self._echoes(request, prompts),
             prompt_logprobs=request.prompt_logprobs,
@@ -200,6 +153,31 @@ class Service:
             reply=reply,
             structure=self._structure(request, reply),
         )
+
+    def _requests(
+        self, request: CompletionRequest | ChatRequest, job_id: str, prompts: list[list[int]], max_tokens: list[int]
+    ) -> list[Request]:
+        """A request of the engine for each choice of each prompt."""
+        seed = secrets.randbits(63) if request.seed is None else None
+        requests: list[Request] = []
+        for prompt, most in zip(prompts, max_tokens, strict=True):
+            params = request.sampling_params(most)
+            if not requests:
+                self._check_token_ids("logit_bias", (i for i, _ in params.logit_bias))
+                self._check_token_ids("stop_token_ids", params.stop_token_ids)
+            for i in range(request.n or 1):
+                requests.append(
+                    Request(
+                        request_id=f"{job_id}-{len(requests)}",
+                        token_ids=prompt,
+                        prompt_len=len(prompt),
+                        params=params,
+                        seed=choice_seed(params.seed if seed is None else seed, i),
+                        priority=request.priority,
+                        cache_salt=request.cache_salt or "",
+                    )
+                )
+        return requests
 
     async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
@@ -244,7 +222,18 @@ class Service:
             except Exception as e:
                 await ready.put(e)
 
-        pumps = [asyncio.create_task(pump(i)) for i in range(num_open)]
+        pumps: list[asyncio.Task[None]] = []
+
+        async def start() -> None:
+            burst = 0
+            for i, request in enumerate(job.requests):
+                burst += request.prompt_len + _CHOICE_COST
+                if burst > _BURST:  # others have their turn; below it, all choices come to the engine's same step
+                    await asyncio.sleep(0)
+                    burst = 0
+                pumps.append(asyncio.create_task(pump(i)))
+
+        starting = asyncio.create_task(start())
         try:
             while num_open:
                 items = [await ready.get()]
@@ -258,6 +247,7 @@ class Service:
                         raise item
                 num_open -= sum(delta.finish_reason is not None for delta in deltas)
         finally:
+            starting.cancel()
             for task in pumps:
                 task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
 
@@ -267,7 +257,7 @@ class Service:
         request, echo, reply = job.requests[index], job.echo(index), job.reply
         params = request.params
         kept = frozenset() if reply is None else reply.kept_special_ids
-        text = text_stream(self.tokenizer, request, params.stop, params.include_stop_str_in_output, kept)
+        text = text_stream(self.tokenizer, request, job.stops, params.include_stop_str_in_output, kept)
         reader = None if reply is None else ReplyReader(reply)
         with record.choice(request) as seen:
             async with aclosing(self._client.generate(request)) as outputs:
@@ -276,7 +266,7 @@ class Service:
                     if output.finish_reason is FinishReason.GRAMMAR:
                         field = None if job.structure is None else job.structure.field
                         raise ApiError(400, output.error, param=field, code="grammar_too_complex")
-                    delta = _delta(index, text, output, params.include_stop_str_in_output)
+                    delta = delta_of(index, text, output, params.include_stop_str_in_output)
                     if echo is not None:
                         delta.text, echo = echo.text + delta.text, None
                     if reader is not None:
@@ -377,7 +367,6 @@ class Service:
                 prompts.append(prompt)
             if not prompts[-1]:
                 raise invalid(where, "is empty; send at least one token")
-            self._check_token_ids(where, prompts[-1])
         return prompts
 
     def _check_token_ids(self, where: str, ids: Iterable[int]) -> None:
@@ -414,39 +403,18 @@ class Service:
         return echoes
 
 
-def _delta(index: int, text: TextStream, output: RequestOutput, include_stop: bool) -> Delta:
-    """An engine output as text; a stop string that it completes finishes the choice."""
-    if output.finish_reason is FinishReason.ERROR:
-        raise ApiError(500, output.error, type="server_error", code="engine_error")
-    if output.finish_reason is FinishReason.ABORT:
-        raise ApiError(499, "This request was aborted by its id.", type="request_aborted", code="request_aborted")
-    token_ids, logprobs, verified = output.token_ids, output.logprobs, output.verified
-    # The token that ended it (EOS or a stop id) counts as output but is not part of the text.
-    hide_last = output.finish_reason is FinishReason.STOP and not include_stop
-    num_used_before = text.num_tokens_used
-    new = text.push(token_ids[:-1] if hide_last else token_ids)
-    finish: Literal["stop", "length"] | None = None
-    stop_reason: str | int | None = None
-    if text.stopped is not None:
-        num_used = text.num_tokens_used - num_used_before  # the tokens after them were never asked for
-        token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
-        if verified is not None:
-            verified = [_within(v, num_used) for v in verified]
-    elif output.finish_reason:
-        new += text.finish()
-        finish = "stop" if output.finish_reason is FinishReason.STOP else "length"
-        stop_reason = output.stop_token_id
-    if text.stopped is not None:
-        finish, stop_reason = "stop", text.stopped
-    return Delta(
-        index, new, token_ids, logprobs, finish, output.num_cached, stop_reason, output.prompt_logprobs, None, verified
-    )
-
-
-def _within(verified: Verified, num_used: int) -> Verified:
-    """Of the guesses that were right, only those among the first tokens count: the others are not in the answer."""
-    at = min(verified.at, num_used)
-    return Verified(at, verified.num_guessed, min(verified.num_accepted, num_used - at))
+def _check_work(request: CompletionRequest | ChatRequest, num_tokens: int, where: str) -> None:
+    """Raises the 400 for choices or scores of prompts of so many tokens that are too much for one request."""
+    n, top = request.n or 1, request.num_prompt_logprobs()
+    if num_tokens * n > _MAX_PROMPT_TOKENS:
+        what = f"{num_tokens} tokens of prompt" + (f" for {n} choices each" if n > 1 else "")
+        raise invalid("n" if n > 1 else where, f"asks for {what}; at most {_MAX_PROMPT_TOKENS} in all are allowed")
+    if top is not None and num_tokens * n * (top + 1) > _MAX_SCORES:
+        raise invalid(
+            "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+            f"asks for {top + 1} log-probabilities at each of {num_tokens * n} tokens of prompt; at most "
+            f"{_MAX_SCORES} in all are allowed",
+        )
 
 
 def _in_reasoning(request: ChatRequest, prompt: str) -> bool:

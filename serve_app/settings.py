@@ -31,7 +31,7 @@ class HttpSettings:
         "public name by which clients reach this server, * for any; may be given several times; requests that name "
         "another host are refused, without keys even if this is not given",
     )
-    max_body_bytes: int = _setting(32 << 20, "longest request body")
+    max_body_bytes: int = _setting(8 << 20, "longest request body")
     body_timeout_s: float = _setting(60.0, "longest time for a request body to come")
     max_header_bytes: int = _setting(12 << 10, "longest request headers in all; HAProxy's own limit is 15 KiB")
     max_n: int = _setting(128, "most choices (n) of one request")

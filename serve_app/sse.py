@@ -8,16 +8,21 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
-
 from runtime.text.tokenizer import Tokenizer
-from serve_app.answers import CompletionLogprobs, Delta, DraftSpans, Guesses, chat_logprobs, prompt_logprobs, usage
+from serve_app.answers import (
+    CompletionLogprobs,
+    Delta,
+    DraftSpans,
+    Guesses,
+    chat_logprobs,
+    encode_json,
+    prompt_logprobs,
+    usage,
+)
 from serve_app.errors import ApiError
-from serve_app.service import Job
+from serve_app.job import Job
 
 DONE = b"data: [DONE]\n\n"
-
-encode_json = msgspec.json.Encoder().encode
 
 
 def error_event(error: ApiError) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -30,6 +30,8 @@ class TokenizeChatRequest(ChatRequest):
 
 class DetokenizeRequest(RequestModel):
     """POST /detokenize."""
+
+    token_ids_field: ClassVar[str | None] = "tokens"
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=1 << 20, fail_fast=True)]

@@ -8,12 +8,13 @@ from test_scheduler import Session
 
 from runtime.core.types import Request
 from serve_app.answers import Guesses
+from serve_app.job import Job
 from serve_app.requests import CompletionRequest
-from serve_app.service import Job, Service
+from serve_app.service import Service
 
 
 def prepare(n: int) -> Job:
-    request = CompletionRequest(prompt="a prompt of 22 letters", n=n, max_tokens=6, ignore_eos=True, seed=1)
+    request = CompletionRequest(prompt=[1 + i % 7 for i in range(22)], n=n, max_tokens=6, ignore_eos=True, seed=1)
     return Service(FakeEngine(), byte_tokenizer(), MODEL).prepare(request)
 
 

@@ -193,7 +193,7 @@ async def read(link, req):
     """Tokens, end and prompt log-probabilities, which come with the first output alone."""
     outputs = [output async for output in link.generate(req)]
     assert not any(output.prompt_logprobs for output in outputs[1:])
-    return [t for o in outputs for t in o.token_ids], outputs[-1].finish_reason, outputs[0].prompt_logprobs
+    return [t for o in outputs for t in o.token_ids], outputs[-1].finish_reason, list(outputs[0].prompt_logprobs)
 
 
 def scored(i, **params):

@@ -133,7 +133,7 @@ class Session:
             assert name not in self.aborted
             assert name not in self.scores
             assert len(self.outputs[name]) == output.states.count(state), "they come with the first tokens"
-            self.scores[name] = scores.of(state.request.token_ids[1:])
+            self.scores[name] = list(scores.of(state.request.token_ids[1:]))
         for state, reason in output.finished:
             self.reasons[state.request.request_id] = reason
             self.guessed += state.num_guessed

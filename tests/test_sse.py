@@ -86,7 +86,8 @@ async def test_one_write_for_coalesced_tokens():
         await asyncio.Event().wait()
 
     app = build_http_app(Service(FakeEngine("abcdefgh", group=4), byte_tokenizer(), MODEL))
-    await app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send)
+    headers = [(b"content-type", b"application/json"), (b"host", b"127.0.0.1")]
+    await app({"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}, receive, send)
     assert len(writes) == 4  # two groups of letters, the end of the text, the end mark
     assert writes[0].count(b"data: ") == 1
     assert b'"text":"abcd"' in writes[0]

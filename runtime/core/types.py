@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 
 class CallboardError(Exception):
@@ -125,12 +125,35 @@ class PromptLogprobs(NamedTuple):
     top_ids: bytes  # int32 [m, n]
     top_logprobs: bytes  # float32 [m, n]
 
-    def of(self, token_ids: Sequence[int]) -> list[TokenLogprobs]:
+    def of(self, token_ids: Sequence[int]) -> PromptScores:
         """One entry for each of these m tokens."""
-        n = len(self.top_ids) // max(len(self.ranks), 1)
-        own = zip(token_ids, memoryview(self.logprobs).cast("f"), memoryview(self.ranks).cast("i"), strict=True)
-        top = list(zip(memoryview(self.top_ids).cast("i"), memoryview(self.top_logprobs).cast("f"), strict=True))
-        return [TokenLogprobs(*token, tuple(top[i * n : (i + 1) * n])) for i, token in enumerate(own)]
+        return PromptScores(self, token_ids)
+
+
+class PromptScores(Sequence[TokenLogprobs]):
+    """PromptLogprobs by token: an entry is made when it is read, since all of a long prompt's take a while."""
+
+    def __init__(self, columns: PromptLogprobs, token_ids: Sequence[int]) -> None:
+        self._token_ids = token_ids
+        self._own = memoryview(columns.logprobs).cast("f"), memoryview(columns.ranks).cast("i")
+        self._top = memoryview(columns.top_ids).cast("i"), memoryview(columns.top_logprobs).cast("f")
+        self._num_top = len(columns.top_ids) // max(len(columns.ranks), 1)
+
+    def __len__(self) -> int:
+        return len(self._own[0])
+
+    @overload
+    def __getitem__(self, at: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[TokenLogprobs]: ...
+    def __getitem__(self, at: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        i = range(len(self))[at]
+        top = slice(i * self._num_top, (i + 1) * self._num_top)
+        (logprobs, ranks), (top_ids, top_logprobs) = self._own, self._top
+        entries = tuple(zip(top_ids[top], top_logprobs[top], strict=True))
+        return TokenLogprobs(self._token_ids[i], logprobs[i], ranks[i], entries)
 
 
 class Verified(NamedTuple):
@@ -153,7 +176,7 @@ class RequestOutput:
     num_cached: int = 0  # prompt tokens served from the prefix cache
     error: str = ""  # one sentence, with FinishReason.ERROR and GRAMMAR
     # All of them with the first output, if asked for; entry i is about prompt token i + 1.
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     queued_s: float = 0.0  # with the first token: from the engine's queue to a slot
     prefill_s: float = 0.0  # with the first token: from a slot to it
     sampled_at: float = 0.0  # when the last token here was sampled, by the engine's wall clock; 0: there is none

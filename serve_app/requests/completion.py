@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag
 
@@ -39,6 +39,8 @@ _Prompt = Annotated[
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
+
+    token_ids_field: ClassVar[str | None] = "prompt"
 
     prompt: _Prompt
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError, from_json
 
 from serve_app.errors import invalid
-from serve_app.requests.shapes import LEGACY, RequestModel, text_or_list
+from serve_app.requests.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, text_or_list
 
 
 class TextPart(RequestModel):
@@ -17,7 +17,7 @@ class TextPart(RequestModel):
 
 
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
     Discriminator(
         text_or_list,
         custom_error_type="content_shape",
@@ -26,15 +26,22 @@ _Content = Annotated[
 ]
 
 
+def _parsed_at_once(text: str) -> str:
+    if has_too_many_values(text.encode()):
+        raise PydanticCustomError("too_long", f"it should be a JSON of at most {MAX_VALUES} values")
+    return text
+
+
 class CalledFunction(RequestModel):
     name: str
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_parsed_at_once)]
 
     def as_template_sees_it(self) -> dict[str, Any]:
-        # Templates write the arguments as JSON themselves. What a model wrote may be no JSON: it is a text then.
+        # Templates write the arguments as JSON themselves. What a model wrote may be no JSON, or half a character: it
+        # is a text then.
         try:
-            arguments = json.loads(self.arguments)
-        except (ValueError, RecursionError):
+            arguments = from_json(self.arguments)
+        except ValueError:
             arguments = None
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
 
@@ -54,7 +61,7 @@ class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None  # of an assistant
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool: the call that it answers
     reasoning_content: str | None = None  # of an assistant; templates decide whether it is shown
     function_call: Annotated[Any, LEGACY] = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 from typing import Annotated, Any
 from urllib.parse import quote
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from runtime.core.types import SamplingParams
 from serve_app.errors import invalid
@@ -14,6 +16,7 @@ from serve_app.requests.other_servers import KNOWN_ELSEWHERE
 from serve_app.requests.shapes import RequestModel, TokenId, only, or_default, shown, text_or_list
 from serve_app.structure import ResponseFormat, Structure, StructuredOutputs, asked_structure
 
+MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
 MAX_CHOICES = 1024  # of one request: its prompts times n
 _MAX_IGNORED = 32  # names of unknown fields to report
 _SEED_MASK = (1 << 63) - 1
@@ -27,14 +30,23 @@ class StreamOptions(RequestModel):
 _Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
 _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Stop = Annotated[
-    Annotated[_StopString, Tag("<text>")] | Annotated[list[_StopString], Field(max_length=16), Tag("<list>")],
+    Annotated[_StopString, Tag("<text>")]
+    | Annotated[list[_StopString], Field(max_length=16, fail_fast=True), Tag("<list>")],
     Discriminator(
         text_or_list,
         custom_error_type="stop_shape",
         custom_error_message="it should be a text or a list of texts",
     ),
 ]
-_Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _not_too_many(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_BIASES:  # before each of them is looked at
+        raise PydanticCustomError("too_long", f"it should have at most {MAX_BIASES} entries")
+    return value
+
+
+_LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)]
 
 
 class SamplingFields(RequestModel):
@@ -52,7 +64,7 @@ class SamplingFields(RequestModel):
     seed: _Seed | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, _Bias] | None = None
+    logit_bias: _LogitBias | None = None
     user: str | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # 0 and -1: off
@@ -112,6 +124,11 @@ class SamplingFields(RequestModel):
         """What the output must match; None if it is free."""
         return asked_structure(self.response_format, self.structured_outputs)
 
+    @cached_property
+    def _bias(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as the engine takes it; raises ApiError. All prompts of a request share it."""
+        return tuple((_token_id_key(key), value) for key, value in (self.logit_bias or {}).items())
+
     def sampling_params(self, max_tokens: int) -> SamplingParams:
         """The engine's parameters, with `max_tokens` resolved; raises ApiError naming the field at fault."""
         if self.min_tokens > max_tokens:
@@ -126,7 +143,7 @@ class SamplingFields(RequestModel):
             repetition_penalty=or_default(self.repetition_penalty, 1.0),
             frequency_penalty=or_default(self.frequency_penalty, 0.0),
             presence_penalty=or_default(self.presence_penalty, 0.0),
-            logit_bias=tuple((_token_id_key(k), v) for k, v in (self.logit_bias or {}).items()),
+            logit_bias=self._bias,
             min_tokens=self.min_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
@@ -140,8 +157,8 @@ class SamplingFields(RequestModel):
 
 
 def _token_id_key(key: str) -> int:
-    if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-        raise invalid(f"logit_bias.{key}", "is no token id; keys are numbers such as 50256")
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and (key == "0" or key[0] != "0")):
+        raise invalid(f"logit_bias.{key}", "is no token id; keys are numbers such as 50256")  # 050256 would be a second
     return int(key)
 
 

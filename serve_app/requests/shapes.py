@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, LiteralString, TypeVar
+from typing import Annotated, Any, ClassVar, LiteralString, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 _T = TypeVar("_T")
 
+MAX_VALUES = 20_000  # of a JSON that is parsed at once: pydantic takes up to 3 us for each
+
 
 class RequestModel(BaseModel):
     """An object of a request; fields that it does not have are left out."""
 
+    token_ids_field: ClassVar[str | None] = None  # which field may be a long list of token ids, or of such lists
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
 
@@ -38,6 +41,20 @@ LEGACY = only(None, [], says="this field is OpenAI's old one; use tools, tool_ch
 def text_or_list(value: Any) -> str | None:
     """The union tag of a text or a list of things; tags start with "<" and are left out of field paths."""
     return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+
+def has_too_many_values(json: bytes) -> bool:
+    """Whether there may be over MAX_VALUES values; what stands in texts does not count, if they are not too many."""
+    if _num_marks(json) <= MAX_VALUES:
+        return False
+    most = 2 * MAX_VALUES
+    parts = json.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', most)
+    return len(parts) > most or sum(map(_num_marks, parts[::2])) > MAX_VALUES
+
+
+def _num_marks(json: bytes) -> int:
+    """What every value of a JSON but the outermost has at least one of before it."""
+    return json.count(b",") + json.count(b"[") + json.count(b"{")
 
 
 def shown(value: Any) -> str:
