@@ -153,10 +153,10 @@ class EngineActor:
         options = draft_options(self._config, self._group, self._gpu)
         if not self._config.draft_shared:
             self._draft = actor.options(**options).remote()
-        elif not (living := living_actors(f"{self._application}/draft")):
+        elif not (living := living_actors(f"{self._application}/draft#")):
             name = new_name(f"{self._application}/draft")
             mine = actor.options(**options, name=name, namespace=NAMESPACE).remote()
-            oldest = living_actors(f"{self._application}/draft")[0]  # another engine may have been faster
+            oldest = living_actors(f"{self._application}/draft#")[0]  # another engine may have been faster
             self._draft = mine if oldest == name else ray.get_actor(oldest, NAMESPACE)
         else:
             self._draft = ray.get_actor(living[0], NAMESPACE)

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from actors.frames import Abort, AbortById, Ended, Refusal, Refused, Status, Submit
+from actors.frames import Abort, AbortById, Ended, Refusal, Refused, Status, Submit, client_id
 from actors.link_server import Connection, LinkServer, Stream
 from actors.metrics import EngineMeter, Figures, Snapshot
 from runtime.core.config import EngineConfig, ModelInfo
@@ -44,6 +44,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[tuple[Connection, Submit | Abort | AbortById | None] | Callable[[], None]]
         self._inbox = queue.SimpleQueue()
         self._connections: set[Connection] = set()
+        self._by_id: dict[str, dict[Stream, None]] = {}  # live ones by their clients' ids
+        self._untold: set[Connection] = set()  # those that do not know yet what was accepted
         self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was last idle
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
         self._draining = ""
@@ -110,7 +112,7 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         """End a request by its id, or all choices of one; its replica is told that it was aborted."""
-        self._inbox.put(partial(self._abort, request_id))
+        self._inbox.put(partial(self._abort, AbortById(request_id)))
 
     def drain(self, reason: str) -> Future[None]:
         """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
@@ -163,7 +165,11 @@ class EngineLoop:
                 self._give_up_the_late()
             try:
                 meter.before_submit(self.core.scheduler.num_in_flight, self._output is not None)
-                meter.submitted(self.core.submit())
+                admitted = self.core.submit()
+                meter.submitted(admitted)
+                for state in admitted:
+                    state.owner.connection.accepted.append((state.owner.number, True))
+                    self._untold.add(state.owner.connection)
                 self._emit()
                 meter.before_collect()
                 self._output = self.core.collect()
@@ -203,33 +209,36 @@ class EngineLoop:
         if isinstance(message, Submit):
             self._submit(connection, message)
         elif isinstance(message, Abort):
-            stream = connection.streams.pop(message.stream, None)
-            if stream is not None:
+            if (stream := connection.streams.get(message.stream)) is not None:
                 self.core.abort(stream.key)
+                self._forget(stream)
         elif isinstance(message, AbortById):
-            self._abort(message.request_id)
+            self._abort(message)
         elif connection not in self._connections:
             self._connections.add(connection)
-            connection.send(Status(self._draining or self.reason))
+            connection.send(self._status())
         else:
             self._connections.discard(connection)
-            for stream in connection.streams.values():
+            for stream in list(connection.streams.values()):
                 self.core.abort(stream.key)
-            connection.streams.clear()
+                self._forget(stream)
 
     def _submit(self, connection: Connection, message: Submit) -> None:
         if not message.resumed and (refusal := self._refusal(message)) is not None:
-            self._refuse(connection, refusal)
+            connection.send(refusal)
             return
         stream = Stream(connection, message.stream, message.request.request_id)
         message.request.request_id = stream.key
         try:
             state = self.core.add(message.request, stream)
         except CallboardError as e:
-            self._refuse(connection, Refused(message.stream, str(e), Refusal.NEVER))
+            connection.send(Refused(message.stream, str(e), Refusal.NEVER))
             return
         connection.streams[message.stream] = stream
-        if self.config.queue_timeout_s is not None and not message.resumed:
+        self._by_id.setdefault(client_id(stream.request_id), {})[stream] = None
+        connection.accepted.append((message.stream, False))
+        self._untold.add(connection)
+        if self.config.queue_timeout_s is not None and len(message.request.token_ids) == message.request.prompt_len:
             self._deadlines.append((time.monotonic() + self.config.queue_timeout_s, state))
 
     def _refusal(self, message: Submit) -> Refused | None:
@@ -261,13 +270,9 @@ class EngineLoop:
             if waits:
                 stream: Stream = state.owner
                 self.core.abort(stream.key)
-                stream.connection.streams.pop(stream.number, None)
+                self._forget(stream)
                 text = f"The request waited {self.config.queue_timeout_s:g} s in the queue (queue_timeout_s)."
-                self._refuse(stream.connection, Refused(stream.number, text, Refusal.LATE))
-
-    def _refuse(self, connection: Connection, refusal: Refused) -> None:
-        self._meter.figures.count("callboard:requests_refused", refusal.reason.name.lower())
-        connection.send(refusal)
+                stream.connection.send(Refused(stream.number, text, Refusal.LATE))
 
     def _retry_after_s(self, waiting: int) -> float:
         """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""
@@ -281,15 +286,11 @@ class EngineLoop:
         self._set_reason(self.reason)
         done.set_result(None)
 
-    def _abort(self, name: str) -> None:
-        self._emit()  # what it has gained comes before its end
-
-        def meant(request_id: str) -> bool:
-            """The id of a choice is KIND-ID-INDEX; a request goes by KIND-ID, or by its client's own ID."""
-            whole = request_id.rpartition("-")[0]
-            return name in (request_id, whole, whole.partition("-")[2])
-
-        for stream in [s for c in self._connections for s in c.streams.values() if meant(s.request_id)]:
+    def _abort(self, asked: AbortById) -> None:
+        found = {s: None for key in asked.client_ids() for s in self._by_id.get(key, ()) if asked.means(s.request_id)}
+        if found:
+            self._emit()  # what it has gained comes before its end
+        for stream in found:
             self.core.abort(stream.key)
             self._end(stream, FinishReason.ABORT, None, "")
             stream.connection.flush()
@@ -299,7 +300,7 @@ class EngineLoop:
         output, self._output = self._output, None
         if output is None:
             return
-        touched: set[Connection] = set()
+        touched, self._untold = self._untold, set()
         logprobs, meter = output.logprobs, self._meter
         sampled_at, last_at, num_others = meter.sampled_at, meter.last_at, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
@@ -342,12 +343,23 @@ class EngineLoop:
 
     def _end(self, stream: Stream, reason: FinishReason, stop_id: int | None, error: str) -> None:
         stream.connection.ended.append(Ended(stream.number, int(reason), stop_id, error))
+        self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
         stream.connection.streams.pop(stream.number, None)
+        key = client_id(stream.request_id)
+        of_id = self._by_id.get(key, {})
+        of_id.pop(stream, None)
+        if not of_id:
+            self._by_id.pop(key, None)
+
+    def _status(self) -> Status:
+        return Status(self._draining or self.reason, bool(self._draining))
 
     def _set_reason(self, reason: str) -> None:
         self.reason = reason
         for connection in self._connections:
-            connection.send(Status(self._draining or reason))
+            connection.send(self._status())
 
     def _rebuild(self, why: str) -> None:
         """Runners are replaceable caches (C8): get new ones and recompute every live request.

@@ -1,11 +1,13 @@
 """What a replica and an engine say to each other on their link, as length-prefixed msgpack frames.
 
     replica -> engine   Submit, Abort, AbortById, Heartbeat, Report
-    engine  -> replica  Tokens (at most one a step), Refused, Status, Snapshot (the answer to a Report)
+    engine  -> replica  Tokens (at most one a step), Refused, Status, Heartbeat and Snapshot (the answers to a Heartbeat
+                        and a Report)
 
 A stream is a number that the replica chose for one live request, unique on its connection. The transport keeps order
 and loses nothing while the connection lives; when it breaks, the engine aborts the connection's requests and the
-replica resubmits each with the tokens that it has received, so tokens are delivered exactly once (C8).
+replica submits each, with the tokens that it has received, to another engine or to the next one that there is, so
+tokens are delivered exactly once (C8).
 """
 
 from __future__ import annotations
@@ -21,16 +23,23 @@ from actors.metrics import Figures, Snapshot
 from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
 MAX_FRAME = 64 << 20  # bytes; checked before anything is allocated
-HEARTBEAT_S = 2.0  # a replica with live streams says at least this often that it is there
-LEASE_S = 15.0  # silent for longer, its requests are aborted
+HEARTBEAT_S = 0.5  # a replica says this often that it is there, and the engine that it has heard it
+LOST_AFTER_BEATS = 6  # an engine that has said nothing for so many is lost: its streams move to others
+LEASE_S = 15.0  # a replica that is silent for longer has its requests aborted
 
 
 class Submit(msgspec.Struct, array_like=True, tag=1):
-    """Serve `request` as `stream`; its request_id is for people and logs. A resumed one skips the queue's limit."""
+    """Serve `request` as `stream`; its request_id is for people and logs. One that an engine had accepted before is
+    resumed: it skips the limits of the queue."""
 
     stream: int
     request: Request
     resumed: bool
+
+
+def client_id(request_id: str) -> str:
+    """The ID in the KIND-ID-INDEX of a choice: the client's own, if it gave one."""
+    return request_id.rpartition("-")[0].partition("-")[2]
 
 
 class Abort(msgspec.Struct, array_like=True, tag=2):
@@ -40,15 +49,23 @@ class Abort(msgspec.Struct, array_like=True, tag=2):
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=3):
-    """The replica is alive and has processed all frames up to number `seen`."""
-
-    seen: int
+    """The sender is alive. The engine answers from the thread that reads the replica's requests: what comes back has
+    been through the process that must serve them, and a frozen one says nothing. A step thread that hangs is found by
+    the engine itself."""
 
 
 class AbortById(msgspec.Struct, array_like=True, tag=7):
     """End a request, or all choices of one, whichever replica submitted it; an unknown id is no error."""
 
-    request_id: str
+    name: str
+
+    def means(self, request_id: str) -> bool:
+        """The id of a choice is KIND-ID-INDEX; a request goes by KIND-ID, or by its client's own ID."""
+        return self.name in (request_id, request_id.rpartition("-")[0], client_id(request_id))
+
+    def client_ids(self) -> tuple[str, ...]:
+        """All that `client_id` can be of what is meant."""
+        return self.name, self.name.partition("-")[2], client_id(self.name)
 
 
 class Ended(msgspec.Struct, array_like=True):
@@ -63,7 +80,6 @@ class Ended(msgspec.Struct, array_like=True):
 class Tokens(msgspec.Struct, array_like=True, tag=4):
     """All that one step gained for one replica, in columns of int32: `streams[i]` gained `token_ids[i]`."""
 
-    number: int  # of this frame on its connection, from 1
     streams: bytes
     token_ids: bytes
     ended: list[Ended]
@@ -72,6 +88,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
     sampled_at: float  # by the engine's wall clock, in seconds
     prompt_logprobs: list[tuple[int, PromptLogprobs]]  # (stream, all of its prompt), once a stream
     verified: list[tuple[int, int, int]]  # (stream, guesses, how many were right: its first tokens here)
+    accepted: list[tuple[int, bool]]  # (stream, whether it has a slot): it was taken, and once more when it has one
 
 
 class Report(msgspec.Struct, array_like=True, tag=8):
@@ -99,9 +116,11 @@ class Refused(msgspec.Struct, array_like=True, tag=5):
 
 
 class Status(msgspec.Struct, array_like=True, tag=6):
-    """The engine's health changed: "" is healthy, else one sentence that says why not."""
+    """The engine's health, when a replica comes and when it changes: "" is healthy, else one sentence that says why
+    not. A draining engine finishes what it has and takes no new requests."""
 
     reason: str
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +139,7 @@ class EngineLoading(CallboardError):
 
 _encoder = msgspec.msgpack.Encoder()
 _from_replica = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report)
-_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot)
+_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat)
 PREFIX = struct.Struct("<I")
 
 
@@ -139,10 +158,10 @@ def decode_from_replica(body: bytes) -> Submit | Abort | AbortById | Heartbeat |
     return message
 
 
-def decode_from_engine(body: bytes) -> Tokens | Refused | Status | Snapshot:
+def decode_from_engine(body: bytes) -> Tokens | Refused | Status | Snapshot | Heartbeat:
     """Raises CallboardError if `body` is not a message that an engine may send."""
     try:
-        message: Tokens | Refused | Status | Snapshot = _from_engine.decode(body)
+        message: Tokens | Refused | Status | Snapshot | Heartbeat = _from_engine.decode(body)
     except msgspec.DecodeError as e:
         raise CallboardError(f"An engine sent a frame of {len(body)} bytes that is no message: {e}.") from None
     return message

@@ -1,8 +1,8 @@
-"""The replica's side of an engine: submit requests, receive every new token, resume after an engine's death.
+"""The replica's side of one engine: a connection, its heartbeats, and the streams that the engine serves.
 
-The link keeps, for each live request, what it has received of it. When the connection breaks it finds the engine again
-(the same one, or the one that the supervisor put in its place) and resubmits prompt and received tokens with the same
-seed; the engine continues where the stream stopped, so no token is lost, repeated or changed (C8).
+A link is healthy from the engine's first Status on, and lost when its connection ends or the engine answers no
+heartbeat. What becomes of a lost link's streams is up to its owner (`link_group.py`): a stream holds all that another
+engine needs to continue it (C8).
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import logging
 import socket
 from array import array
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
+from actors.engine_client import EngineRefusal
 from actors.frames import (
     HEARTBEAT_S,
+    LOST_AFTER_BEATS,
     PREFIX,
     Abort,
     AbortById,
     EngineLoading,
     Heartbeat,
     LinkAddress,
-    Refusal,
     Refused,
     Report,
     Status,
@@ -36,63 +37,24 @@ from actors.frames import (
     tune_tcp,
 )
 from actors.metrics import Figures, Snapshot
+from actors.names import engine_id
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.1  # between attempts to find the engine again
+_RETRY_S = 0.1  # between attempts to connect
+_CONNECT_S = 10.0  # an attempt may take so long: a frozen engine answers no Ray call
 _REPORT_S = 2.0  # an engine that does not answer a report within this is told of by its last answer
 
 
-class EngineBusy(CallboardError):
-    """The engine's queue is full; come back after `retry_after_s` seconds."""
+class Stream:
+    """One live request: what it has received in all, what its reader has not taken yet, and where it is served."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class EngineDraining(CallboardError):
-    """The engine takes no new requests, because it is about to end."""
-
-
-class QueueTimeout(CallboardError):
-    """The request waited in the queue for as long as it may; it was not begun."""
-
-
-class EngineClient(Protocol):
-    """What a front end needs of an engine, however far away it is."""
-
-    info: ModelInfo
-
-    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        """Yields what is new until an output has a finish reason; closing the generator aborts the request.
-
-        Outputs that piled up while the consumer was busy arrive merged into one.
-        Raises EngineBusy if the queue is full, EngineDraining, QueueTimeout, and CallboardError if the request cannot
-        be served.
-        """
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """End a request by its id or its client's id for it, whoever submitted it; an unknown one is no error."""
-        ...
-
-    async def report(self, figures: dict[int, Figures]) -> dict[int, Snapshot]:
-        """Give each engine what was counted for its requests since the last report; the figures of all engines that
-        answered. One that did not has not got its part."""
-        ...
-
-    def health(self) -> str:
-        """Empty if requests can be served now; else one sentence that says why not."""
-        ...
-
-
-class _Stream:
-    """One live request: what it has received in all, and what its reader has not taken yet."""
-
-    __slots__ = ("_waiter", "error", "pending", "received", "request", "scored")
+    __slots__ = (
+        "_waiter", "accepted", "error", "info", "link", "num_losses", "number", "pending", "received", "refusals",
+        "request", "scored", "waits",
+    )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -101,6 +63,13 @@ class _Stream:
         self.pending: RequestOutput | None = None
         self.error: CallboardError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self.link: EngineLink | None = None  # where it is served; None: nowhere yet, or not any more
+        self.number = 0  # on that link
+        self.info: ModelInfo | None = None  # of the last engine that it was given to
+        self.accepted = False  # an engine has taken it: it skips the queue limits of the next one
+        self.waits = False  # it is in the queue of its engine, as far as is known, and was never in a step
+        self.num_losses = 0  # engines that died while they computed it
+        self.refusals: dict[EngineLink, EngineRefusal] = {}  # by those that did not take it
 
     def output(self) -> RequestOutput:
         """The output to add to: a fresh one, or the one that still waits to be taken."""
@@ -112,6 +81,17 @@ class _Stream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def fail(self, error: CallboardError) -> None:
+        """Its reader gets what has piled up, then `error`."""
+        self.error = error
+        self.wake()
+
+    def end(self, reason: FinishReason, error: str = "") -> None:
+        """Its reader gets what has piled up, with this end."""
+        output = self.output()
+        output.finish_reason, output.error = reason, error
+        self.wake()
+
     async def take(self) -> RequestOutput:
         """All that has piled up; waits for something if nothing has."""
         while self.pending is None:
@@ -122,97 +102,144 @@ class _Stream:
         output, self.pending = self.pending, None
         return output
 
-    def resubmission(self) -> Request:
-        """The request as a new engine must see it."""
+    def submission(self) -> Request:
+        """The request as its next engine must see it."""
+        if not self.received and not self.scored:
+            return self.request
         params = replace(self.request.params, prompt_logprobs=None) if self.scored else self.request.params
         return replace(self.request, token_ids=[*self.request.token_ids, *self.received], params=params)
+
+    def suits(self, info: ModelInfo) -> bool:
+        """An engine with this model goes on as the last one would have: with equal numbers, and to the same end."""
+        last = self.info
+        if last is not None and self.received and last.fingerprint != info.fingerprint:
+            return False
+        limit = self.request.prompt_len + self.request.params.max_tokens
+        return (limit if last is None else min(limit, last.max_model_len)) <= info.max_model_len
+
+
+class LinkOwner(Protocol):
+    """Who is told of what happens to a link."""
+
+    def on_status(self, link: EngineLink) -> None:
+        """The link has become healthy, or ill, or its engine draining."""
+        ...
+
+    def on_lost(self, link: EngineLink, streams: list[Stream]) -> None:
+        """The connection has ended; the link looks for its engine again, but knows these streams no more."""
+        ...
+
+    def on_refused(self, link: EngineLink, stream: Stream, refused: Refused) -> None:
+        """The engine has not taken a stream, or given it up."""
+        ...
 
 
 class _Connection(asyncio.Protocol):
     """Cuts the byte stream into frames."""
 
-    def __init__(self, on_message: Callable[[Tokens | Refused | Status | Snapshot], None]) -> None:
-        self._on_message = on_message
+    def __init__(self, link: EngineLink) -> None:
+        self._link: EngineLink | None = link
         self._data = bytearray()
+        self.heard = False  # something has come since this was last looked at
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.transport: asyncio.WriteTransport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
+        self.heard = True
         self._data += data
         buffer, at = self._data, 0
         while len(buffer) - at >= PREFIX.size:
             end = at + PREFIX.size + frame_size(buffer[at : at + PREFIX.size])
             if len(buffer) < end:
                 break
-            self._on_message(decode_from_engine(bytes(buffer[at + PREFIX.size : end])))
+            if self._link is not None:
+                self._link.on_message(decode_from_engine(bytes(buffer[at + PREFIX.size : end])))
             at = end
         del buffer[:at]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.lost.done():
+        self.cut()
+
+    def cut(self) -> None:
+        """End the connection now: nothing that it still brings is looked at."""
+        link, self._link = self._link, None
+        if link is not None:
+            self.transport.abort()
             self.lost.set_result(None)
+            link.on_connection_lost(self)
 
 
 class EngineLink:
-    """An EngineClient over one socket to one engine at a time.
+    """A connection to one engine, made again when it breaks, and the streams that this engine serves.
 
-    `find()` asks the engine, wherever it runs now, for an address to connect to and for its model; it raises while
-    there is none."""
+    `open_link()` asks the engine for an address to connect to and for its model; it raises while there is none."""
 
-    def __init__(self, find: Callable[[], Awaitable[tuple[LinkAddress, ModelInfo]]]) -> None:
-        self._find = find
-        self._streams: dict[int, _Stream] = {}
+    def __init__(
+        self, name: str, open_link: Callable[[], Awaitable[tuple[LinkAddress, ModelInfo]]], owner: LinkOwner
+    ) -> None:
+        self.name, self.engine = name, engine_id(name)
+        self._open_link, self._owner = open_link, owner
+        self._streams: dict[int, Stream] = {}
         self._last_number = 0
-        self._seen = 0
-        self._reason = "The engine is starting."
-        self._transport: asyncio.WriteTransport | None = None
+        self._connection: _Connection | None = None
         self._reports: deque[asyncio.Future[None]] = deque()  # not answered yet
         self._snapshot: Snapshot | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self.info: ModelInfo
-
-    async def start(self) -> None:
-        """Returns when there is an engine and the link is connected to it."""
-        self._connected = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._keep_connected()), asyncio.create_task(self._beat())]
-        await self._connected.wait()
+        self.reason = "The engine is starting."  # why it serves nothing now; "": it is healthy
+        self.usable = False  # it is connected, and the engine has told its Status
+        self.draining = False
+        self.suspects: list[Stream] = []  # what the engine computed when its connection ended
+        self._task = asyncio.create_task(self._keep_connected())
 
     def close(self) -> None:
         """Let the engine go; it aborts what is still running."""
-        for task in self._tasks:
-            task.cancel()
-        if self._transport is not None:
-            self._transport.close()
+        self._task.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.transport.close()
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
 
     @property
     def num_streams(self) -> int:
         """Live requests of this link."""
         return len(self._streams)
 
-    def health(self) -> str:
-        return self._reason
+    @property
+    def streams(self) -> list[Stream]:
+        return list(self._streams.values())
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    # ---- for its owner --------------------------------------------------------------------------------------------
+
+    def submit(self, stream: Stream) -> None:
+        """Let this engine serve a stream, from where it stands."""
         self._last_number += 1
-        number, stream = self._last_number, _Stream(request)
-        self._streams[number] = stream
-        self._send(Submit(number, request, resumed=False))
-        try:
-            while True:
-                output = await stream.take()
-                yield output
-                if output.finish_reason:
-                    return
-        finally:
-            if self._streams.pop(number, None) is not None:
-                self._send(Abort(number))
+        stream.link, stream.number, stream.info, stream.waits = self, self._last_number, self.info, False
+        stream.request.engine = self.engine
+        self._streams[stream.number] = stream
+        self._send(Submit(stream.number, stream.submission(), resumed=stream.accepted))
+
+    def drop(self, stream: Stream) -> bool:
+        """Let this engine abort a stream; False, and nothing more, if it has ended."""
+        if self._streams.pop(stream.number, None) is None:
+            return False
+        self._send(Abort(stream.number))
+        return True
 
     def abort(self, request_id: str) -> None:
+        """Let this engine end a request, whoever submitted it."""
         self._send(AbortById(request_id))
 
     async def report(self, figures: Figures) -> Snapshot | None:
         """Give the engine what was counted, and get all that it knows: its last answer if it is slow, None if there is
         no engine, which then has not got `figures`."""
-        if self._transport is None:
+        if self._connection is None:
             return None
         asked = asyncio.get_running_loop().create_future()
         self._reports.append(asked)
@@ -221,13 +248,15 @@ class EngineLink:
         return self._snapshot
 
     def _send(self, message: Submit | Abort | AbortById | Heartbeat | Report) -> None:
-        if self._transport is not None:  # else it is resubmitted when there is an engine again
-            self._transport.write(encode(message))
+        if self._connection is not None:  # else its streams are already with another link
+            self._connection.transport.write(encode(message))
 
-    async def _connect(self) -> asyncio.Future[None]:
-        address, self.info = await self._find()
+    # ---- the connection -------------------------------------------------------------------------------------------
+
+    async def _connect(self) -> _Connection:
+        address, self.info = await self._open_link()
         loop = asyncio.get_running_loop()
-        make = lambda: _Connection(self._on_message)  # noqa: E731
+        make = lambda: _Connection(self)  # noqa: E731
         if address.path:
             sock = socket.socket(socket.AF_UNIX)
             sock.setblocking(False)
@@ -237,69 +266,80 @@ class EngineLink:
             transport, connection = await loop.create_connection(make, address.host, address.port)
             tune_tcp(transport.get_extra_info("socket"))
         transport.write(PREFIX.pack(len(address.secret)) + address.secret)
-        self._seen = 0
-        self._transport = transport
-        for number, stream in self._streams.items():
-            self._send(Submit(number, stream.resubmission(), resumed=True))
-        self._reason = ""
-        return connection.lost
+        return connection
 
     async def _keep_connected(self) -> None:
         said = ""
         while True:
             try:
-                lost = await self._connect()
+                async with asyncio.timeout(_CONNECT_S):
+                    connection = await self._connect()
             except EngineLoading as e:
-                self._reason = str(e)
+                self.reason = str(e)
                 await asyncio.sleep(_RETRY_S)
                 continue
             except Exception as e:  # whatever keeps us from the engine now may pass: it is being started
                 if said != (said := f"{type(e).__name__}: {e}"):
-                    logger.warning("no engine yet: %s", said)
+                    logger.warning("no link to engine %s yet: %s", self.name, said)
                 await asyncio.sleep(_RETRY_S)
                 continue
             said = ""
-            self._connected.set()
-            await lost
-            self._transport = None
-            self._reason = "The engine is restarting."
-            for asked in self._reports:
-                asked.cancel()
-            self._reports.clear()
-            self._snapshot = None
-            logger.warning("lost the engine with %d streams; looking for it again", len(self._streams))
+            if not connection.lost.done():
+                self._connection = connection
+                await self._watch(connection)
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            if self._streams:
-                self._send(Heartbeat(self._seen))
+    async def _watch(self, connection: _Connection) -> None:
+        """Returns when the connection is lost. Beats are counted, not seconds: when this process is late itself, it
+        sends no more than one."""
+        num_silent = 0
+        while not connection.lost.done():
+            num_silent = 0 if connection.heard else num_silent + 1
+            connection.heard = False
+            if num_silent > LOST_AFTER_BEATS:
+                logger.warning("engine %s has answered none of %d heartbeats", self.name, LOST_AFTER_BEATS)
+                connection.cut()
+                return
+            self._send(Heartbeat())
+            await asyncio.wait((connection.lost,), timeout=HEARTBEAT_S)
 
-    def _on_message(self, message: Tokens | Refused | Status | Snapshot) -> None:
+    def on_connection_lost(self, connection: _Connection) -> None:
+        """Its streams are for the owner to place anew."""
+        if connection is not self._connection:
+            return  # closed, or it ended before it was used
+        self._connection, self.usable, self.draining = None, False, False
+        self.reason = "The engine is restarting."
+        for asked in self._reports:
+            asked.cancel()
+        self._reports.clear()
+        self._snapshot = None
+        streams, self._streams = self._streams, {}
+        self.suspects = [stream for stream in streams.values() if not stream.waits]
+        logger.warning("lost engine %s with %d streams", self.name, len(streams))
+        self._owner.on_lost(self, list(streams.values()))
+
+    # ---- what the engine says -------------------------------------------------------------------------------------
+
+    def on_message(self, message: Tokens | Refused | Status | Snapshot | Heartbeat) -> None:
         if isinstance(message, Tokens):
             self._on_tokens(message)
         elif isinstance(message, Status):
-            self._reason = message.reason
+            self.reason, self.draining = message.reason, message.draining
+            self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
+            self._owner.on_status(self)
         elif isinstance(message, Snapshot):
             self._snapshot = message
             if not (asked := self._reports.popleft()).done():
                 asked.set_result(None)
-        elif (stream := self._streams.pop(message.stream, None)) is not None:
-            match message.reason:
-                case Refusal.BUSY:
-                    stream.error = EngineBusy(message.message, message.retry_after_s)
-                case Refusal.DRAINING:
-                    stream.error = EngineDraining(message.message)
-                case Refusal.LATE:
-                    stream.error = QueueTimeout(message.message)
-                case Refusal.NEVER:
-                    stream.error = CallboardError(message.message)
-            stream.wake()
+        elif isinstance(message, Refused) and (stream := self._streams.pop(message.stream, None)) is not None:
+            self._owner.on_refused(self, stream, message)
 
     def _on_tokens(self, frame: Tokens) -> None:
-        self._seen = frame.number
         streams = self._streams
         sampled_at = frame.sampled_at
+        for number, has_slot in frame.accepted:
+            if (stream := streams.get(number)) is not None:
+                stream.accepted, stream.waits = True, not has_slot
+                stream.refusals.clear()
         for number, num_cached, queued_s, prefill_s in frame.started:
             if (stream := streams.get(number)) is not None and not stream.received:
                 output = stream.output()
@@ -312,7 +352,7 @@ class EngineLink:
         columns = zip(memoryview(frame.streams).cast("i"), memoryview(frame.token_ids).cast("i"), strict=True)
         for i, (number, token) in enumerate(columns):
             if (stream := streams.get(number)) is None:
-                continue  # aborted; the engine does not know it yet
+                continue  # aborted or moved; the engine does not know it yet
             stream.received.append(token)
             output = stream.output()
             output.token_ids.append(token)
@@ -328,44 +368,5 @@ class EngineLink:
                 stream.wake()
         for ended in frame.ended:
             if (stream := streams.pop(ended.stream, None)) is not None:
-                output = stream.output()
-                output.finish_reason = FinishReason(ended.reason)
-                output.stop_token_id, output.error = ended.stop_token_id, ended.error
-                stream.wake()
-
-
-class LinkGroup:
-    """An EngineClient over several engines of the same model: each request goes to the healthy one with least load."""
-
-    def __init__(self, links: list[EngineLink]) -> None:
-        self._links = links
-
-    async def start(self) -> None:
-        """Connect to all engines; returns when there is one. The others are used as soon as they are there."""
-        self._starts = [asyncio.create_task(link.start()) for link in self._links]
-        await asyncio.wait(self._starts, return_when=asyncio.FIRST_COMPLETED)
-        self.info = next(link.info for link, start in zip(self._links, self._starts, strict=True) if start.done())
-
-    def close(self) -> None:
-        """Let all engines go."""
-        for start in self._starts:
-            start.cancel()
-        for link in self._links:
-            link.close()
-
-    def health(self) -> str:
-        reasons = [link.health() for link in self._links]
-        return "" if "" in reasons else reasons[0]
-
-    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        links = self._links
-        request.engine = min(range(len(links)), key=lambda i: (bool(links[i].health()), links[i].num_streams))
-        return links[request.engine].generate(request)
-
-    async def report(self, figures: dict[int, Figures]) -> dict[int, Snapshot]:
-        reports = [link.report(figures.get(i, Figures())) for i, link in enumerate(self._links)]
-        return {i: snapshot for i, snapshot in enumerate(await asyncio.gather(*reports)) if snapshot is not None}
-
-    def abort(self, request_id: str) -> None:
-        for link in self._links:
-            link.abort(request_id)
+                stream.output().stop_token_id = ended.stop_token_id
+                stream.end(FinishReason(ended.reason), ended.error)

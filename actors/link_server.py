@@ -1,7 +1,8 @@
 """The engine's side of the links: accepts replicas, reads their requests, writes at most one frame a step to each.
 
-Threads: one accepts, one reads each replica and answers its reports, and the engine's step thread writes all else. It
-never waits for a slow replica: what the socket does not take at once is kept and tried again with the next frame.
+Threads: one accepts, one reads each replica and answers its reports and heartbeats, and the engine's step thread writes
+all else. It never waits for a slow replica: what the socket does not take at once is kept and tried again with the next
+frame.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import itertools
+import logging
 import secrets
 import socket
 import threading
@@ -38,8 +40,12 @@ from actors.frames import (
 from actors.metrics import Figures, Snapshot
 from runtime.core.types import CallboardError, PromptLogprobs, TokenLogprobs
 
+logger = logging.getLogger(__name__)
+
 _SECRET_LEN = 32
 _HANDSHAKE_S = 10.0
+_MAX_HANDSHAKES = 64  # at once; a replica's takes milliseconds
+_ACCEPT_RETRY_S = 0.1
 _serials = itertools.count()
 
 
@@ -77,7 +83,6 @@ class Connection:
         self.streams: dict[int, Stream] = {}
         self.last_heard = time.monotonic()
         self.sampled_at = 0.0  # the tokens of this frame, by the wall clock
-        self._number = 0
         self._backlog = bytearray()
         self._clear()
 
@@ -88,13 +93,12 @@ class Connection:
         self.logprobs: dict[int, TokenLogprobs] = {}
         self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
         self.verified: list[tuple[int, int, int]] = []
+        self.accepted: list[tuple[int, bool]] = []
 
     def flush(self) -> None:
-        """Send what the step gathered, as one numbered frame."""
-        self._number += 1
+        """Send what the step gathered, as one frame."""
         self.send(
             Tokens(
-                self._number,
                 self.stream_column.tobytes(),
                 self.token_column.tobytes(),
                 self.ended,
@@ -103,11 +107,12 @@ class Connection:
                 self.sampled_at,
                 self.prompt_logprobs,
                 self.verified,
+                self.accepted,
             )
         )
         self._clear()
 
-    def send(self, message: Tokens | Refused | Status | Snapshot) -> None:
+    def send(self, message: Tokens | Refused | Status | Snapshot | Heartbeat) -> None:
         """Queue a message and write what the socket takes; a replica that lets 64 MiB pile up is cut off."""
         frame = encode(message)
         with self._sending:
@@ -160,6 +165,9 @@ class LinkServer:
     ) -> None:
         self._deliver, self._report = deliver, report
         self._secrets: set[bytes] = set()
+        self._handshaking: dict[socket.socket, None] = {}  # connections that have not told a secret yet
+        self._handshaking_lock = threading.Lock()
+        self._closed = False
         # An abstract name: no file that outlives a killed engine. Anyone on this host may connect; the secret decides.
         self._name = f"\0callboard-{secrets.token_hex(8)}"
         self._unix = self._listen(socket.AF_UNIX, self._name)
@@ -183,12 +191,28 @@ class LinkServer:
         return LinkAddress("", host, self._tcp.getsockname()[1], secret)
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
+        """What keeps a replica out now, as files or threads that are used up do, may pass: the door stays open."""
+        said = ""
+        while not self._closed:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._read, args=(sock,), name="link-read", daemon=True).start()
+                self._make_room(sock)
+                threading.Thread(target=self._read, args=(sock,), name="link-read", daemon=True).start()
+                said = ""
+            except (OSError, RuntimeError) as e:
+                if not self._closed and said != (said := str(e)):
+                    logger.error("no replica can connect for now: %s", e)
+                time.sleep(_ACCEPT_RETRY_S)
+
+    def _make_room(self, sock: socket.socket) -> None:
+        """Those without the secret may take neither all files nor all threads: the oldest of too many is cut off."""
+        with self._handshaking_lock:
+            self._handshaking[sock] = None
+            if len(self._handshaking) > _MAX_HANDSHAKES:
+                oldest = next(iter(self._handshaking))
+                del self._handshaking[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
 
     def _admit(self, sock: socket.socket) -> bool:
         """Whether the first frame is a secret that was handed out and not used yet."""
@@ -214,22 +238,33 @@ class LinkServer:
                     return
             except OSError:
                 return
+            finally:
+                with self._handshaking_lock:
+                    self._handshaking.pop(sock, None)
             connection = Connection(sock)
             self._deliver(connection, None)
             try:
                 while (body := receive(sock)) is not None:
                     connection.last_heard = time.monotonic()
                     message = decode_from_replica(body)
-                    if isinstance(message, Report):
+                    if isinstance(message, Heartbeat):
+                        connection.send(message)
+                    elif isinstance(message, Report):
                         connection.send(self._report(message.figures))
-                    elif not isinstance(message, Heartbeat):
+                    else:
                         self._deliver(connection, message)
             except CallboardError:
                 pass  # not a replica of ours: nothing after this frame can be trusted
-            self._deliver(connection, None)
+            except Exception:
+                logger.exception("a link's reader failed; its connection ends")
+            finally:
+                self._deliver(connection, None)
 
     def close(self) -> None:
         """Stop listening; connections end with their sockets."""
+        self._closed = True
         for listener in (self._unix, self._tcp):
             if listener is not None:
+                with contextlib.suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)  # else the thread would stay in accept()
                 listener.close()

@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
+from math import inf
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -115,7 +116,7 @@ METRICS = {
         "replica", "histogram", "From the sampling of a request's last token until it was written.", _SHORT_S
     ),
     "callboard:requests_refused": Metric(
-        "engine",
+        "replica",
         "counter",
         "Requests that were not served, by the reason.",
         label="reason",
@@ -150,8 +151,12 @@ class Histogram(msgspec.Struct, array_like=True):
         return zip(bounds, accumulate(self.counts), strict=True)
 
     def add(self, other: Histogram, sign: int = 1) -> None:
-        self.counts = [a + sign * b for a, b in zip(self.counts, other.counts, strict=True)]
-        self.sums = [a + sign * b for a, b in zip(self.sums, other.sums, strict=True)]
+        """`other` may end earlier or later, as lengths do by the model's context: what lies beyond the last bound here
+        counts as such."""
+        for bound, count, total in zip((*other.bounds, inf), other.counts, other.sums, strict=False):
+            at = bisect_left(self.bounds, bound)
+            self.counts[at] += sign * count
+            self.sums[at] += sign * total
 
 
 class Figures(msgspec.Struct, array_like=True):
@@ -224,7 +229,8 @@ class EngineMeter:
         self._step_from = self._wait_from = 0.0
         self._runners_idle = self._is_busy = False
         self._num_tokens = 0
-        self._replicas = Figures()
+        self._num_moved_tokens = 0  # of prompts that were computed elsewhere before, and counted there
+        self._replicas = all_at_zero(info.max_model_len)
         self._reporting = threading.Lock()  # replicas report from threads of their own
 
     def before_submit(self, num_in_flight: int, is_busy: bool) -> None:
@@ -238,6 +244,8 @@ class EngineMeter:
         for state in admitted:
             if not state.owner.admitted_at:  # else it comes back after a preemption
                 state.owner.admitted_at = now
+                if len(state.request.token_ids) > state.prompt_len:
+                    self._num_moved_tokens += state.prompt_len
         if self._runners_idle:
             self._step_from = now
             if self._is_busy:
@@ -273,7 +281,7 @@ class EngineMeter:
             "vllm:kv_cache_usage_perc": (num_blocks - pool.num_available) / num_blocks,
             "vllm:prefix_cache_queries": scheduler.prompt_tokens_total if self._counts_cache else 0,
             "vllm:prefix_cache_hits": scheduler.prompt_tokens_cached,
-            "vllm:prompt_tokens": scheduler.prompt_tokens_total,
+            "vllm:prompt_tokens": scheduler.prompt_tokens_total - self._num_moved_tokens,
             "vllm:generation_tokens": self._num_tokens,
             "vllm:num_preemptions": scheduler.num_preemptions,
             "vllm:spec_decode_num_drafts": scheduler.num_drafts,

@@ -1,7 +1,7 @@
 """The supervisor: keeps one engine actor alive from within the Serve replica that owns its placement group.
 
-A dead engine is replaced by a new one, where the replicas' links find it: the newest of its name counts. An engine that
-cannot be started three times in a row is given up: `failed` tells why, and Serve replaces the whole replica.
+An engine that is dead or frozen is replaced by a new one, which the replicas' links find by listing. One that cannot be
+started three times in a row is given up: `failed` tells why, and Serve replaces the whole replica.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
+import signal
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
+from actors.directory import plain_error
 from actors.engine import EngineActor
-from actors.frames import LinkAddress
-from actors.link import EngineLink
-from actors.names import NAMESPACE, living_actors, new_name
+from actors.names import NAMESPACE, new_name
 from actors.placement import engine_options
-from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +29,8 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3
 _PAUSE_S = 1.0  # between attempts to start an engine
 _DRAIN_POLL_S = 0.1
+_HEALTH_PERIOD_S = 1.0
+_HEALTH_TIMEOUT_S = 10.0  # an engine that does not answer for so long is frozen; its streams left it long before
 DRAINING = "The server is shutting down and takes no new requests; try again later."
 
 
@@ -45,14 +46,15 @@ class Supervisor:
         """Returns when the engine is ready; raises CallboardError if its model cannot be loaded."""
         self._engine = await self._start_engine()
         self._watch = asyncio.create_task(self._keep_alive())
+        self._watch.add_done_callback(self._unwatched)
 
     async def drain(self, timeout_s: float) -> None:
         """Let the engine take no new requests, and wait until those that it has are done, at most `timeout_s`."""
-        end = time.monotonic() + timeout_s
-        with contextlib.suppress(RayError):  # a dead engine has nothing to finish
-            await self._engine.drain.remote(DRAINING)
-            while (await self._engine.num_live.remote()) and time.monotonic() < end:
-                await asyncio.sleep(_DRAIN_POLL_S)
+        with contextlib.suppress(RayError, TimeoutError):  # a dead engine has nothing to finish
+            async with asyncio.timeout(timeout_s):
+                await self._engine.drain.remote(DRAINING)
+                while await self._engine.num_live.remote():
+                    await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _start_engine(self) -> Any:
         actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
@@ -62,20 +64,40 @@ class Supervisor:
         engine = actor.options(**options).remote(*start)
         try:
             await engine.start.remote()
+            self._pid = int((await engine.stats.remote())["pid"])
         except RayError as e:
             ray.kill(engine)
             raise plain_error(e) from e
         return engine
 
+    def _unwatched(self, watch: asyncio.Task[None]) -> None:
+        if not watch.cancelled() and (error := watch.exception()) is not None:
+            logger.error("engine %s is watched no more", self._name, exc_info=error)
+            self.failed = f"The engine's supervisor failed: {type(error).__name__}: {error}"
+
+    async def _loss(self) -> str:
+        """Why the engine has to be replaced, when that is known."""
+        end = asyncio.ensure_future(self._engine.forever.remote())
+        try:
+            while not (await asyncio.wait((end,), timeout=_HEALTH_PERIOD_S))[0]:
+                await asyncio.wait_for(self._engine.health.remote(), _HEALTH_TIMEOUT_S)
+            await end
+        except TimeoutError:
+            # A stopped process would never hear of its end from Ray. Supervisor and engine share a bundle, so a node.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            return f"its process has not answered for {_HEALTH_TIMEOUT_S:g} s"
+        except RayError as e:
+            return str(plain_error(e))
+        finally:
+            end.cancel()
+        return "its step thread ended"
+
     async def _keep_alive(self) -> None:
         while True:
-            try:
-                await self._engine.forever.remote()
-                ray.kill(self._engine)  # its process lives, its step thread does not
-                why = "its step thread ended"
-            except RayError as e:
-                why = str(plain_error(e))
+            why = await self._loss()
             logger.warning("engine %s is gone: %s; starting another", self._name, why)
+            ray.kill(self._engine)
             self.num_restarts += 1
             for failures in range(1, _MAX_FAILURES + 1):
                 try:
@@ -88,35 +110,3 @@ class Supervisor:
             else:
                 self.failed = f"The engine could not be restarted: {reason}"
                 return
-
-
-def plain_error(error: RayError) -> CallboardError:
-    """The one sentence behind a failed Ray call, without its remote traceback."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, CallboardError):
-        return cause
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return CallboardError(lines[-1] if lines else type(cause).__name__)
-
-
-def find_engine(name: str) -> Any:
-    """The newest living engine actor `name`; raises CallboardError if there is none."""
-    names = living_actors(name)
-    if not names:
-        raise CallboardError(f"There is no engine {name!r} in this Ray cluster.")
-    return ray.get_actor(names[-1], NAMESPACE)
-
-
-def link_to(name: str) -> EngineLink:
-    """A link to the engine `name`, from a replica on any node."""
-
-    async def find() -> tuple[LinkAddress, ModelInfo]:
-        engine = await asyncio.to_thread(find_engine, name)
-        node_id = ray.get_runtime_context().get_node_id()
-        try:
-            found: tuple[LinkAddress, ModelInfo] = await engine.open_link.remote(node_id)
-        except RayError as e:
-            raise plain_error(e) from e
-        return found
-
-    return EngineLink(find)

@@ -35,17 +35,19 @@ import ray  # noqa: E402
 from ray import serve  # noqa: E402
 
 from actors.channel import SocketExecutor, serve_steps  # noqa: E402
+from actors.directory import RayDirectory  # noqa: E402
 from actors.engine_loop import EngineLoop  # noqa: E402
 from actors.frames import LinkAddress  # noqa: E402
-from actors.names import NAMESPACE  # noqa: E402
-from actors.supervisor import link_to  # noqa: E402
+from actors.link_group import LinkGroup  # noqa: E402
+from actors.names import NAMESPACE, engines_of, new_name  # noqa: E402
 from runtime.core.config import DEFAULT_MODEL, EngineConfig, ModelInfo  # noqa: E402
 from runtime.core.executor import Executor  # noqa: E402
 from runtime.core.plan import StepPlan, StepResult  # noqa: E402
 from runtime.core.types import Request, SamplingParams  # noqa: E402
 from runtime.loading.resolve import resolve  # noqa: E402
 from runtime.text.tokenizer import Tokenizer  # noqa: E402
-from serve_app.app import Front, engine_name  # noqa: E402
+from serve_app.app import Front  # noqa: E402
+from serve_app.settings import HttpSettings  # noqa: E402
 
 TOKENS = 160  # a request
 APP = f"front-door-{os.getpid()}"  # its processes carry the name
@@ -152,7 +154,7 @@ async def read_link(link: Any, number: int, seen: list[tuple[int, float]]) -> No
 
 
 async def measure(runner: Any, engine: Any, port: int, words: dict[str, int], cases: list[int]) -> None:
-    link = link_to(engine_name(APP, 0))
+    link = LinkGroup(RayDirectory(engines_of(APP)))
     await link.start()
     engine_pid = await engine.pid.remote()
     print(
@@ -200,12 +202,13 @@ def main() -> None:
     ray.init(num_cpus=4 + args.fronts, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
     remote_runner: Any = ray.remote(max_concurrency=4)(ToyRunner)
     remote_engine: Any = ray.remote(ToyEngine)
+    config = EngineConfig(model=args.model)
     runner = remote_runner.remote(list(words.values()), args.tick_ms / 1e3)
-    engine = remote_engine.options(name=f"{engine_name(APP, 0)}#1", namespace=NAMESPACE).remote()
+    engine = remote_engine.options(name=new_name(f"{engines_of(APP, config)}toy"), namespace=NAMESPACE).remote()
     ray.get(engine.start.remote(runner))
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     front = serve.deployment(serve.ingress()(Front), num_replicas=args.fronts, max_ongoing_requests=4096)
-    serve.run(front.bind(EngineConfig(model=args.model), 1, "toy", None), name=APP)
+    serve.run(front.bind(config, HttpSettings(), "toy", None), name=APP)
     freeze_garbage()
     asyncio.run(measure(runner, engine, port, words, args.streams))
     serve.shutdown()

@@ -24,9 +24,10 @@ os.environ.update(SINGLE_MACHINE)  # before `import ray`
 
 import ray
 
-from actors.link import EngineLink
+from actors.directory import RayDirectory, find_engines
+from actors.link_group import LinkGroup
 from actors.placement import bundles, uses_gpu
-from actors.supervisor import Supervisor, find_engine, link_to
+from actors.supervisor import Supervisor
 from benchmarks.measure import Results, engine_config, middle, new_parser
 from runtime.core.config import EngineConfig
 from runtime.core.types import Request, SamplingParams
@@ -34,9 +35,7 @@ from runtime.core.types import Request, SamplingParams
 LEARNED = "acceptance", "round_beyond_us", "step_beyond_us", "draft_answer_beyond_us", "draft_late_rounds"
 
 
-async def run_batch(
-    link: EngineLink, prompts: list[list[int]], params: SamplingParams
-) -> tuple[float, list[list[int]]]:
+async def run_batch(link: LinkGroup, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
     """Tokens a second of all requests together while all of them decode; their tokens."""
     arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -64,9 +63,9 @@ async def measure(config: EngineConfig, args: Any, results: Results, texts: dict
     began = time.perf_counter()
     await supervisor.start()
     start_s = time.perf_counter() - began
-    link = link_to(name)
+    link = LinkGroup(RayDirectory(f"{name}#"))
     await link.start()
-    engine = find_engine(name)
+    (engine,) = find_engines(f"{name}#")
     rng = np.random.default_rng(0)
     for batch in args.batches:
         prompts = rng.integers(0, link.info.vocab_size - 300, (batch, args.prompt_len)).tolist()

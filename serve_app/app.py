@@ -19,10 +19,12 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from actors.directory import RayDirectory
 from actors.environment import FAST_SERVE, freeze_garbage
-from actors.link import LinkGroup
+from actors.link_group import LinkGroup
+from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, uses_gpu
-from actors.supervisor import Supervisor, link_to
+from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
@@ -87,7 +89,8 @@ class EngineHost:
         self._drain_timeout_s = drain_timeout_s
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
-        self._supervisor = Supervisor(config, engine_name(context.app_name, context.rank.rank), group, gpu)
+        name = engines_of(context.app_name, config) + context.replica_id.unique_id  # a rank may soon be another's
+        self._supervisor = Supervisor(config, name, group, gpu)
         await self._supervisor.start()
 
     def check_health(self) -> None:
@@ -107,7 +110,6 @@ class Front:
         self,
         config: EngineConfig,
         settings: HttpSettings,
-        num_engines: int,
         served_model_name: str | None,
         engines: DeploymentHandle,
     ) -> None:
@@ -118,7 +120,7 @@ class Front:
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
         app_name = serve.get_replica_context().app_name
-        self._engines = LinkGroup([link_to(engine_name(app_name, rank)) for rank in range(num_engines)])
+        self._engines = LinkGroup(RayDirectory(engines_of(app_name, config)))
         draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
         self._service = Service(self._engines, None, served_model_name or config.model, draft)
         if settings.otlp_traces_endpoint is not None:
@@ -171,11 +173,6 @@ class Front:
                     }
 
 
-def engine_name(app_name: str, rank: int) -> str:
-    """The name under which links find the engine of EngineHost replica `rank`."""
-    return f"{app_name}/engine/{rank}"
-
-
 def build_app(args: AppArgs) -> serve.Application:
     """The application: a front that HTTP reaches, and the engines behind it.
 
@@ -211,7 +208,6 @@ def build_app(args: AppArgs) -> serve.Application:
     return front.bind(
         config,
         settings,
-        args.num_replicas,
         args.served_model_name,
         engines.bind(config, gpu, settings.drain_timeout_s),
     )

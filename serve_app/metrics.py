@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 
-from actors.link import EngineClient
+from actors.engine_client import EngineClient, EngineRefusal
 from actors.metrics import METRICS, Figures, Snapshot
-from runtime.core.types import CallboardError, Request, RequestOutput
+from runtime.core.types import Request, RequestOutput
 from serve_app.errors import ApiError
 
 logger = logging.getLogger("ray.serve")
@@ -56,6 +56,7 @@ class Choice:
     first_at: float = 0.0  # when the engine sampled its first token; 0: it has none
     last_at: float = 0.0
     reason: str = "abort"  # until it is known better
+    refusal: str = ""  # why, if it was refused
 
     def note(self, output: RequestOutput) -> None:
         """An output of the engine."""
@@ -93,8 +94,8 @@ class JobRecord:
             if e.status >= 500:
                 choice.reason = "error"
             raise
-        except CallboardError:  # the engine counts those that it refuses
-            choice.reason = "refused"
+        except EngineRefusal as e:
+            choice.reason, choice.refusal = "refused", e.reason
             raise
         finally:
             self._metrics.observe(choice, self._origin.arrived_at, submitted_at)
@@ -105,7 +106,7 @@ class ServiceMetrics:
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self._model = client, model
-        self._pending: dict[int, Figures] = {}  # by engine: not reported yet
+        self._pending: dict[str, Figures] = {}  # by engine: not reported yet
         self._sinks: list[JobLog] = [self._log]
         self._ray: RaySink | None = None
 
@@ -134,7 +135,7 @@ class ServiceMetrics:
                 sink(job_id, origin, record.choices, status)
 
     def observe(self, choice: Choice, arrived_at: float, submitted_at: float) -> None:
-        """A choice has ended; a refused one is counted by the engine."""
+        """A choice has ended; of a refused one there is little to tell."""
         request, max_len = choice.request, self._client.info.max_model_len
         figures = self._pending.setdefault(request.engine, Figures())
 
@@ -142,7 +143,8 @@ class ServiceMetrics:
             figures.histogram(name, max_len).observe(max(value, 0.0))  # clocks of two machines may differ
 
         observe("callboard:ingress_seconds", submitted_at - arrived_at)
-        if choice.reason == "refused":
+        if choice.refusal:
+            figures.count("callboard:requests_refused", choice.refusal)
             return
         figures.count("vllm:request_success", choice.reason)
         observe("vllm:request_prompt_tokens", request.prompt_len)
@@ -175,9 +177,13 @@ class ServiceMetrics:
 
     # ---- to the engines, and from them ------------------------------------------------------------------------------
 
-    async def report(self) -> dict[int, Snapshot]:
-        """Give every engine what was counted; all figures by engine. What an engine away could not be given is kept."""
+    async def report(self) -> dict[str, Snapshot]:
+        """Give every engine what was counted; all figures by engine. What an engine away could not be given is kept,
+        and what was counted for one that is gone, or for none, is given to another: nothing is lost to the sums."""
         pending, self._pending = self._pending, {}
+        if engines := self._client.engines():
+            for engine in pending.keys() - set(engines):
+                pending.setdefault(engines[0], Figures()).add(pending.pop(engine))
         snapshots = await self._client.report(pending)
         for engine, figures in pending.items():
             if engine not in snapshots:
@@ -233,11 +239,11 @@ class ServiceMetrics:
 class RaySink(Protocol):
     """Publishes figures through Ray (serve_app/ray_metrics.py)."""
 
-    async def publish(self, engine: int, new: Figures) -> None:
+    async def publish(self, engine: str, new: Figures) -> None:
         """What a replica has newly counted of its own requests."""
         ...
 
-    async def publish_engine(self, engine: int, snapshot: Snapshot) -> None:
+    async def publish_engine(self, engine: str, snapshot: Snapshot) -> None:
         """What an engine counts itself."""
         ...
 
@@ -245,7 +251,7 @@ class RaySink(Protocol):
 class _Collector:
     """Snapshots as prometheus_client's metric families."""
 
-    def __init__(self, model: str, snapshots: Mapping[int, Snapshot]) -> None:
+    def __init__(self, model: str, snapshots: Mapping[str, Snapshot]) -> None:
         self._model, self._snapshots = model, snapshots
 
     def collect(self) -> Iterator[Metric]:
@@ -254,7 +260,7 @@ class _Collector:
             labels = ["model_name", "engine", *([metric.label] if metric.label else [])]
             family = families[metric.kind](name, metric.help, labels=labels)
             for engine, snapshot in self._snapshots.items():
-                at = [self._model, str(engine)]
+                at = [self._model, engine]
                 if metric.kind == "histogram":
                     histogram = snapshot.figures.histograms[name]
                     family.add_metric(at, list(histogram.cumulative()), sum(histogram.sums))
@@ -263,7 +269,7 @@ class _Collector:
                     family.add_metric([*at, label_value] if metric.label else at, value)
             yield family
         for engine, snapshot in self._snapshots.items():
-            info = {"model_name": self._model, "engine": str(engine), **snapshot.cache_config}
+            info = {"model_name": self._model, "engine": engine, **snapshot.cache_config}
             cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, in labels.", labels=list(info))
             cache.add_metric(list(info.values()), 1)
             yield cache

@@ -24,11 +24,11 @@ class RayMetrics:
     def __init__(self, model: str, replica_id: str) -> None:
         self._tags = {"model_name": model, "ReplicaId": replica_id}
         self._metrics: dict[str, Any] = {}
-        self._last: dict[int, Figures] = {}  # by engine: its own figures when they were last published
+        self._last: dict[str, Figures] = {}  # by engine: its own figures when they were last published
 
-    async def publish(self, engine: int, new: Figures) -> None:
+    async def publish(self, engine: str, new: Figures) -> None:
         """What was newly counted."""
-        tags = {**self._tags, "engine": str(engine)}
+        tags = {**self._tags, "engine": engine}
         for name, values in new.numbers.items():
             label = METRICS[name].label
             for label_value, value in values.items():
@@ -46,7 +46,7 @@ class RayMetrics:
                     if i % _AT_ONCE == _AT_ONCE - 1:
                         await asyncio.sleep(0)
 
-    async def publish_engine(self, engine: int, snapshot: Snapshot) -> None:
+    async def publish_engine(self, engine: str, snapshot: Snapshot) -> None:
         """What an engine counts itself, and has since it was last published; a new engine's all.
 
         What was counted before this process first looked is left to the one that told of it then."""
@@ -64,7 +64,7 @@ class RayMetrics:
             if metric.kind == "gauge":
                 new.numbers[name] = own.numbers[name]
         await self.publish(engine, new)
-        tags = {**self._tags, "engine": str(engine), **snapshot.cache_config}
+        tags = {**self._tags, "engine": engine, **snapshot.cache_config}
         self._metric("vllm:cache_config_info", labels=tuple(tags)).set(1, tags)
 
     def _metric(self, name: str, histogram: Histogram | None = None, labels: tuple[str, ...] = ()) -> Any:

@@ -119,11 +119,11 @@ def _start(settings: ServerSettings) -> None:
         time.sleep(_POLL_S)
 
 
-def _engines(settings: ServerSettings) -> list[Any]:
-    from actors.supervisor import find_engine
-    from serve_app.app import engine_name
+def _engines() -> list[Any]:
+    from actors.directory import find_engines
+    from actors.names import engines_of
 
-    return [find_engine(engine_name(APP_NAME, rank)) for rank in range(settings.num_replicas)]
+    return find_engines(engines_of(APP_NAME))
 
 
 def _fronts_are_connected(settings: ServerSettings) -> bool:
@@ -132,8 +132,9 @@ def _fronts_are_connected(settings: ServerSettings) -> bool:
     from ray import serve
 
     deployment = serve.status().applications[APP_NAME].deployments["Front"]
-    stats = ray.get([engine.stats.remote() for engine in _engines(settings)])
-    return all(s["connections"] >= sum(deployment.replica_states.values()) for s in stats)
+    num_fronts = sum(deployment.replica_states.values())
+    stats = ray.get([engine.stats.remote() for engine in _engines()])
+    return len(stats) >= settings.num_replicas and all(s["connections"] >= num_fronts for s in stats)
 
 
 def _drain(settings: ServerSettings) -> None:
@@ -148,7 +149,7 @@ def _drain(settings: ServerSettings) -> None:
     print(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.", file=sys.stderr, flush=True)
     end = time.monotonic() + settings.http.drain_timeout_s
     with suppress(KeyboardInterrupt, CallboardError, ray.exceptions.RayError):  # an engine that is dead has none
-        engines = _engines(settings)
+        engines = _engines()
         ray.get([engine.drain.remote(DRAINING) for engine in engines])
         while any(ray.get([engine.num_live.remote() for engine in engines])) and time.monotonic() < end:
             time.sleep(_POLL_S)
@@ -173,10 +174,7 @@ def _announce(settings: ServerSettings) -> None:
     """How the engine started, on stderr, and how to use it."""
     import ray
 
-    from actors.supervisor import find_engine
-    from serve_app.app import engine_name
-
-    for line in ray.get(find_engine(engine_name(APP_NAME, 0)).phases.remote()):
+    for line in ray.get(_engines()[0].phases.remote()):
         print(line, file=sys.stderr, flush=True)
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from actors.link import EngineBusy, EngineClient, EngineDraining, QueueTimeout
+from actors.engine_client import EngineBusy, EngineClient, EngineDraining, QueueTimeout, RequestRefused
 from runtime.core.types import CallboardError, FinishReason, Request
 from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
@@ -182,8 +182,8 @@ class Service:
     async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
 
-        Raises ApiError: 400 if a grammar is too complex, 429 if the engine or the compiler is full, 503 if the engine
-        is away, 504 if it is late, 500 if it fails."""
+        Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
+        are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
         with self.metrics.job(job.id, origin or Origin()) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
@@ -204,6 +204,8 @@ class Service:
                 raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
             except QueueTimeout as e:
                 raise ApiError(504, str(e), type="server_error", code="queue_timeout") from e
+            except RequestRefused as e:
+                raise ApiError(400, str(e)) from e
             except ApiError:
                 raise
             except CallboardError as e:

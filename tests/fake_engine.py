@@ -10,7 +10,7 @@ import httpx
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from actors.link import EngineBusy
+from actors.engine_client import EngineBusy
 from actors.metrics import Figures, Snapshot, all_at_zero
 from runtime.core.config import ModelInfo
 from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
@@ -71,11 +71,14 @@ class FakeEngine:
     def health(self) -> str:
         return self.reason
 
-    async def report(self, figures: dict[int, Figures]) -> dict[int, Snapshot]:
+    def engines(self) -> list[str]:
+        return ["0"]
+
+    async def report(self, figures: dict[str, Figures]) -> dict[str, Snapshot]:
         """As one engine that has counted nothing itself."""
         for new in figures.values():
             self.reported.add(new)
-        return {0: Snapshot(self.reported, {"block_size": "9"})}
+        return {"0": Snapshot(self.reported, {"block_size": "9"})}
 
     def abort(self, request_id: str) -> None:
         self.aborts.append(request_id)

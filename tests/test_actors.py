@@ -9,8 +9,10 @@ import time
 import pytest
 import ray
 
+from actors.directory import RayDirectory, find_engines
+from actors.link_group import LinkGroup
 from actors.placement import bundles
-from actors.supervisor import Supervisor, find_engine, link_to
+from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError, GrammarSpec, Request, SamplingParams
 from runtime.loading.resolve import resolve
@@ -38,7 +40,7 @@ class Server:
         ray.get(self.group.ready(), timeout=30)
         self.supervisor = Supervisor(self.config, self.name, self.group, gpu=False)
         await self.supervisor.start()
-        self.link = link_to(self.name)
+        self.link = LinkGroup(RayDirectory(f"{self.name}#"))
         await self.link.start()
         return self
 
@@ -49,7 +51,7 @@ class Server:
         ray.util.remove_placement_group(self.group)
 
     def engine(self):
-        return find_engine(self.name)
+        return find_engines(f"{self.name}#")[-1]
 
     async def generate(self, progress=None):
         """All prompts at once; `progress` counts tokens as they arrive."""

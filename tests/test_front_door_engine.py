@@ -13,9 +13,8 @@ import openai
 import pytest
 import uvicorn
 from fake_engine import MODEL, byte_tokenizer
-from test_link import Engine, eventually
+from test_link import Engine, eventually, link_to
 
-from actors.link import EngineLink
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -25,7 +24,7 @@ from serve_app.settings import HttpSettings
 async def serving(settings=None, **config):
     """An engine and the url of its front door."""
     engine = Engine(**config)
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     app = build_http_app(Service(link, byte_tokenizer(), MODEL), settings)
     listener = socket.create_server(("127.0.0.1", 0))

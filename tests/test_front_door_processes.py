@@ -22,9 +22,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 WAIT_FOR_ZERO = """
 import time
 import ray
-from actors.supervisor import find_engine
+from actors.directory import find_engines
+from actors.names import engines_of
 ray.init(log_to_driver=False, logging_level="ERROR")
-engine, end = find_engine("callboard/engine/0"), time.monotonic() + 5
+(engine,), end = find_engines(engines_of("callboard")), time.monotonic() + 5
 while True:
     stats = ray.get(engine.stats.remote())
     if stats["running"] == stats["waiting"] == stats["waiting_tokens"] == sum(stats["streams"]) == 0:

@@ -9,9 +9,9 @@ import pytest
 from fake_runner import EOS, VOCAB, FakeRunner, sequential
 
 from actors import engine_loop
+from actors.engine_client import EngineBusy, RequestRefused
 from actors.engine_loop import EngineLoop
-from actors.frames import LinkAddress
-from actors.link import EngineBusy, EngineLink, LinkGroup
+from actors.link_group import LinkGroup
 from actors.link_server import Connection
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
@@ -22,8 +22,8 @@ INFO = ModelInfo("f", VOCAB, 512, (EOS,), 200, 4, "none", "none")
 class SlowRunner(FakeRunner):
     """A fake runner that can be killed, hung, or slowed down."""
 
-    def __init__(self, config, delay_s=0.0):
-        super().__init__(config, INFO)
+    def __init__(self, config, info, delay_s=0.0):
+        super().__init__(config, info)
         self.delay_s, self.dead, self.deaf, self.closed = delay_s, "", "", threading.Event()
         self.hang = False
 
@@ -42,22 +42,23 @@ class SlowRunner(FakeRunner):
 
 
 class Engine:
-    """An engine loop, restartable, and the `find` that links use."""
+    """An engine loop, restartable, and the address that links ask for."""
 
-    def __init__(self, delay_s=0.001, **kw):
+    def __init__(self, delay_s=0.001, info=None, start=None, **kw):
+        self.start = start or (lambda: SlowRunner(self.config, self.info, self.delay_s))
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 16, **kw})
-        self.delay_s, self.runners = delay_s, []
-        self.same_node = True
-        self.loop = EngineLoop(self.config, self.start_runners)
+        self.delay_s, self.runners, self.info = delay_s, [], info or INFO
+        self.same_node, self.num_starts = True, 0
+        self.restart()
 
     def start_runners(self):
-        self.runners.append(SlowRunner(self.config, self.delay_s))
-        return self.runners[-1], INFO
+        self.runners.append(self.start())
+        return self.runners[-1], self.info
 
-    async def find(self):
+    async def open_link(self):
         if self.loop is None:
             raise CallboardError("There is no engine.")
-        return self.loop.links.open(self.same_node, "127.0.0.1"), INFO
+        return self.loop.links.open(self.same_node, "127.0.0.1"), self.info
 
     def die(self):
         """As after kill -9: all connections end at once, nothing is said."""
@@ -67,7 +68,31 @@ class Engine:
             connection.close()
 
     def restart(self):
+        self.num_starts += 1
         self.loop = EngineLoop(self.config, self.start_runners)
+
+
+class Engines:
+    """A directory of engines whose ids are their places."""
+
+    def __init__(self, *engines):
+        self.all = list(engines)
+
+    async def engines(self):
+        return [f"app/engine/{i}#{e.num_starts}" for i, e in enumerate(self.all) if e.loop is not None]
+
+    async def open_link(self, name):
+        return await self.all[int(name.rpartition("/")[2].partition("#")[0])].open_link()
+
+
+def link_to(*engines):
+    """What a replica has of these engines."""
+    return LinkGroup(Engines(*engines))
+
+
+def only_link(group):
+    (link,) = group._links.values()
+    return link
 
 
 def request(i, **params):
@@ -88,7 +113,7 @@ async def read(link, req):
 async def served(request):
     engine = Engine()
     engine.same_node = request.param == "unix"
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     yield engine, link
     link.close()
@@ -117,7 +142,7 @@ async def test_streams_get_the_sequential_tokens(served):
 async def test_the_next_plan_is_submitted_before_the_last_tokens_are_sent(depth, monkeypatch):
     """In every step, also those in which requests come and go: collect k, submit k+depth, send k, collect k+1."""
     engine = Engine(pipeline_depth=depth)
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     runner, events, in_flight = engine.runners[-1], [], []
     submit, collect, flush = runner.submit, runner.collect, Connection.flush
@@ -150,7 +175,8 @@ async def test_the_next_plan_is_submitted_before_the_last_tokens_are_sent(depth,
 
 async def test_nothing_comes_after_the_end(served):
     """An abort finds the last step's tokens still unsent: they go first."""
-    engine, link = served
+    engine, group = served
+    link = only_link(group)
     ends, late, on_tokens = Counter(), [], link._on_tokens
 
     def note(frame):
@@ -160,7 +186,7 @@ async def test_nothing_comes_after_the_end(served):
 
     link._on_tokens = note
     for i in range(30):
-        reading = asyncio.create_task(read(link, request(i, max_tokens=400)))
+        reading = asyncio.create_task(read(group, request(i, max_tokens=400)))
         await eventually(lambda: engine.loop.stats()["running"] == 1)
         engine.loop.abort(f"r{i}")
         tokens, reason, _ = await reading
@@ -204,7 +230,7 @@ async def test_a_broken_connection_to_a_living_engine_is_a_pause(served):
     for _ in range(3):
         before = engine.loop.core.steps_done
         await eventually(lambda before=before: engine.loop.core.steps_done > before + 5)
-        link._transport.abort()
+        only_link(link)._connection.transport.abort()
         await asyncio.sleep(0.02)
     for i, (tokens, reason, _) in enumerate(await reading):
         assert (tokens, reason) == sequential(request(i, max_tokens=150), 512)
@@ -213,7 +239,7 @@ async def test_a_broken_connection_to_a_living_engine_is_a_pause(served):
 
 async def test_a_request_made_while_there_is_no_engine_waits_for_it():
     engine = Engine()
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     await eventually(lambda: engine.loop.stats()["connections"] == 1)
     engine.die()
@@ -251,8 +277,7 @@ async def test_a_silent_replica_loses_its_lease(served, monkeypatch):
     engine, link = served
     monkeypatch.setattr("actors.link_server.LEASE_S", 0.2)
     engine.runners[-1].delay_s = 0.02
-    link._tasks[1].cancel()  # no heartbeat any more
-    link._tasks[0].cancel()
+    only_link(link)._task.cancel()  # no heartbeat any more
     task = asyncio.create_task(read(link, request(0, max_tokens=400)))
     await eventually(lambda: engine.loop.stats()["steps"] > 2)
     await eventually(lambda: not engine.loop.core.scheduler.requests)
@@ -261,7 +286,7 @@ async def test_a_silent_replica_loses_its_lease(served, monkeypatch):
 
 async def test_a_full_queue_says_when_to_come_back():
     engine = Engine(delay_s=0.02, max_num_seqs=1, max_queued_requests=2)
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     tasks = [asyncio.create_task(read(link, request(0)))]
     await eventually(lambda: engine.loop.stats()["running"] == 1)
@@ -278,7 +303,7 @@ async def test_a_full_queue_says_when_to_come_back():
 
 async def test_a_request_that_cannot_be_served_is_refused(served):
     _, link = served
-    with pytest.raises(CallboardError, match="maximum context length"):
+    with pytest.raises(RequestRefused, match="maximum context length"):
         await read(link, Request("long", [1] * 600, 600, SamplingParams()))
 
 
@@ -302,7 +327,7 @@ async def test_stop_reason_and_cached_tokens_arrive(served):
 
 async def test_a_hung_runner_counts_as_lost():
     engine = Engine(step_timeout_s=0.3)
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     engine.runners[-1].hang = True
     reading = asyncio.create_task(read(link, request(0)))
@@ -319,7 +344,7 @@ async def test_a_hung_runner_counts_as_lost():
 
 async def test_a_request_that_kills_every_runner_ends_with_an_error(monkeypatch):
     engine = Engine()
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     start = engine.start_runners
 
@@ -347,29 +372,8 @@ async def test_a_stranger_does_not_get_in():
     assert await reader.read() == b""
     writer.close()
     engine.same_node = False
-
-    async def find():
-        return LinkAddress("", address.host, address.port, address.secret), INFO
-
-    link = EngineLink(find)
+    link = link_to(engine)
     await link.start()
     assert (await read(link, request(0)))[:2] == sequential(request(0), 512)
     link.close()
     engine.loop.close()
-
-
-async def test_a_group_spreads_and_skips_the_ill():
-    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
-    group = LinkGroup([EngineLink(e.find) for e in engines])
-    await group.start()  # returns when there is one
-    await eventually(lambda: not any(link.health() for link in group._links))
-    reading = asyncio.gather(*(read(group, request(i)) for i in range(10)))
-    await eventually(lambda: all(e.loop.stats()["running"] == 5 for e in engines))
-    for i, (tokens, reason, _) in enumerate(await reading):
-        assert (tokens, reason) == sequential(request(i), 512)
-    engines[0].die()
-    await eventually(lambda: group._links[0].health() != "")
-    assert group.health() == ""
-    assert (await read(group, request(1)))[:2] == sequential(request(1), 512)
-    group.close()
-    engines[1].loop.close()

@@ -8,12 +8,11 @@ import httpx
 import pytest
 import test_link
 from fake_engine import FakeEngine, byte_tokenizer, client_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from test_link import Engine, eventually
+from test_link import Engine, eventually, link_to
 
-from actors.link import EngineLink, LinkGroup
 from actors.metrics import METRICS, Figures, Histogram, length_bounds
 from serve_app.http import build_http_app
 from serve_app.service import Service
@@ -39,7 +38,7 @@ class Fronts:
         self.engines, self.links, self.clients, self.services = engines, [], [], []
 
     async def add(self) -> httpx.AsyncClient:
-        links = LinkGroup([EngineLink(engine.find) for engine in self.engines])
+        links = link_to(*self.engines)
         await links.start()
         self.services.append(Service(links, byte_tokenizer(), MODEL))
         app = build_http_app(self.services[-1])
@@ -271,6 +270,7 @@ async def test_one_log_line_a_request_and_never_its_text(caplog):
     assert "secret" not in good + busy
 
 
+@settings(deadline=None)  # a busy machine is no fault
 @given(
     st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5))), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 5)))
 )
@@ -288,6 +288,39 @@ def test_histograms_add_up_whoever_observed(mine, others):
         assert at_most == sum(count for value, count in mine + others if value <= limit)
     one.add(two, -1)
     assert one.counts == [a - b for a, b in zip(both.counts, two.counts, strict=True)]
+
+
+def test_lengths_of_engines_with_another_context_add_up_by_bucket():
+    short, long = Histogram.of(length_bounds(100)), Histogram.of(length_bounds(1000))
+    for value in (3, 90, 200, 5000):
+        long.observe(value)
+    short.add(long)
+    assert short.counts == [0, 0, 1, 0, 0, 0, 1, 2]
+    assert sum(short.sums) == 5293
+    long.add(short)
+    assert long.counts == [0, 0, 2, 0, 0, 0, 2, 1, 0, 0, 3]
+
+
+async def test_a_stream_that_moved_is_counted_once():
+    """Its first engine is gone for good; what was counted for that one goes to the other."""
+    fronts = Fronts(Engine(delay_s=0.01), Engine())
+    client = await fronts.add()
+    first, second = fronts.engines
+    try:
+        await asyncio.gather(*(complete(client, [60 + i] * 8, 5) for i in range(4)))
+        task = asyncio.create_task(complete(client, [3] * 8, 60))
+        await eventually(lambda: first.loop.stats()["running"] == 1 and first.loop.core.steps_done > 20)
+        first.die()
+        assert (await task).json()["usage"]["completion_tokens"] == 60
+        samples = await fronts.scrape()
+        assert samples["vllm:request_success_total,finished_reason=length"] == 5
+        assert samples["vllm:request_prompt_tokens_sum"] == 40
+        assert samples["vllm:request_generation_tokens_sum"] == 80
+        assert samples["vllm:request_queue_time_seconds_count"] == 5
+        moved = second.loop.report(Figures()).figures.numbers["vllm:prompt_tokens"][""]
+        assert moved == 8 * (second.loop.core.scheduler.prompt_tokens_total // 8 - 1)  # without the one that came
+    finally:
+        await fronts.close()
 
 
 def test_lengths_have_vllms_buckets():

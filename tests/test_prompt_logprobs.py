@@ -9,11 +9,10 @@ import pytest
 import torch
 from fake_runner import EOS, sequential, sequential_scores
 from runner_driver import Driver, tiny_runner
-from test_link import INFO, Engine, eventually, request
+from test_link import INFO, Engine, eventually, link_to, only_link, request
 from test_scheduler import Session
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from actors.link import EngineLink
 from runtime.core.plan import StepResult
 from runtime.core.types import FinishReason, Request, SamplingParams
 from runtime.llm import LLM
@@ -207,7 +206,7 @@ def whole(req):
 @pytest.fixture
 async def served():
     engine = Engine(max_num_batched_tokens=3)
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     yield engine, link
     link.close()
@@ -229,7 +228,7 @@ async def test_scores_arrive_once_though_engine_and_runners_die(served):
     reading = asyncio.gather(*(read(link, req) for req in requests))
     for _ in range(2):
         await eventually(lambda: engine.loop.core.steps_done > 15)
-        assert not any(stream.scored for stream in link._streams.values() if stream.request is long)
+        assert not any(stream.scored for stream in only_link(link).streams if stream.request is long)
         engine.die()
         await eventually(lambda: "restarting" in link.health())
         engine.restart()

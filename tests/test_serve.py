@@ -55,10 +55,10 @@ def url(serve_url):
 
 
 def engine():
-    from actors.supervisor import find_engine
-    from serve_app.app import engine_name
+    from actors.directory import find_engines
+    from actors.names import engines_of
 
-    return find_engine(engine_name("callboard", 0))
+    return find_engines(engines_of("callboard"))[-1]
 
 
 def stats():

@@ -11,12 +11,10 @@ from fake_engine import MODEL, FakeEngine, byte_tokenizer
 from fake_runner import VOCAB, Oracle, sequential
 from openai.types.chat import ChatCompletionChunk
 from runner_driver import tiny_runner
-from test_link import INFO, Engine, eventually, request
+from test_link import INFO, Engine, eventually, link_to, request
 from test_openai_client import OpenCompletion
 
-from actors.engine_loop import EngineLoop
-from actors.link import EngineLink
-from runtime.core.config import EngineConfig
+from actors.link_group import LinkGroup
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Speculation
 from runtime.core.types import RequestOutput
@@ -119,7 +117,7 @@ def speculate(engine: Engine, oracle: Noting) -> None:
 async def served_link():
     engine, oracle = Engine(draft="ngram"), Noting(0.7)
     speculate(engine, oracle)
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     yield engine, link, oracle
     link.close()
@@ -158,7 +156,7 @@ def check(oracle: Noting, answers: list[tuple[Any, list[RequestOutput]]]) -> Non
         assert want
 
 
-async def outputs_of(link: EngineLink, asked) -> list[RequestOutput]:
+async def outputs_of(link: LinkGroup, asked) -> list[RequestOutput]:
     return [output async for output in link.generate(asked)]
 
 
@@ -179,7 +177,7 @@ async def test_a_preempted_request_keeps_its_counts():
     scheduler = engine.loop.core.scheduler
     scheduler.pool.allocate(scheduler.pool.num_available - 20)
     scheduler.output_share = 0.1  # so it admits more than there is room for
-    link = EngineLink(engine.find)
+    link = link_to(engine)
     await link.start()
     asked = [request(i, max_tokens=60, ignore_eos=False) for i in range(12)]
     answers = await asyncio.gather(*(outputs_of(link, a) for a in asked))
@@ -235,13 +233,8 @@ async def test_a_request_that_is_left_counts_what_it_saw(served_link):
 async def test_an_engine_with_ngrams_and_a_model():
     """The openai client over HTTP front, link, engine loop, n-gram drafter and a small random model on the CPU."""
     runner = tiny_runner(draft="ngram", num_draft_tokens=4, num_kv_blocks=200)
-    config = EngineConfig(draft="ngram", num_draft_tokens=4)
-    loop = EngineLoop(config, lambda: (InProcess(runner), runner.info))
-
-    async def find():
-        return loop.links.open(True, "127.0.0.1"), runner.info
-
-    link = EngineLink(find)
+    engine = Engine(info=runner.info, start=lambda: InProcess(runner), draft="ngram", num_draft_tokens=4, block_size=16)
+    loop, link = engine.loop, link_to(engine)
     await link.start()
     try:
         client = client_of(link)

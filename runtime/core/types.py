@@ -105,7 +105,7 @@ class Request:
     seed: int = 0  # 63 bits; the key of this request's noise (C4)
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
-    engine: int = 0  # which of a replica's engines has it
+    engine: str = ""  # the id of the one that serves it; "": none does yet
 
 
 class TokenLogprobs(NamedTuple):

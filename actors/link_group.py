@@ -1,0 +1,220 @@
+"""An EngineClient over all engines of an application: one link to each that the directory lists.
+
+A stream belongs to the group, not to a link. It goes to the healthy engine with least load, and moves to another one,
+with the tokens that it has received, when its engine is lost, frozen or about to end; without another one it waits.
+Noise by position makes the continuation what it would have been (C4, C8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Protocol
+
+from actors.engine_client import EngineBusy, EngineDraining, EngineRefusal, QueueTimeout, RequestRefused
+from actors.frames import AbortById, LinkAddress, Refusal, Refused
+from actors.link import EngineLink, Stream
+from actors.metrics import Figures, Snapshot
+from runtime.core.config import ModelInfo
+from runtime.core.types import FinishReason, Request, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+_LISTING_S = 1.0  # between two looks into the directory
+_SOON_S = 0.1  # the first ones after an engine was lost
+_SETTLED_S = 1.0  # without a change, before streams leave a draining engine
+_MAX_LOSSES = 3  # engines that died while they computed a stream: it is at fault, as far as one can know
+
+
+class Directory(Protocol):
+    """Tells which engines there are."""
+
+    async def engines(self) -> list[str]:
+        """The names of the living ones; an engine that is started anew has a new name, and the same id."""
+        ...
+
+    async def open_link(self, name: str) -> tuple[LinkAddress, ModelInfo]:
+        """An address for one connection to an engine, and its model; raises while it has none."""
+        ...
+
+
+class LinkGroup:
+    """An EngineClient over the engines of a directory."""
+
+    info: ModelInfo
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._links: dict[str, EngineLink] = {}
+        self._waiting: dict[Stream, None] = {}  # streams without an engine
+        self._wake = asyncio.Event()  # the directory is to be looked at now
+        self._is_served = asyncio.Event()
+        self._listing: asyncio.Task[None] | None = None
+        self._relief: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Returns when there is a healthy engine. The others are used as soon as they are there."""
+        self._listing = asyncio.create_task(self._keep_listing())
+        await self._is_served.wait()
+
+    def close(self) -> None:
+        """Let all engines go."""
+        for pending in (self._listing, self._relief):
+            if pending is not None:
+                pending.cancel()
+        for link in self._links.values():
+            link.close()
+
+    @property
+    def num_streams(self) -> int:
+        """Live requests."""
+        return len(self._waiting) + sum(link.num_streams for link in self._links.values())
+
+    def engines(self) -> list[str]:
+        return list(dict.fromkeys(link.engine for link in self._links.values() if link.connected))
+
+    def health(self) -> str:
+        links = sorted(self._links.values(), key=lambda link: (link.draining, not link.connected))
+        if any(link.usable and not link.reason for link in links):
+            return ""
+        if links:
+            return links[0].reason
+        return "The engine is restarting." if self._is_served.is_set() else "The engine is starting."
+
+    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+        stream = Stream(request)
+        self._place(stream)
+        try:
+            while True:
+                output = await stream.take()
+                yield output
+                if output.finish_reason:
+                    return
+        finally:
+            self._release(stream)
+
+    def abort(self, request_id: str) -> None:
+        asked = AbortById(request_id)
+        for stream in [s for s in self._waiting if asked.means(s.request.request_id)]:
+            self._release(stream)
+            stream.end(FinishReason.ABORT)
+        for link in self._links.values():
+            link.abort(request_id)
+
+    async def report(self, figures: dict[str, Figures]) -> dict[str, Snapshot]:
+        links, parts = [link for link in self._links.values() if link.connected], dict(figures)
+        answers = await asyncio.gather(*(link.report(parts.pop(link.engine, Figures())) for link in links))
+        return {link.engine: answer for link, answer in zip(links, answers, strict=True) if answer is not None}
+
+    # ---- which engine ---------------------------------------------------------------------------------------------
+
+    def _choose(self, stream: Stream) -> EngineLink | None:
+        """The best engine for a stream among those that have not refused it; None if there is none."""
+
+        def rank(link: EngineLink) -> tuple[bool, bool, bool, int]:
+            return link.draining, bool(link.reason), not stream.suits(link.info), link.num_streams
+
+        usable = [link for link in self._links.values() if link.usable and link not in stream.refusals]
+        return min(usable, key=rank, default=None)
+
+    def _place(self, stream: Stream) -> None:
+        """Let an engine serve a stream; without one it waits."""
+        link = self._choose(stream)
+        if link is not None:
+            link.submit(stream)
+        else:
+            stream.link = None
+            self._waiting[stream] = None
+
+    def _release(self, stream: Stream) -> bool:
+        """Let nobody serve a stream any more; False if nobody did."""
+        if stream.link is not None:
+            return stream.link.drop(stream)
+        waited = stream in self._waiting
+        self._waiting.pop(stream, None)
+        return waited
+
+    def on_status(self, link: EngineLink) -> None:
+        """Streams without an engine go to it at once. Those of a draining engine go on meanwhile, so they move when
+        nothing has changed for a while: if all engines drain, one after the other, they had better stay."""
+        self.info = max((k.info for k in self._links.values() if k.usable), key=lambda info: info.max_model_len)
+        if not link.reason:
+            self._is_served.set()
+        waiting, self._waiting = self._waiting, {}
+        for stream in waiting:
+            self._place(stream)
+        if self._relief is not None:
+            self._relief.cancel()
+        self._relief = asyncio.get_running_loop().call_later(_SETTLED_S, self._relieve)
+
+    def _relieve(self) -> None:
+        """Move the streams of draining engines to those that will go on, and go on in the same way."""
+        for link in [k for k in self._links.values() if k.draining]:
+            for stream in link.streams:
+                other = self._choose(stream)
+                if other is not None and not other.reason and stream.suits(other.info):
+                    link.drop(stream)
+                    other.submit(stream)
+
+    def on_lost(self, link: EngineLink, streams: list[Stream]) -> None:
+        """Its streams go on elsewhere at once; whether the engine is gone the directory will tell."""
+        for stream in streams:
+            self._place(stream)
+        self._wake.set()
+
+    def on_refused(self, link: EngineLink, stream: Stream, refused: Refused) -> None:
+        """Another engine may take it; else its reader hears of the refusal that is the likeliest to pass."""
+        if refused.reason is Refusal.LATE:
+            stream.fail(QueueTimeout(refused.message))
+            return
+        errors: dict[Refusal, EngineRefusal] = {
+            Refusal.NEVER: RequestRefused(refused.message),
+            Refusal.BUSY: EngineBusy(refused.message, refused.retry_after_s),
+            Refusal.DRAINING: EngineDraining(refused.message),
+        }
+        alike = [k for k in self._links.values() if k.usable and k.info == link.info]
+        for other in alike if refused.reason is Refusal.NEVER else [link]:
+            stream.refusals[other] = errors[refused.reason]
+        if self._choose(stream) is not None:
+            self._place(stream)
+        else:
+            by_hope = (EngineBusy, EngineDraining, RequestRefused)
+            stream.fail(min(stream.refusals.values(), key=lambda error: by_hope.index(type(error))))
+
+    # ---- which engines there are ----------------------------------------------------------------------------------
+
+    async def _keep_listing(self) -> None:
+        pause, said = _SOON_S, ""
+        while True:
+            try:
+                self._update(await self._directory.engines())
+                said = ""
+            except Exception as e:  # links that are there need no directory
+                if said != (said := f"{type(e).__name__}: {e}"):
+                    logger.warning("the engines cannot be listed: %s", said)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._wake.wait()
+            pause = _SOON_S if self._wake.is_set() else min(2 * pause, _LISTING_S)
+            self._wake.clear()
+
+    def _update(self, names: list[str]) -> None:
+        """A link to each new engine; none any more to one that is gone, and not connected either."""
+        for name in names:
+            if name not in self._links:
+                self._links[name] = EngineLink(name, partial(self._directory.open_link, name), self)
+        for link in [k for k in self._links.values() if k.name not in names and not k.connected]:
+            link.close()
+            del self._links[link.name]
+            for stream in link.suspects:
+                self._blame(stream)
+
+    def _blame(self, stream: Stream) -> None:
+        """An engine died while it computed this stream. One that several die of is not tried again."""
+        stream.num_losses += 1
+        if stream.num_losses >= _MAX_LOSSES and self._release(stream):
+            text = f"{_MAX_LOSSES} engines ended while they computed this request; it is not tried again."
+            stream.end(FinishReason.ERROR, text)
