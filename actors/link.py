@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, cast
 
 from actors.engine_client import EngineRefusal
 from actors.frames import (
@@ -145,8 +145,7 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.WriteTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self.transport = transport
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
         self.heard = True

@@ -196,9 +196,14 @@ class LinkServer:
         while not self._closed:
             try:
                 sock, _ = listener.accept()
-                self._make_room(sock)
-                threading.Thread(target=self._read, args=(sock,), name="link-read", daemon=True).start()
-                said = ""
+                try:
+                    self._make_room(sock)
+                    threading.Thread(target=self._read, args=(sock,), name="link-read", daemon=True).start()
+                    said = ""
+                except RuntimeError:
+                    self._handshaking.pop(sock, None)
+                    sock.close()
+                    raise
             except (OSError, RuntimeError) as e:
                 if not self._closed and said != (said := str(e)):
                     logger.error("no replica can connect for now: %s", e)

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 
 import pytest
+import uvloop
 from fake_runner import EOS, VOCAB, FakeRunner, sequential
 
 from actors import engine_loop
@@ -136,6 +137,22 @@ async def test_streams_get_the_sequential_tokens(served):
     assert link.health() == ""
     assert link.num_streams == 0
     assert engine.loop.stats()["blocks_available"] == INFO.num_kv_blocks - 1
+
+
+def test_the_event_loop_of_serve_does_as_well():
+    """Ray Serve runs its replicas on uvloop, whose transports are its own."""
+
+    async def main():
+        engine = Engine()
+        link = link_to(engine)
+        await asyncio.wait_for(link.start(), 5)
+        got = await asyncio.gather(*(read(link, request(i)) for i in range(3)))
+        link.close()
+        engine.loop.close()
+        return got
+
+    got = uvloop.run(main())
+    assert [tokens for tokens, _, _ in got] == [sequential(request(i), 512)[0] for i in range(3)]
 
 
 @pytest.mark.parametrize("depth", [1, 2])

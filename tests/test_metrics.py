@@ -91,7 +91,7 @@ async def test_every_metric_is_there_from_the_start_with_vllms_labels(fronts):
 async def test_a_known_load_gives_exact_counts(fronts):
     """8 requests of 10 + 6 tokens, three of a common prompt, one with two choices, a stream, and one that is wrong."""
     client = fronts.clients[0]
-    answers = await asyncio.gather(*(complete(client, [30 + i] * 10, 6) for i in range(8)))
+    answers = await asyncio.gather(*(complete(client, [10 + i] * 10, 6) for i in range(8)))
     assert {answer.status_code for answer in answers} == {200}
     first = await complete(client, [7] * 9, 3)  # its first two blocks of 4 are cached for the next one
     again = await complete(client, [7] * 9, 3)
@@ -189,7 +189,7 @@ async def test_two_fronts_and_two_engines_are_told_as_one_and_a_dead_front_stays
     clients = [await fronts.add(), await fronts.add()]
     try:
         for i, client in enumerate(clients):
-            await asyncio.gather(*(complete(client, [50 + i, j] * 4, 5) for j in range(6 + i)))
+            await asyncio.gather(*(complete(client, [10 + i, j] * 4, 5) for j in range(6 + i)))
         one, other = await fronts.scrape(0), await fronts.scrape(1)
         counts = [name for name in one if name.endswith(("_total", "_count", "_bucket")) or "_bucket," in name]
         assert {name: one[name] for name in counts} == {name: other[name] for name in counts}
@@ -307,7 +307,7 @@ async def test_a_stream_that_moved_is_counted_once():
     client = await fronts.add()
     first, second = fronts.engines
     try:
-        await asyncio.gather(*(complete(client, [60 + i] * 8, 5) for i in range(4)))
+        await asyncio.gather(*(complete(client, [20 + i] * 8, 5) for i in range(4)))
         task = asyncio.create_task(complete(client, [3] * 8, 60))
         await eventually(lambda: first.loop.stats()["running"] == 1 and first.loop.core.steps_done > 20)
         first.die()
