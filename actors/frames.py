@@ -60,12 +60,16 @@ class AbortById(msgspec.Struct, array_like=True, tag=7):
     name: str
 
     def means(self, request_id: str) -> bool:
-        """The id of a choice is KIND-ID-INDEX; a request goes by KIND-ID, or by its client's own ID."""
-        return self.name in (request_id, request_id.rpartition("-")[0], client_id(request_id))
+        """The id of a choice is [OWNER/]KIND-ID-INDEX; a request goes by KIND-ID, or by its client's own ID, with its
+        owner or, for who may end anybody's, without."""
+        owner, _, name = self.name.rpartition("/")
+        owner_of, _, choice = request_id.rpartition("/")
+        return name in (choice, choice.rpartition("-")[0], client_id(choice)) and owner in ("", owner_of)
 
     def client_ids(self) -> tuple[str, ...]:
         """All that `client_id` can be of what is meant."""
-        return self.name, self.name.partition("-")[2], client_id(self.name)
+        name = self.name.rpartition("/")[2]
+        return name, name.partition("-")[2], client_id(name)
 
 
 class Ended(msgspec.Struct, array_like=True):

@@ -23,6 +23,7 @@ _PROBES = frozenset({"/health", "/ready"})
 # Load balancers have no key, and the page must be there before its reader can enter one; it holds nothing secret.
 _OPEN_PATHS = _PROBES | {route.path for route in PAGE_ROUTES}
 _MAX_ID_CHARS = 128
+_OWNER_CHARS = 16  # of a key's digest: enough to tell keys apart
 # Names below these are never in the public name service; names without a dot are not either.
 _PRIVATE_DOMAINS = (".localhost", ".local", ".internal")
 _PORT = re.compile(r":\d*$")
@@ -35,7 +36,8 @@ def clean_id(text: str) -> str:
 
 
 class Gate:
-    """ASGI middleware. It leaves the request's id in the scope as "request_id"."""
+    """ASGI middleware. It leaves the request's id in the scope as "request_id", and who asks as "owner": a name for the
+    API key, empty where none is needed."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings, *, echo_ids: bool) -> None:
         """`echo_ids` is off under Serve, which itself adds X-Request-Id to every answer.
@@ -61,6 +63,7 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
+        scope["owner"] = ""
         send_on = send_with_id if self._echo_ids else send
         if error := self._refusal(scope, headers):
             await error_response(error)(scope, receive, send_on)
@@ -84,6 +87,7 @@ class Gate:
         # Digests have one length, and all are compared: the time tells nothing of any key.
         known = [hmac.compare_digest(presented, digest) for digest in self._digests]
         if scheme.lower() == b"bearer" and any(known):
+            scope["owner"] = presented.hex()[:_OWNER_CHARS]
             return None
         what = "is not known here" if key else "is missing; send it as 'Authorization: Bearer KEY'"
         return ApiError(401, f"The API key {what}.", code="invalid_api_key")

@@ -77,10 +77,11 @@ def build_http_app(
     async def info(request: HttpRequest) -> Response:
         return _json(tokenizer_info(service))
 
-    def abort(service: Service, body: bytes) -> dict[str, str]:
-        request = validated(AbortRequest, body)
-        service.abort(request.request_id)
-        return {"request_id": request.request_id, "object": "request.abort"}
+    async def abort(request: HttpRequest) -> Response:
+        body = await read_json_body(request.scope, request.receive, settings)
+        asked = validated(AbortRequest, body or b"")
+        service.abort(asked.request_id, request.scope["owner"])
+        return _json({"request_id": asked.request_id, "object": "request.abort"})
 
     async def models(request: HttpRequest) -> Response:
         return _json({"object": "list", "data": [service.model_card()]})
@@ -95,7 +96,7 @@ def build_http_app(
             Route("/v1/chat/completions", _Generation(service, ChatRequest, settings), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            Route("/v1/abort", _Call(service, abort, settings), methods=["POST"]),
+            Route("/v1/abort", abort, methods=["POST"]),
             Route("/tokenize", _Call(service, tokenize, settings), methods=["POST"]),
             Route("/detokenize", _Call(service, detokenize, settings), methods=["POST"]),
             Route("/tokenizer_info", info),
@@ -142,7 +143,7 @@ class _Generation:
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
-        request, job = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope["request_id"]))
+        request, job = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope))
         async with _until_client_leaves(receive), aclosing(self._service.run(job, origin)) as deltas:
             if request.stream:
                 include_usage = request.stream_options is not None and request.stream_options.include_usage
@@ -150,10 +151,11 @@ class _Generation:
             else:
                 await self._answer(job, deltas, scope, receive, send)
 
-    def _prepare(self, body: bytes, request_id: str) -> tuple[CompletionRequest | ChatRequest, Job]:
+    def _prepare(self, body: bytes, scope: Scope) -> tuple[CompletionRequest | ChatRequest, Job]:
         request = parse(self._kind, body)
         check_counts(request, self._settings)
-        return request, self._service.prepare(request, clean_id(request.request_id or request_id))
+        request_id = clean_id(request.request_id or scope["request_id"])
+        return request, self._service.prepare(request, request_id, scope["owner"])
 
     async def _answer(
         self, job: Job, deltas: AsyncGenerator[list[Delta], None], scope: Scope, receive: Receive, send: Send

@@ -73,6 +73,9 @@ async def _read(receive: Receive, max_bytes: int, too_long: ApiError) -> bytes |
 
 def check_counts(request: CompletionRequest | ChatRequest, settings: HttpSettings) -> None:
     """Raises the 400 for a request that asks for more than the server's settings allow."""
+    if request.priority < 0 and not settings.client_priority:
+        problem = f"is {request.priority}, but this server lets no client go before others (client_priority)"
+        raise invalid("priority", f"{problem}; 0 is the usual one, and what is above it is served later")
     num_prompts = len(request.prompts()) if isinstance(request, CompletionRequest) else 1
     num_stops = len(request.stop) if isinstance(request.stop, list) else 1
     for name, what, count, most in (

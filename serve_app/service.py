@@ -84,9 +84,10 @@ class Service:
         """Empty if requests can be served now; else one sentence that says why not."""
         return self._client.health() or ("The server is loading the tokenizer." if self.loading else "")
 
-    def abort(self, request_id: str) -> None:
-        """End a request by the id of its answer or its client's own id; an unknown one is no error."""
-        self._client.abort(request_id)
+    def abort(self, request_id: str, owner: str = "") -> None:
+        """End a request by the id of its answer or its client's own id, if it is `owner`'s; an unknown one is no
+        error."""
+        self._client.abort(_owned(request_id, owner))
 
     def check_model(self, name: str | None) -> None:
         """Raises the 404 for any name but this model's; a request without one means it."""
@@ -110,10 +111,11 @@ class Service:
             "draft": self.draft,
         }
 
-    def prepare(self, request: CompletionRequest | ChatRequest, request_id: str = "") -> Job:
+    def prepare(self, request: CompletionRequest | ChatRequest, request_id: str = "", owner: str = "") -> Job:
         """Template, tokenise and check one API request; raises ApiError naming the field at fault.
 
-        `request_id` becomes a part of the answer's id; without one it is random.
+        `request_id` becomes a part of the answer's id; without one it is random. Of those who ask, only `owner` can
+        abort it.
         Pure CPU work and thread-safe, so that a long prompt can be prepared beside the event loop."""
         self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
@@ -133,7 +135,7 @@ class Service:
         _check_work(request, sum(map(len, prompts)), where)
         for at, prompt in enumerate(prompts):
             self._check_token_ids(where if len(prompts) == 1 else f"{where}.{at}", prompt)
-        requests = self._requests(request, job_id, prompts, max_tokens)
+        requests = self._requests(request, _owned(job_id, owner), prompts, max_tokens)
         options = request.stream_options
         return Job(
             id=job_id,
@@ -155,7 +157,7 @@ class Service:
         )
 
     def _requests(
-        self, request: CompletionRequest | ChatRequest, job_id: str, prompts: list[list[int]], max_tokens: list[int]
+        self, request: CompletionRequest | ChatRequest, name: str, prompts: list[list[int]], max_tokens: list[int]
     ) -> list[Request]:
         """A request of the engine for each choice of each prompt."""
         seed = secrets.randbits(63) if request.seed is None else None
@@ -168,7 +170,7 @@ class Service:
             for i in range(request.n or 1):
                 requests.append(
                     Request(
-                        request_id=f"{job_id}-{len(requests)}",
+                        request_id=f"{name}-{len(requests)}",
                         token_ids=prompt,
                         prompt_len=len(prompt),
                         params=params,
@@ -403,6 +405,11 @@ class Service:
             pieces = [stream.push((i,)) for i in ids]  # a character that the prompt leaves unfinished is the output's
             echoes.append(Echo("".join(pieces), list(accumulate(map(len, pieces[:-1]), initial=0))))
         return echoes
+
+
+def _owned(request_id: str, owner: str) -> str:
+    """A name that the engine knows a request by."""
+    return f"{owner}/{request_id}" if owner else request_id
 
 
 def _check_work(request: CompletionRequest | ChatRequest, num_tokens: int, where: str) -> None:

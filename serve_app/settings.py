@@ -37,6 +37,9 @@ class HttpSettings:
     max_n: int = _setting(128, "most choices (n) of one request")
     max_stop: int = _setting(16, "most stop strings of one request")
     max_prompts: int = _setting(1024, "most prompts of one request")
+    client_priority: bool = _setting(
+        False, "clients may send a priority below 0, to be served before others; above 0, to be served later, they may"
+    )
     request_timeout_s: float | None = _setting(None, "longest time for a whole answer; default: any")
     keep_alive_s: float = _setting(15.0, "a stream that waits for its first token sends a comment this often")
     otlp_traces_endpoint: str | None = _setting(

@@ -77,6 +77,7 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
     values = {
         "api_key": ("k0", "k1"), "api_key_file": str(tmp_path / "keys"), "cors_origin": ("https://a.example",),
         "max_body_bytes": 1000, "max_header_bytes": 2000, "max_n": 3, "max_stop": 2, "max_prompts": 5,
+        "client_priority": True,
         "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0, "body_timeout_s": 8.5,
         "allowed_host": ("llm.example.org", "b"),
         "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
@@ -85,7 +86,7 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
     argv = ["serve", "some/model"]
     for name, value in values.items():
         for v in value if isinstance(value, tuple) else (value,):
-            argv += ["--" + name.replace("_", "-"), str(v)]
+            argv += ["--" + name.replace("_", "-"), *([] if v is True else [str(v)])]
     settings = cli._http_settings(cli._parser().parse_args(argv))
     assert settings == HttpSettings(**values)
     assert settings.api_keys() == ("k0", "k1", "k2", "k3")
