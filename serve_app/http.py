@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 
@@ -35,7 +34,6 @@ from serve_app.tokenization import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
 
-_MAX_ABORT_BYTES = 4 << 10
 _MANY_SCORES = 100  # positions whose log-probabilities take a while to render
 
 _EVENT_STREAM = [
@@ -80,8 +78,7 @@ def build_http_app(
         return _json(tokenizer_info(service))
 
     async def abort(request: HttpRequest) -> Response:
-        # Short enough to be read on the loop, from which alone engines can be told.
-        body = await read_json_body(request.scope, request.receive, replace(settings, max_body_bytes=_MAX_ABORT_BYTES))
+        body = await read_json_body(request.scope, request.receive, settings)
         asked = validated(AbortRequest, body or b"")
         service.abort(asked.request_id, request.scope["owner"])
         return _json({"request_id": asked.request_id, "object": "request.abort"})
@@ -177,13 +174,13 @@ class _Generation:
     ) -> None:
         """The status stays open until there is something to send, so that an engine that refuses gets its own."""
         stream = EventStream(job, self._service.model, self._service.tokenizer, include_usage=include_usage)
-        headers = [*_EVENT_STREAM, *((name.encode(), value.encode()) for name, value in job.headers().items())]
         has_begun = False
 
         async def write(events: bytes) -> None:
             nonlocal has_begun
             if not has_begun:
                 has_begun = True
+                headers = [*_EVENT_STREAM, *((name.encode(), value.encode()) for name, value in job.headers().items())]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": events, "more_body": True})
 

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
+from urllib.parse import quote
 
 from actors.engine_client import EngineBusy, EngineClient, EngineDraining, QueueTimeout, RequestRefused
 from runtime.core.types import CallboardError, FinishReason, Request
@@ -38,6 +39,7 @@ _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
 _MAX_PROMPT_TOKENS = 4_000_000  # of one request, which sends a prompt to the engine once for each choice
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
+_MAX_IGNORED = 32  # keywords of a schema that are not enforced, in a header
 _MAX_SCORES = 1 << 18  # log-probabilities of prompts that one request may ask for: 80 bytes of JSON each
 
 
@@ -293,6 +295,9 @@ class Service:
             raise _too_many(e, e.retry_after_s, "grammars_busy") from e
         finally:
             self.metrics.waited_for_grammar(job.requests[0], time.monotonic() - asked_at)
+        paths = grammar.ignored[:_MAX_IGNORED]
+        job.ignored_fields.extend(quote(f"{structure.field}{path}", safe="/#$.")[:128] for path in paths)
+        grammar = replace(grammar, ignored=())
         for request in job.requests:
             request.params = replace(request.params, grammar=grammar)
 

@@ -23,7 +23,7 @@ _Schema = Annotated[dict[str, Any] | bool | None, Field(alias="schema")]
 
 
 class JsonSchema(_Form):
-    """OpenAI's nesting. Whether `strict` is set makes no difference: what is answered fits the schema."""
+    """OpenAI's nesting. Keywords that cannot be enforced are refused, or with `strict: false` ignored and told."""
 
     name: str | None = None
     description: str | None = None
@@ -60,8 +60,8 @@ class Structure:
 ANY_OBJECT = GrammarSpec("json", '{"type":"object"}')
 
 
-def json_spec(schema: object) -> GrammarSpec:
-    return GrammarSpec("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+def json_spec(schema: object, strict: bool | None = None) -> GrammarSpec:
+    return GrammarSpec("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")), strict=strict)
 
 
 def asked_structure(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> Structure | None:
@@ -93,7 +93,7 @@ def _of_response_format(form: ResponseFormat) -> Structure | None:
             field = "response_format.json_schema.schema"
             if form.json_schema is None or form.json_schema.schema_ is None:
                 raise _missing(field, "a JSON Schema")
-            return Structure(json_spec(form.json_schema.schema_), field)
+            return Structure(json_spec(form.json_schema.schema_, form.json_schema.strict), field)
     return None
 
 

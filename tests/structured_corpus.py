@@ -14,11 +14,11 @@ _LINES = [
 CASES: list[tuple[Any, list[Any], list[Any]]] = [
     (case["schema"], case["valid"], case["invalid"]) for case in _LINES if "valid" in case
 ]
-_MANY = {f"p{i}": {} for i in range(501)}
+_MANY = {f"p{i}": {} for i in range(1001)}
 REFUSED: list[tuple[Any, str]] = [
     *((case["schema"], case["refused"]) for case in _LINES if "refused" in case),
     ({"allOf": [{"anyOf": [{"type": "integer", "minimum": i} for i in range(30)]}] * 2}, "anyOf"),
     ({"enum": ["x" * 70_000]}, "65536 bytes"),
-    ({"properties": _MANY}, "500"),
+    ({"properties": _MANY}, "1000"),
     ({"properties": dict(list(_MANY.items())[:200]), "maxProperties": 100}, "10000 rules"),
 ]

@@ -140,15 +140,45 @@ async def test_calls_that_are_asked_for_are_enforced(strict: bool | None):
     assert fits(llama, f'get_weather", "parameters": {CITY}}}; {{"name": "get_time", "parameters": {CITY}}}')
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_schema_says_and_is_not_enforced_is_told_or_refused(stream: bool):
+    tags = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    schema = {"type": "object", "properties": {"city": {"type": "string", "not": {"const": ""}}, "tags": tags}}
+
+    async def ask(schema: dict, **more: object) -> httpx.Response:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+        _, response = await send({"response_format": form, "stream": stream})
+        return response
+
+    response = await ask(schema, strict=False)
+    assert response.status_code == 200
+    path = "response_format.json_schema.schema#/properties"
+    assert response.headers["x-callboard-ignored-fields"] == f"{path}/city/not, {path}/tags/uniqueItems"
+    response = await ask(schema)
+    assert response.status_code == 400
+    assert "#/properties/city" in response.json()["error"]["message"]
+    del schema["properties"]["city"]["not"]  # a set's items come twice at worst, which is a set still
+    response = await ask(schema)
+    assert response.headers["x-callboard-ignored-fields"] == f"{path}/tags/uniqueItems"
+    response = await ask(schema, strict=True)
+    assert response.status_code == 400
+    assert "uniqueItems" in response.json()["error"]["message"]
+    response = await ask({"type": "object", "x-order": 1, "example": {}}, strict=True)
+    assert response.status_code == 200
+    assert "x-callboard-ignored-fields" not in response.headers
+
+
 async def test_only_strict_functions_insist_on_their_schema():
-    odd = {"type": "object", "propertyNames": {"minLength": 2}}
+    odd = {"type": "object", "not": {"required": ["a"]}}
     body = {"tools": tools_of(parameters=odd), "tool_choice": NAME}
-    assert fits(await grammar_of(body), '{"b":1}}\n</tool_call>')
+    engine, response = await send(body)
+    assert fits(engine.requests[0].params.grammar, '{"b":1}}\n</tool_call>')
+    assert response.headers["x-callboard-ignored-fields"] == "tools.get_time#/not"
     _, response = await send({**body, "tools": tools_of(parameters=odd, strict=True)})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tools"
     assert "get_time" in response.json()["error"]["message"]
-    assert "propertyNames" in response.json()["error"]["message"]
+    assert '"not"' in response.json()["error"]["message"]
     none = await grammar_of({"tools": tools_of(parameters=None), "tool_choice": NAME})
     assert fits(none, "{}}\n</tool_call>")
     assert not fits(none, '{"a":1}}\n</tool_call>')

@@ -4,52 +4,57 @@ from pathlib import Path
 
 from structured_corpus import CASES, REFUSED
 
-from runtime.structured import pattern, schema
+from runtime.structured import keywords, pattern, schema
 from runtime.structured.formats import FORMATS
 from runtime.structured.grammar import MAX_BYTES
 
 PAGE = Path(__file__).parent.parent / "docs" / "structured-output.md"
 _NOTES = {
-    "$ref": "within the schema (`#`, `#/…`); recursion to any depth",
+    "$ref": "within the schema: a pointer (`#/…`), an `$anchor`, an `$id`; recursion to any depth",
+    "additionalItems": "after a list of `items` (draft 7 and before)",
+    "additionalProperties": "missing beside `properties` or `patternProperties`, it means false",
     "allOf": "merged",
     "anyOf": "with what stands beside it",
-    "oneOf": "where no value fits two options: other types, other constants, a required property that differs",
-    "enum": "beside `type` alone; the values are written as they are",
     "const": "as an `enum` of one",
-    "type": "where it is missing and all other keywords are about one type, that type",
-    "additionalProperties": "missing beside `properties` or `patternProperties`, it means false",
-    "patternProperties": "a free name matches just one pattern; not merged with another schema's additionalProperties",
-    "minProperties": "up to the number of required properties, to 1, or where all names are listed",
-    "required": "names that are not listed come after those that are",
-    "properties": "in the order of the schema",
-    "pattern": "ECMA-262 without look-around, back-references, `\\b`, `\\p` and flags; `^` and `$` at its ends",
-    "format": ", ".join(f"`{name}`" for name in FORMATS),
-    "multipleOf": "whole numbers: divisors of 1000 without bounds, or up to 1000 values within bounds",
+    "dependencies": "as `dependentRequired` and `dependentSchemas`",
+    "enum": "those values that fit what stands beside it, written as they are",
+    "exclusiveMaximum": "or true beside `maximum` (draft 4)",
+    "exclusiveMinimum": "or true beside `minimum` (draft 4)",
+    "format": ", ".join(f"`{name}`" for name in FORMATS) + "; also `int32` and the like",
+    "items": "a list is a tuple (draft 7 and before)",
     "minimum": "from 1e-9 to 1e17, or 0; a bounded number is written without an exponent",
+    "minProperties": "up to the number of required properties, to 1, or where all names are listed",
+    "multipleOf": "exactly, in decimals: whole numbers to 10,000, and fractions like 0.01, 0.25, 2.5 that divide 10ⁿ",
+    "nullable": "with `type`: null as well (OpenAPI)",
+    "oneOf": "where no value fits two options, or each option requires a property that others can be without",
+    "pattern": "ECMA-262 without look-around, back-references, `\\b`, `\\p` and flags; `^` and `$` at its ends",
+    "patternProperties": "a free name matches just one pattern",
+    "properties": "in the order of the schema",
+    "propertyNames": "an `enum`, or what strings may have",
+    "required": "names that are not listed come after those that are",
+    "type": "where it is missing and all other keywords are about one type, that type",
+    "unevaluatedItems": "where there is no `anyOf` or `oneOf` beside it",
+    "unevaluatedProperties": "where there is no `anyOf` or `oneOf` beside it",
+    "uniqueItems": "where the items have an `enum`, or there is one at most; otherwise see below",
 }
 _LIMITS = {
     "bytes of the schema, the expression or the choices": MAX_BYTES,
-    "nesting of the schema": schema.MAX_DEPTH,
-    "properties in all": schema.MAX_PROPERTIES,
-    "bytes of one `enum`": schema.MAX_ENUM_BYTES,
+    "nesting of the schema": keywords.MAX_DEPTH,
+    "properties in all": keywords.MAX_PROPERTIES,
+    "bytes of one `enum`": keywords.MAX_ENUM_BYTES,
     "repetitions (`minLength`, `maxItems`, `{n,m}` …)": pattern.MAX_REPEAT,
     "states of a pattern with its repetitions written out": pattern.MAX_STATES,
     "nested groups of a pattern": pattern.MAX_NESTING,
     "rules of a grammar": schema.MAX_RULES,
     "seconds to compile": 5,
 }
-_UNSUPPORTED = (
-    "additionalItems", "contains", "dependentRequired", "dependentSchemas", "$dynamicRef", "if", "not", "propertyNames",
-    "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
-)  # fmt: skip
-
 _HEAD = """# Structured output
 
 <!-- Written by tests/test_structured_docs.py from the code; change that. -->
 
 An answer can be bound to a JSON Schema, a regular expression or a choice of texts. What is answered then fits, whatever
 the temperature; an answer that ends by `max_tokens` is cut off where it is, and says `length`. What cannot be enforced
-is refused with a 400 that names the keyword or the limit: nothing is ignored. Before a token is chosen, what does not
+is refused with a 400 that names the keyword or the limit. Before a token is chosen, what does not
 fit is ruled out, and then penalties, temperature and filters apply; `min_tokens` holds nothing back that is the only
 way on. Log-probabilities are those of the model alone.
 
@@ -67,10 +72,19 @@ White space is at most one space after each comma and colon. In strings, charact
 does not allow is escaped in the shortest way. Integers have up to 19 digits.
 A model that reasons does so first; the structure begins after `</think>`.
 
-## JSON Schema (draft 2020-12)
+## JSON Schema (drafts 4 to 2020-12, and OpenAPI's)
 
 | keyword | enforced |
 | --- | --- |
+"""
+
+_STRICT = """.
+
+With `"strict": true` everything that asserts something is enforced or refused. With `"strict": false` what cannot be
+enforced is ignored, and the header `x-callboard-ignored-fields` has the path of each such keyword; for tools that is
+the rule unless `strict` is true. Where `strict` is missing, so it is for one keyword: `uniqueItems` of free items,
+which no grammar can enforce, and which a reader that makes a set of them (pydantic's `set`) does not need.
+
 """
 
 _MEASURED = """
@@ -112,15 +126,17 @@ right answer, the slowest after 0.9 s (`python -m benchmarks.grammar_bombs --url
 
 
 def page() -> str:
-    lines = [f"| `{word}` | {_NOTES.get(word, 'yes')} |" for word in sorted(schema.KEYWORDS, key=str.lower)]
+    lines = [f"| `{word}` | {_NOTES.get(word, 'yes')} |" for word in sorted(keywords.KEYWORDS, key=str.lower)]
     return (
         _HEAD
         + "\n".join(lines)
-        + "\n\nAnnotations are read over: "
-        + ", ".join(f"`{word}`" for word in sorted(schema.ANNOTATIONS, key=str.lower))
-        + ", and names that begin with `x-`.\nEverything else is refused, among it "
-        + ", ".join(f"`{word}`" for word in _UNSUPPORTED)
-        + ".\n\n## Limits\n\n| of | at most |\n| --- | --- |\n"
+        + "\n\nThese are refused, each by its path: "
+        + ", ".join(f"`{word}`" for word in keywords.REFUSED)
+        + ". Nothing is fetched: a `$ref` stays within its schema.\n\nThese assert nothing: "
+        + ", ".join(f"`{word}`" for word in sorted(keywords.ANNOTATIONS, key=str.lower))
+        + ", other formats, and any name that no draft and not OpenAPI defines"
+        + _STRICT
+        + "## Limits\n\n| of | at most |\n| --- | --- |\n"
         + "".join(f"| {what} | {most:,} |\n" for what, most in _LIMITS.items())
         + _MEASURED
     )
@@ -132,10 +148,10 @@ def test_the_page_is_up_to_date():
 
 def test_each_keyword_of_the_page_is_in_the_corpus():
     text = str(CASES)
-    assert [word for word in (*schema.KEYWORDS, *FORMATS) if f"'{word}'" not in text] == []
+    assert [word for word in (*keywords.KEYWORDS, *FORMATS) if f"'{word}'" not in text] == []
     refused = str(REFUSED)
-    assert [word for word in _UNSUPPORTED if f"'{word}'" not in refused] == []
-    assert _NOTES.keys() <= schema.KEYWORDS
+    assert [word for word in ("not", "if", "contains", "$dynamicRef") if f"'{word}'" not in refused] == []
+    assert _NOTES.keys() <= keywords.KEYWORDS
 
 
 if __name__ == "__main__":

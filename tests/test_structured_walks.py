@@ -1,8 +1,10 @@
 """Whatever is chosen under the masks, by whatever weights: what comes out parses and fits its schema."""
 
 import contextlib
+import decimal
 import json
 import re
+from decimal import Decimal
 
 import jsonschema
 import numpy as np
@@ -17,10 +19,10 @@ from runtime.core.types import Grammar, GrammarSpec
 from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.formats import FORMATS
 from runtime.structured.grammar import compiled
+from runtime.structured.keywords import KEYWORDS
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.matcher import Matcher
 from runtime.structured.pattern import GrammarError
-from runtime.structured.schema import KEYWORDS
 from runtime.structured.vocabulary import Vocabulary
 
 _PIECES = '{" ":" ": ", " "," }, "}] ]] [{ "a "b ": null true false 10 -1 0.5 e+ \\" \\\\ \\n aa ab zz 2024 -01 é😀 T1'
@@ -29,6 +31,7 @@ _SPACED = [b" ", b", ", b'": ', b'", "', b': "']
 TOKENS = [*(bytes((i,)) for i in range(256)), *_PIECES.encode().split(b" "), *_SPACED, b"\xf0\x9f", b"\x98\x80", b""]
 SMALL = Vocabulary((*TOKENS, b"", b""), (len(TOKENS), len(TOKENS) + 1))
 ENGINE = LazyEngine(SMALL)
+decimal.getcontext().prec = 700  # for jsonschema's remainders of numbers like 1e300
 CHECKER = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 
@@ -71,11 +74,13 @@ def matchers_of(grammar: Grammar) -> list[Matcher]:
 
 def check_walks(schema: object, seeds: list[int]) -> int:
     """How many answers were finished; all of them fit."""
-    grammar = compiled(GrammarSpec("json", json.dumps(schema)))
+    grammar = compiled(GrammarSpec("json", json.dumps(schema), strict=True))
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)  # 0.07 is a multiple of 0.01
     texts = [walk(matchers_of(grammar), seed) for seed in seeds]
     finished = [text for text in texts if text is not None]
     for text in finished:
-        jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator, format_checker=CHECKER)
+        value = json.loads(text, parse_float=Decimal)
+        jsonschema.validate(value, exact, jsonschema.Draft202012Validator, format_checker=CHECKER)
     return len(finished)
 
 
@@ -90,6 +95,10 @@ def _bounds(draw, least: str, most: str, values) -> dict:
     return {k: v for k, v in ((least, low), (most, high)) if draw(st.booleans())}
 
 
+def _multiples(of: list[float]):
+    return st.sampled_from([{}, {}, *({"multipleOf": each} for each in of)])
+
+
 @st.composite
 def scalars(draw) -> dict:
     kind = draw(st.sampled_from(["string", "integer", "number", "boolean", "null", "enum", "pattern", "format"]))
@@ -98,15 +107,20 @@ def scalars(draw) -> dict:
             return {"type": kind, **_bounds(draw, "minLength", "maxLength", st.integers(0, 12))}
         case "integer":
             ends = draw(st.sampled_from([("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")]))
-            return {"type": kind, **_bounds(draw, *ends, st.integers(-2000, 2000))}
+            return {"type": kind, **_bounds(draw, *ends, st.integers(-2000, 2000)), **draw(_multiples([2, 7, 25, 60]))}
         case "number":
             ends = draw(st.sampled_from([("minimum", "maximum"), ("exclusiveMinimum", "maximum")]))
-            return {"type": kind, **_bounds(draw, *ends, _SMALL_NUMBERS)}
+            return {
+                "type": kind,
+                **_bounds(draw, *ends, _SMALL_NUMBERS),
+                **draw(_multiples([0.01, 0.5, 2.5, 3, 0.125])),
+            }
         case "enum":
             values = (
                 st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.lists(st.integers(), max_size=2)
             )
-            return {"enum": draw(st.lists(values, min_size=1, max_size=4))}
+            beside = st.sampled_from([{}, {}, {"type": ["string", "integer"]}, {"minLength": 2}, {"minimum": 0}])
+            return {"enum": draw(st.lists(values, min_size=1, max_size=4)), **draw(beside)}
         case "pattern":
             parts = st.sampled_from(
                 ["a", "[a-f0-9]", "\\d+", ".", "(?:x|yy){1,3}", "[^a]*", '"?', "\\\\", "é|😀", "\\w\\s?"]
@@ -123,6 +137,9 @@ def arrays(draw, items) -> dict:
     schema = {"type": "array", "items": draw(items), **_bounds(draw, "minItems", "maxItems", st.integers(0, 4))}
     if draw(st.booleans()):
         schema["prefixItems"] = draw(st.lists(items, min_size=1, max_size=2))
+    elif draw(st.booleans()):
+        schema["items"] = {"enum": draw(st.lists(st.integers(0, 12), min_size=1, max_size=9))}
+        schema["uniqueItems"] = True
     return schema
 
 
@@ -142,6 +159,21 @@ def objects(draw, values) -> dict:
             schema["maxProperties"] = draw(st.integers(len(schema["required"]), 5))
         case 3:
             schema["minProperties"] = 1 if properties else 0
+        case 4:
+            schema["additionalProperties"] = True
+            names = [{"enum": ["a", "b", "x"]}, {"pattern": "^[a-c]"}, {"maxLength": 2}]
+            schema["propertyNames"] = draw(st.sampled_from(names))
+    match draw(st.integers(0, 5)):
+        case 0:
+            schema["dependentRequired"] = {draw(_NAMES): draw(st.lists(_NAMES, max_size=2, unique=True))}
+        case 1:
+            schema["dependentSchemas"] = {draw(_NAMES): {"properties": {draw(_NAMES): draw(values)}}}
+        case 2:
+            schema["oneOf"] = [
+                {"required": [name]} for name in draw(st.lists(_NAMES, min_size=1, max_size=3, unique=True))
+            ]
+        case 3:
+            schema["unevaluatedProperties"] = draw(values)
     return schema
 
 

@@ -228,7 +228,8 @@ def _decode_slot(r: _Reader) -> NewSlot:
     bias = tuple(zip(r.ints(num_bias).tolist(), r.floats(num_bias).tolist(), strict=True))
     grammar = None
     if sizes[0] >= 0:
-        grammar = Grammar(*(r.text(size) for size in sizes))
+        key, lark, expression = (r.text(size) for size in sizes)
+        grammar = Grammar(key, lark, expression)
         r.text(-sum(sizes) % 4)
     params = SamplingParams(
         max_tokens=max_tokens,

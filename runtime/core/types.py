@@ -34,6 +34,8 @@ class GrammarSpec:
     text: str  # a JSON Schema; a regular expression of the whole output; a JSON list of texts; see grammar.Calls
     after: str = ""  # the output begins with free text up to this mark
     may_stay_free: bool = False  # or is free text altogether, without the mark
+    # Keywords of a schema that cannot be enforced are refused, or with False ignored; None refuses all but uniqueItems.
+    strict: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Grammar:
     key: str  # hash of what it allows
     lark: str  # llguidance's form
     expression: str  # the same as one regular expression; "" if there is none of a reasonable length
+    ignored: tuple[str, ...] = ()  # paths of keywords that are not enforced
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import json
 from hashlib import blake2b
+from json.encoder import encode_basestring
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from runtime.core.types import CallboardError, Grammar, GrammarSpec
-from runtime.structured import rules, schema
+from runtime.structured import keywords, rules, schema
+from runtime.structured.flat import Terms
 from runtime.structured.lazy import LazyEngine
+from runtime.structured.matcher import Matcher
 from runtime.structured.pattern import MAX_STATES, Either, GrammarError, literal, literal_text, plain, size, whole
 from runtime.structured.rules import NOTHING, Name, Repeat, Rule, Terminal, choice, row, terminal
 from runtime.structured.vocabulary import BYTES
 
-MAX_BYTES = schema.MAX_BYTES  # of a specification
+MAX_BYTES = keywords.MAX_BYTES  # of a specification
+_NO_TEXT = "cannot be satisfied: no text fits it"
 _BYTES = LazyEngine(BYTES)  # what a grammar says does not depend on the vocabulary
 
 
@@ -40,11 +44,12 @@ def compiled(spec: GrammarSpec) -> Grammar:
     """Raises GrammarError, a sentence about the specification without its subject."""
     if len(spec.text) > MAX_BYTES:
         raise GrammarError(f"has {len(spec.text)} bytes; the limit is {MAX_BYTES} bytes")
+    ignored: list[str] = []
     try:
-        written = rules.pruned(_rules(spec))
+        written = rules.pruned(_rules(spec, ignored))
         text, expression = rules.lark(written), rules.expression(written)
     except RecursionError:
-        raise GrammarError(f"nests deeper through its references than the limit of {schema.MAX_DEPTH}") from None
+        raise GrammarError(f"nests deeper through its references than the limit of {keywords.MAX_DEPTH}") from None
     if spec.after:
         free = f"(?s:.*){literal_text(spec.after)}"
         head = f"start: free /[\\x{{a}}\\x{{20}}]{{0,2}}/ rest\nfree[lazy]: /{free}/\nrest:"
@@ -53,13 +58,14 @@ def compiled(spec: GrammarSpec) -> Grammar:
         text, expression = text.replace("start:", head, 1), ""
     if reason := _fault(text):
         raise GrammarError(reason)
-    return Grammar(blake2b(text.encode(), digest_size=16).hexdigest(), text, expression)
+    return Grammar(blake2b(text.encode(), digest_size=16).hexdigest(), text, expression, tuple(sorted(ignored)))
 
 
-def _rules(spec: GrammarSpec) -> dict[str, Rule]:
+def _rules(spec: GrammarSpec, ignored: list[str]) -> dict[str, Rule]:
+    terms = _Terms()
     match spec.kind:
         case "json":
-            return schema.rules_of(schema.parse(spec.text), _fits)
+            return schema.rules_of(schema.read(spec.text), terms, strict=spec.strict, ignored=ignored)
         case "regex":
             return {"start": terminal(plain(whole(spec.text)))}
         case "choice":
@@ -67,21 +73,23 @@ def _rules(spec: GrammarSpec) -> dict[str, Rule]:
             if (states := size(options)) > MAX_STATES:
                 raise GrammarError(f"has choices of {states} characters; the limit is {MAX_STATES}")
             return {"start": terminal(plain(options))}
-    return _calls(msgspec.json.decode(spec.text, type=Calls))
+    return _calls(msgspec.json.decode(spec.text, type=Calls), terms, spec.strict, ignored)
 
 
-def _calls(calls: Calls) -> dict[str, Rule]:
+def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list[str]) -> dict[str, Rule]:
     written: dict[str, Rule] = {}
     bodies: list[Rule] = []
     for i, (name, parameters) in enumerate(calls.functions.items()):
         arguments = {"allOf": [{"type": "object"}, {"$ref": "#"}]}
         try:
-            root = schema.parse(json.dumps(parameters))
-            found = schema.rules_of(root, _fits, arguments, f"f{i}")
+            root = schema.read(json.dumps(parameters))
+            strict, unheeded = name not in calls.lenient, list[str]()
+            found = schema.rules_of(root, terms, arguments, f"f{i}", strict, unheeded)
+            ignored += (f".{name}{path}" for path in unheeded)
         except GrammarError as e:
             if name not in calls.lenient:
                 raise GrammarError(f"has a function {name} whose parameters cannot be enforced: the schema {e}") from e
-            found = schema.rules_of({}, _fits, arguments, f"f{i}")
+            found = schema.rules_of({}, terms, arguments, f"f{i}")
         written |= found
         opening = terminal(literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?")
         bodies.append(row(opening, Name(f"f{i}start"), terminal(literal_text("}" + calls.end))))
@@ -90,20 +98,40 @@ def _calls(calls: Calls) -> dict[str, Rule]:
     begin = terminal(literal_text(calls.begin)) if calls.begin else NOTHING
     start = row(begin, Name("call"), more)
     if calls.answer:
-        written |= schema.rules_of(schema.parse(calls.answer), _fits, prefix="a")
+        written |= schema.rules_of(schema.read(calls.answer), terms, None, "a", answer_strict, ignored)
         start = choice([start, Name("astart")])
     return {"start": start, **written}
 
 
-def _fits(each: Terminal) -> bool:
-    return not _fault(rules.lark({"start": each}))
+class _Terms(Terms):
+    """What llguidance says about terminals; each is asked once."""
+
+    def __init__(self) -> None:
+        self._fits: dict[Terminal, bool] = {}
+        self._matchers: dict[str, Matcher] = {}
+
+    def fits(self, terminal: Terminal) -> bool:
+        if terminal not in self._fits:
+            self._fits[terminal] = not _fault(rules.lark({"start": terminal}))
+        return self._fits[terminal]
+
+    def matches(self, expression: str, text: str) -> bool:
+        try:
+            if (matcher := self._matchers.get(expression)) is None:
+                matcher = self._matchers[expression] = _BYTES.matcher(rules.lark({"start": terminal(expression)}))
+            output = [*encode_basestring(text).encode(), BYTES.eos_ids[0]]
+            return matcher.allowed(output) == len(output)
+        except CallboardError as e:
+            raise GrammarError(f"cannot be used: {e}") from None
 
 
 def _fault(lark: str) -> str:
-    """Why no output can even begin; "" if one can."""
+    """Why no output can even begin; "" if one can. Raises GrammarError if a limit is in the way."""
     mask = np.zeros(BYTES.num_words, np.int32)
     try:
         _BYTES.matcher(lark).fill(mask)
     except CallboardError as e:
-        return f"cannot be used: {e}"
-    return "" if mask.any() else "cannot be satisfied: no text fits it"
+        if "NoExtension" in str(e):  # llguidance's word for a grammar that no text can go on in
+            return _NO_TEXT
+        raise GrammarError(f"cannot be used: {e}") from None
+    return "" if mask.any() else _NO_TEXT

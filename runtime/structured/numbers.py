@@ -1,4 +1,4 @@
-"""Ranges of numbers as regular expressions, digit by digit.
+"""Ranges and multiples of numbers as regular expressions, digit by digit.
 
 Integers have at most 19 digits. A number with a bound has no exponent, and so few digits behind the point that no two
 of its decimals near the bound are the same float: what the expression excludes stays excluded when a program reads it.
@@ -6,10 +6,21 @@ of its decimals near the bound are the same float: what the expression excludes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
 from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from runtime.structured.keywords import at
+from runtime.structured.pattern import shown
+from runtime.structured.rules import NEVER, JsonSchema, Rule, Terminal, terminal
 
 _MOST_DIGITS = 19
+_MOST_BOUND = Decimal(10) ** 17  # no number without an exponent is beyond it
+_MOST_LISTED = 1000  # multiples within bounds, endings of multiples
+_MOST_DIVISOR = 10_000  # that llguidance counts remainders of
+_MOST_MULTIPLE = 10**15 - 1
 _EXACT_DIGITS = 15  # decimals of so many digits survive a double
 INTEGER = "(?:0|\\x{2d}?[1-9][0-9]{0,18})"
 # With an exponent there is one digit before the point; finite as a double in any case.
@@ -138,16 +149,90 @@ def _any_of(options: list[str]) -> str | None:
     return options[0] if len(options) == 1 else "(?:" + "|".join(options) + ")"
 
 
-def multiples(of: int) -> str | None:
-    """What the multiples of a divisor of 1,000 end with, among integers; None for other numbers."""
-    for places in range(1, 4):
-        if 10**places % of == 0:
-            numbers = range(0, 10**places, of)
-            options = [*map(str, numbers), *(f"[0-9]*{n:0{places}}" for n in numbers)]
-            return "\\x{2d}?" + (_any_of(options) or "")
-    return None
+def rule(schema: dict[str, Any], where: str) -> Rule:
+    """What a flat schema of the type number or integer allows; raises GrammarError."""
+    low, high, low_open, high_open = _ends(schema, where)
+    of = schema.get("multipleOf")
+    if of is not None and of <= 0:
+        raise at(where, f"has 'multipleOf' as {shown(of)}; it should be above 0")
+    if schema["type"] == "number" and (of is None or of != int(of)):
+        if of is not None:
+            return _decimal_multiples(Decimal(of), low, high, low_open, high_open, where)
+        if low is None and high is None:
+            return terminal(NUMBER)
+        found = decimals(low, high, low_open, high_open)
+        return NEVER if found is None else terminal(found)
+    least = None if low is None else math.floor(low) + 1 if low_open else math.ceil(low)
+    most = None if high is None else math.ceil(high) - 1 if high_open else math.floor(high)
+    # A whole number is a multiple of a fraction if it is one of the fraction's numerator.
+    whole = Fraction(1 if of is None else of).numerator
+    if (multiples := _integer_multiples(whole, least, most)) is None:
+        raise at(
+            where, f"has 'multipleOf' {shown(of)}; supported are numbers up to {_MOST_DIVISOR}, and divisors of 10^n"
+        )
+    return multiples
 
 
-def listed(numbers: Iterable[int]) -> str | None:
-    """Just these."""
-    return _any_of([("\\x{2d}" if n < 0 else "") + str(abs(n)) for n in numbers])
+def _ends(schema: dict[str, Any], where: str) -> tuple[Decimal | None, Decimal | None, bool, bool]:
+    low, low_open = schema.get("minimum"), False
+    high, high_open = schema.get("maximum"), False
+    if (bound := schema.get("exclusiveMinimum")) is not None and (low is None or bound >= low):
+        low, low_open = bound, True
+    if (bound := schema.get("exclusiveMaximum")) is not None and (high is None or bound <= high):
+        high, high_open = bound, True
+    most = Decimal(10) ** _MOST_DIGITS if schema["type"] == "integer" else _MOST_BOUND
+    if low is not None and low < -most:  # is beyond whatever is written
+        low, low_open = -most, False
+    if high is not None and high > most:
+        high, high_open = most, False
+    for name, bound in (("minimum", low), ("maximum", high)):
+        if bound and not (Decimal(bound).adjusted() >= -9 and abs(bound) <= most):
+            raise at(where, f"has a {name} of {shown(bound)}; supported are 0 and sizes from 1e-9 to 1e17")
+    return None if low is None else Decimal(low), None if high is None else Decimal(high), low_open, high_open
+
+
+def _integer_multiples(of: int, least: int | None, most: int | None) -> Rule | None:
+    ranged = INTEGER if least is None and most is None else integers(least, most)
+    if ranged is None:
+        return NEVER
+    if of == 1:
+        return terminal(ranged)
+    if least is not None and most is not None and (most - least) // of < _MOST_LISTED:
+        found = _any_of([str(n).replace("-", "\\x{2d}") for n in range(-(-least // of) * of, most + 1, of)])
+        return NEVER if found is None else terminal(found)
+    for places in range(1, 7):
+        if 10**places % of == 0 and 10**places // of <= _MOST_LISTED:
+            endings = range(0, 10**places, of)
+            options = [*map(str, endings), *(f"[0-9]*{n:0{places}}" for n in endings)]
+            return Terminal((ranged, "\\x{2d}?" + (_any_of(options) or "")))
+    if of > _MOST_DIVISOR:
+        return None
+    low, high = (max(-_MOST_MULTIPLE, least or -_MOST_MULTIPLE), min(_MOST_MULTIPLE, most or _MOST_MULTIPLE))
+    return JsonSchema(json.dumps({"type": "integer", "multipleOf": of, "minimum": low, "maximum": high}))
+
+
+def _decimal_multiples(
+    of: Decimal, low: Decimal | None, high: Decimal | None, low_open: bool, high_open: bool, where: str
+) -> Rule:
+    """Multiples of a number that is not whole: of `unit` * 10**-places."""
+    places = -int(of.normalize().as_tuple().exponent)
+    unit = int(of.scaleb(places))
+    free = f"\\x{{2d}}?(?:0|[1-9][0-9]{{0,14}})(?:\\x{{2e}}[0-9]{{1,{places}}})?"
+    ranged = free if low is None and high is None else decimals(low, high, low_open, high_open)
+    if ranged is None:
+        return NEVER
+    tail = next((n for n in range(1, 7) if 10**n % unit == 0 and 10**n // unit <= _MOST_LISTED), None)
+    if unit == 1:
+        return Terminal((ranged, free))
+    if tail is None or places > 9:
+        raise at(where, f"has 'multipleOf' {shown(of)}; supported are whole numbers, and fractions that divide 1000")
+    width = max(tail, places)  # the last digits, before and behind the point, of which the last `tail` decide
+    options = []
+    for n in range(0, 10**tail, unit):
+        ending_digits = ["[0-9]"] * (width - tail) + list(f"{n:0{tail}}")
+        before, behind = ending_digits[: width - places], ending_digits[width - places :]
+        whole = f"(?:[0-9]*{''.join(before)}|{int(''.join(before))})" if before else "[0-9]+"
+        for length in range(places + 1):  # zeros at the end need not be written
+            if set(behind[length:]) <= {"0", "[0-9]"}:
+                options.append(whole + ("\\x{2e}" + "".join(behind[:length]) if length else ""))
+    return Terminal((ranged, "\\x{2d}?" + (_any_of(list(dict.fromkeys(options))) or "")))

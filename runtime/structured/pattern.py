@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache
+from functools import cache, lru_cache
+from json.encoder import encode_basestring
 
 from runtime.core.types import CallboardError
 
@@ -141,11 +142,13 @@ def size(pattern: Pattern) -> int:
     return 0
 
 
+@lru_cache(1024)
 def whole(source: str) -> Pattern:
     """A pattern that must match all of a text; raises GrammarError."""
     return _checked(_anchored(_Parser(source).parse(), ()), source)
 
 
+@lru_cache(1024)
 def search(source: str) -> Pattern:
     """A pattern that must match somewhere in a text, as JSON Schema means it; raises GrammarError."""
     return _checked(_anchored(_Parser(source).parse(), (ANY_TEXT,)), source)
@@ -338,6 +341,7 @@ def plain(pattern: Pattern) -> str:
     return _written(pattern, _class)
 
 
+@lru_cache(1024)
 def quoted(pattern: Pattern) -> str:
     """The regular expression of the texts of a pattern as JSON strings."""
     return '"' + _written(pattern, _json_class) + '"'
@@ -350,7 +354,7 @@ def literal_text(text: str) -> str:
 
 def literal_string(text: str) -> str:
     """The regular expression of one text as a JSON string."""
-    return literal_text(json.dumps(text, ensure_ascii=False))
+    return literal_text(encode_basestring(text))
 
 
 def _written(pattern: Pattern, of: Callable[[Ranges], str]) -> str:
@@ -368,6 +372,7 @@ def _written(pattern: Pattern, of: Callable[[Ranges], str]) -> str:
     raise AssertionError(pattern)  # edges are gone by now
 
 
+@lru_cache(4096)
 def _class(these: Ranges) -> str:
     if not these:
         raise GrammarError("has a pattern with an empty set of characters, which nothing matches")
@@ -376,6 +381,7 @@ def _class(these: Ranges) -> str:
     return "[" + "".join(_char(a) if a == b else f"{_char(a)}-{_char(b)}" for a, b in these) + "]"
 
 
+@lru_cache(4096)
 def _json_class(these: Ranges) -> str:
     plain_chars = without(these, _ESCAPED)
     escaped = [chr(c) for a, b in these for c in range(a, min(b, 0x5C) + 1) if any(x <= c <= y for x, y in _ESCAPED)]
@@ -393,6 +399,7 @@ def _json_class(these: Ranges) -> str:
     return "(?:" + "|".join(options) + ")"
 
 
+@lru_cache(4096)
 def _char(code: int) -> str:
     char = chr(code)
     return char if char.isascii() and char.isalnum() else f"\\x{{{code:x}}}"

@@ -47,7 +47,14 @@ class Name:
     of: str
 
 
-Rule = Terminal | Row | Choice | Repeat | Name
+@dataclass(frozen=True, slots=True)
+class JsonSchema:
+    """A JSON Schema that llguidance's own compiler takes."""
+
+    text: str
+
+
+Rule = Terminal | Row | Choice | Repeat | Name | JsonSchema
 NOTHING = Row(())  # matches the empty text
 NEVER = Choice(())  # matches no text
 
@@ -157,6 +164,8 @@ def lark(rules: Mapping[str, Rule]) -> str:
                 return f"({write(part)}){times}"
             case Name(name):
                 return name
+            case JsonSchema(text):
+                return f"%json {text}"
 
     # Without forcing, a mask has every token that fits, not just the one that a tokenizer would choose.
     lines = ['%llguidance {"no_forcing": true}', *(f"{name}: {write(rule)}" for name, rule in rules.items())]
@@ -168,12 +177,13 @@ def lark(rules: Mapping[str, Rule]) -> str:
     return "\n".join(lines)
 
 
+class _NoExpression(Exception):
+    pass
+
+
 def expression(rules: Mapping[str, Rule]) -> str:
     """The same as one regular expression; "" if it recurses, intersects or gets long."""
     written: dict[str, str | None] = {}
-
-    class _None(Exception):
-        pass
 
     def write(rule: Rule) -> str:
         match rule:
@@ -190,15 +200,15 @@ def expression(rules: Mapping[str, Rule]) -> str:
                     written[name] = None
                     written[name] = write(rules[name])
                 if (found := written[name]) is None:
-                    raise _None
+                    raise _NoExpression
                 result = found
             case _:
-                raise _None
+                raise _NoExpression
         if len(result) > _MAX_EXPRESSION_CHARS:
-            raise _None
+            raise _NoExpression
         return result
 
     try:
         return write(Name("start"))
-    except (_None, RecursionError):
+    except (_NoExpression, RecursionError):
         return ""

@@ -1,0 +1,189 @@
+"""JSON Schema's keywords: which are enforced, which assert nothing, which are known and refused, and their shapes.
+
+A name that no draft (4 to 2020-12) nor OpenAPI defines is an annotation, as JSON Schema says. One that is defined,
+asserts something and is not enforced is refused by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from json.encoder import encode_basestring
+from typing import Any
+
+from runtime.structured.pattern import GrammarError, shown
+
+MAX_BYTES = 262_144
+MAX_DEPTH = 64  # brackets within brackets
+MAX_PROPERTIES = 1_000  # in all
+MAX_ENUM_BYTES = 65_536  # of one enum
+
+TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+TYPE_SET = frozenset(TYPES)
+ABOUT = {
+    "object": (
+        *("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
+        "propertyNames",
+    ),
+    "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems"),
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+# These become keywords of the list above, or anyOf, when a schema is made flat.
+REWRITTEN = (
+    *("$ref", "allOf", "oneOf", "const", "nullable", "additionalItems", "dependentRequired", "dependentSchemas"),
+    *("dependencies", "unevaluatedProperties", "unevaluatedItems"),
+)
+FLAT = frozenset(("type", "enum", "anyOf")).union(*ABOUT.values())
+KEYWORDS = FLAT.union(REWRITTEN)
+_OF_DOCUMENTS = ("$schema", "$id", "$comment", "$anchor", "$defs", "definitions", "title", "description", "default")
+_OF_USES = ("examples", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "discriminator")
+ANNOTATIONS = frozenset((*_OF_DOCUMENTS, *_OF_USES, "$dynamicAnchor", "$vocabulary", "contentSchema"))
+# They assert something that is not enforced; the last three are draft 3's.
+REFUSED = (
+    *("not", "if", "contains", "$dynamicRef", "$recursiveRef", "$recursiveAnchor"),
+    *("extends", "disallow", "divisibleBy"),
+)
+
+Schema = dict[str, Any]
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | Decimal) and not isinstance(value, bool)
+
+
+def is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_count(value: Any) -> bool:
+    return is_number(value) and value >= 0 and value == int(value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "number": ("a number", lambda v: is_number(v) and math.isfinite(v)),
+    "end": ("a number", lambda v: isinstance(v, bool) or (is_number(v) and math.isfinite(v))),  # draft 4: true or false
+    "count": ("a whole number from 0 on", _is_count),
+    "flag": ("true or false", lambda v: isinstance(v, bool)),
+    "text": ("a text", lambda v: isinstance(v, str)),
+    "schema": ("a schema", is_schema),
+    "schemas": ("a list of schemas", lambda v: isinstance(v, list) and bool(v) and all(map(is_schema, v))),
+    "items": ("a schema or a list of them", lambda v: is_schema(v) or (isinstance(v, list) and all(map(is_schema, v)))),
+    "map": ("an object of schemas", lambda v: isinstance(v, dict) and all(map(is_schema, v.values()))),
+    "names": ("a list of texts", lambda v: v is False or _are_texts(v)),  # draft 3: false
+    "lists": ("an object of lists of texts", lambda v: isinstance(v, dict) and all(map(_are_texts, v.values()))),
+    "dependencies": (
+        "an object of schemas and lists of texts",
+        lambda v: isinstance(v, dict) and all(is_schema(each) or _are_texts(each) for each in v.values()),
+    ),
+    "values": ("a list of values", lambda v: isinstance(v, list)),
+    "types": (
+        f"one of {', '.join(TYPES)}, or a list of them",
+        lambda v: bool(v) and all(isinstance(t, str) and t in TYPE_SET for t in (v if isinstance(v, list) else [v])),
+    ),
+}  # fmt: skip
+_SHAPE_OF = {
+    **dict.fromkeys(("minimum", "maximum", "multipleOf"), "number"),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), "end"),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), "count"),
+    **dict.fromkeys(("uniqueItems", "nullable"), "flag"),
+    **dict.fromkeys(("pattern", "format", "$ref"), "text"),
+    **dict.fromkeys(("additionalProperties", "additionalItems", "propertyNames"), "schema"),
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), "schema"),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), "schemas"),
+    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), "map"),
+    "items": "items",
+    "dependentRequired": "lists",
+    "dependencies": "dependencies",
+    "required": "names",
+    "enum": "values",
+    "type": "types",
+}
+
+
+def parse(text: str) -> Any:
+    """A schema's JSON with its limits checked; numbers with a point or an exponent are Decimal."""
+    try:
+        schema = json.loads(text, parse_float=Decimal, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise GrammarError(f"is no JSON, or nested deeper than the limit of {MAX_DEPTH}") from None
+    level, depth, num_properties = [schema], 0, 0
+    while level:
+        depth += 1
+        dicts = [each for each in level if isinstance(each, dict)]
+        num_properties += sum(len(d["properties"]) for d in dicts if isinstance(d.get("properties"), dict))
+        level = [v for d in dicts for v in d.values()] + [v for each in level if isinstance(each, list) for v in each]
+        level = [each for each in level if isinstance(each, dict | list)]
+        if depth > MAX_DEPTH:
+            raise GrammarError(f"is nested deeper than the limit of {MAX_DEPTH}")
+    if num_properties > MAX_PROPERTIES:
+        raise GrammarError(f"has {num_properties} properties; the limit is {MAX_PROPERTIES}")
+    return schema
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(name)
+
+
+def at(where: str, problem: str) -> GrammarError:
+    return GrammarError(f"at {where[:100]} {problem}")
+
+
+def check(schema: Any, where: str) -> list[str]:
+    """The keywords of a schema that cannot be enforced; raises GrammarError for a value that a keyword may not have."""
+    if not isinstance(schema, dict):
+        raise at(where, f"has {shown(schema)} where a schema should be")
+    for keyword, value in schema.items():
+        if keyword in _SHAPE_OF:
+            wanted, fits = _SHAPES[_SHAPE_OF[keyword]]
+            if not fits(value):
+                raise at(where, f"has {keyword!r} as {shown(value)}; it should be {wanted}")
+        if keyword == "enum" and (size := len(dumped(value))) > MAX_ENUM_BYTES:
+            raise at(where, f"has an 'enum' of {size} bytes; the limit is {MAX_ENUM_BYTES} bytes")
+    harmless = {keyword for keyword in ("not", "$recursiveAnchor") if schema.get(keyword) is False}
+    return [keyword for keyword in schema if keyword in REFUSED and keyword not in harmless]
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def type_of(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case Decimal():
+            return "integer" if value == value.to_integral_value() else "number"
+        case str():
+            return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+def dumped(value: Any) -> str:
+    return str(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def key_of(value: Any) -> str:
+    """Equal for values that JSON Schema takes for equal."""
+    match value:
+        case bool() | None | str():
+            return encode_basestring(value) if isinstance(value, str) else str(value)
+        case int() | Decimal():
+            sign, digits, exponent = Decimal(value).as_tuple()
+            text = "".join(map(str, digits)).lstrip("0")
+            short = text.rstrip("0")
+            return f"{'-' * sign}{short}e{int(exponent) + len(text) - len(short)}" if short else "0"
+        case list():
+            return "[" + ",".join([key_of(item) for item in value]) + "]"
+    return (
+        "{" + ",".join(sorted([f"{encode_basestring(name)}:{key_of(member)}" for name, member in value.items()])) + "}"
+    )
