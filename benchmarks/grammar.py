@@ -2,14 +2,22 @@
 
 python -m benchmarks.grammar --tokenizer FOLDER_OR_GGUF ...            # the lazy engine, and the compiler's child
 python -m benchmarks.grammar --tokenizer FOLDER_OR_GGUF --eager 40     # automata of so many schemas of the corpus
+python -m benchmarks.grammar --tokenizer FOLDER_OR_GGUF --api 100      # and of so many types of OpenAI's API, drawn
 """
 
 import asyncio
+import importlib
+import inspect
 import json
+import pkgutil
+import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import openai.types
+from pydantic import BaseModel
 
 from benchmarks.measure import Results, new_parser, percentiles
 from runtime.core.config import ModelInfo
@@ -17,6 +25,7 @@ from runtime.core.types import Grammar, GrammarSpec
 from runtime.structured.child import Child
 from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.engines import build_loaded, load
+from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError
 from runtime.structured.vocabulary import Vocabulary
@@ -30,6 +39,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, nargs="+", required=True)
     parser.add_argument("--corpus", type=Path, default=CORPUS, help="JSON lines with a schema and valid instances")
     parser.add_argument("--eager", type=int, default=0, metavar="N", help="build automata of the first N that have one")
+    parser.add_argument("--api", type=int, default=0, metavar="N", help="build automata of N types of OpenAI's API")
     args = parser.parse_args()
     cases = [case for line in args.corpus.read_text().splitlines() if "valid" in (case := json.loads(line))]
     results = Results("grammar", args.out)
@@ -50,7 +60,10 @@ def main() -> None:
         name = {"tokenizer": path.name, "vocabulary": tokenizer.vocab_size}
         results.add(what="lazy engine", **name, **lazy(vocabulary, grammars, texts))
         if args.eager:
-            results.add(what="eager engine", **name, **eager(vocabulary, grammars, args.eager))
+            results.add(what="eager engine", **name, **eager(vocabulary, grammars[: args.eager]))
+        for least in (1, 10) if args.api else ():
+            drawn = api_grammars(least, args.api)
+            results.add(what=f"API types of {least} to 60 properties", **name, **eager(vocabulary, drawn))
 
 
 async def compile_all(schemas: list[object]) -> tuple[list[Grammar], list[float]]:
@@ -97,16 +110,52 @@ def lazy(vocabulary: Vocabulary, grammars: list[Grammar], texts: list[list[list[
     }
 
 
-def eager(vocabulary: Vocabulary, grammars: list[Grammar], most: int) -> dict[str, object]:
-    child, seconds, sizes, too_large = None, [], [], 0
-    for grammar in [g for g in grammars if g.expression][:most]:
+def api_grammars(least: int, num: int) -> list[Grammar]:
+    """Of the openai package's types, as its client sends them for structured output: closed objects of `least` to 60
+    properties, those that may have an automaton."""
+    schemas: dict[str, str] = {}
+    for found in pkgutil.walk_packages(openai.types.__path__, "openai.types."):
+        for name, kind in inspect.getmembers(importlib.import_module(found.name), inspect.isclass):
+            if issubclass(kind, BaseModel) and kind.__module__ == found.name:
+                schema = _closed(kind.model_json_schema())
+                if least <= _num_properties(schema) <= 60:
+                    schemas[json.dumps(schema)] = name
+    grammars = []
+    for schema in random.Random(0).sample(sorted(schemas), len(schemas)):
+        try:
+            grammar = compiled(GrammarSpec("json", schema))
+        except GrammarError:
+            continue
+        grammars += [grammar] if grammar.expression else []
+        if len(grammars) == num:
+            break
+    return grammars
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        return {key: _closed(value) for key, value in schema.items() if (key, value) != ("additionalProperties", True)}
+    return [_closed(value) for value in schema] if isinstance(schema, list) else schema
+
+
+def _num_properties(schema: Any) -> int:
+    if isinstance(schema, dict):
+        own = schema.get("properties")
+        return (len(own) if isinstance(own, dict) else 0) + sum(map(_num_properties, schema.values()))
+    return sum(map(_num_properties, schema)) if isinstance(schema, list) else 0
+
+
+def eager(vocabulary: Vocabulary, grammars: list[Grammar]) -> dict[str, object]:
+    child, seconds, sizes, ns_per_byte, too_large = None, [], [], [], 0
+    for grammar in [g for g in grammars if g.expression]:
         if child is None or not child.is_alive:
             child = Child(4 << 30)
             child.run(60.0, load, vocabulary)
-        start = time.perf_counter()
         try:
-            sizes.append(child.run(5.0, build_loaded, grammar.expression).nbytes)
-            seconds.append(time.perf_counter() - start)
+            automaton, took = child.run(5.0, build_loaded, grammar.expression)
+            sizes.append(automaton.nbytes)
+            seconds.append(took)
+            ns_per_byte.append(took * 1e9 / len(grammar.expression) / len(vocabulary.tokens))
         except GrammarError:
             too_large += 1
     if child is not None:
@@ -114,7 +163,9 @@ def eager(vocabulary: Vocabulary, grammars: list[Grammar], most: int) -> dict[st
     return {
         "built": len(sizes),
         "too_large": too_large,
-        "ms": percentiles(seconds),
+        "cpu_ms": percentiles(seconds),
+        "p90_cpu_ms": float(np.percentile(seconds, 90)) * 1e3,
+        "ns_per_byte_and_token": float(np.median(ns_per_byte)),
         "median_bytes": int(np.median(sizes)),
     }
 

@@ -271,7 +271,7 @@ class Service:
                     seen.note(output)
                     if output.finish_reason is FinishReason.GRAMMAR:
                         field = None if job.structure is None else job.structure.field
-                        raise ApiError(400, output.error, param=field, code="grammar_too_complex")
+                        raise ApiError(400, output.error, param=field, code="grammar_failed")
                     delta = delta_of(index, text, output, params.include_stop_str_in_output)
                     if echo is not None:
                         delta.text, echo = echo.text + delta.text, None

@@ -14,6 +14,7 @@ from triton_engine import SPEC as WIDE
 from runtime.core.config import EngineConfig
 from runtime.core.types import FinishReason, Grammar
 from runtime.kernels import automata, sample, token_mask
+from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
 
 pytestmark = [
@@ -64,6 +65,8 @@ def test_an_answer_is_the_same_alone_eager_and_without_graphs(runner):
     assert tokens_of(answers(gpu_runner(deterministic=True, cuda_graphs=False), MIXED)) == tokens_of(together)
     assert tokens_of(answers(gpu_runner(deterministic=True, max_num_seqs=1), MIXED)) == tokens_of(together)
     engines = runner.structures._engines.result()
+    assert 0 < runner.structures.step_us < 1e6
+    engines.policy = AutomatonPolicy(0.0, 0)  # at once
     for params in (MIXED[0], MIXED[2], MIXED[5], MIXED[7]):
         deadline = time.monotonic() + 20
         while engines.matcher(params.grammar).engine == "lazy" and time.monotonic() < deadline:

@@ -79,4 +79,4 @@ def test_where_engines_for_grammars_cannot_be_made_only_their_outputs_fail():
 
     runner.structures.serve(unreadable)
     found = answers(runner, [hot(LETTERS), FREE, hot(LETTERS), FREE])
-    assert [found[name][1] for name in "0123"] == [FinishReason.ERROR, FinishReason.LENGTH] * 2
+    assert [found[name][1] for name in "0123"] == [FinishReason.GRAMMAR, FinishReason.LENGTH] * 2

@@ -18,6 +18,7 @@ from structured_cases import BYTE_ENGINE, fits, regex
 from runtime.core.types import CallboardError, GrammarSpec
 from runtime.structured import numbers
 from runtime.structured.automaton import EagerMatcher, build
+from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.child import Child
 from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.engines import Engines
@@ -119,14 +120,18 @@ def test_a_grammar_that_cannot_go_on_says_so():
 @pytest.mark.slow
 def test_a_grammar_in_use_moves_to_the_eager_engine():
     grammar = compiled(GrammarSpec("json", json.dumps(PERSON)))
-    engines = Engines(BYTES, eager_after=2, max_entries=2)
+    engines = Engines(BYTES, AutomatonPolicy(1000.0, len(BYTES.tokens)), max_entries=2)
+    pays = engines.policy.expected_s(grammar.expression)
     try:
         first = engines.matcher(grammar)
+        engines.spent(grammar, pays / 2)
         assert first.engine == engines.matcher(grammar).engine == "lazy"
-        until = time.monotonic() + 30
-        while (matcher := engines.matcher(grammar)).engine == "lazy":
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        assert not engines._entries[grammar.key].is_tried
+        engines.spent(grammar, pays / 2)
+        assert engines.matcher(grammar).engine == "lazy"  # it is being built meanwhile
+        engines._builder.submit(str).result(60)  # after what was submitted before
+        matcher = engines.matcher(grammar)
+        assert engines.policy.expected_s(grammar.expression) != pays  # it has learned
         assert isinstance(matcher, EagerMatcher)
         text = b'{"name": "a", "age": 3}'
         assert matcher.allowed(text) == first.allowed(text) == len(text)
@@ -135,13 +140,17 @@ def test_a_grammar_in_use_moves_to_the_eager_engine():
             engines.matcher(regex(text))
         assert engines.matcher(grammar).engine == "lazy"  # it was the one used longest ago
         large = regex("[a-z]{1,9000}")
-        assert {engines.matcher(large).engine for _ in range(4)} == {"lazy"}
+        engines.matcher(large)
+        engines.spent(large, 10.0)
+        engines.matcher(large)
+        engines._builder.submit(str).result(60)
+        assert engines.matcher(large).engine == "lazy"
     finally:
         engines.close()
 
 
 def test_threads_share_engines():
-    engines = Engines(BYTES, eager_after=0)
+    engines = Engines(BYTES)
     grammars = [regex(f"{i}+") for i in range(4)]
 
     def use(i: int) -> bool:

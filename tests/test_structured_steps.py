@@ -275,6 +275,7 @@ import time
 from structured_cases import regex
 from structured_engine import answers, hot, recorded, small_runner
 from runtime.core.types import FinishReason, Grammar
+from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.device_steps import DeviceSteps
 pair = regex('[{]"age": ?[0-9]{1,2}[}]')
 params = [
@@ -295,6 +296,7 @@ assert all(g.graph.count for graphs in runner.steps.graphs.values() for g in gra
 
 # Once more with automata, which take their outputs from the host after the first token.
 engines = runner.structures._engines.result()
+engines.policy = AutomatonPolicy(0.0, 0)  # at once
 for grammar in (params[0].grammar, params[2].grammar, params[5].grammar):
     while engines.matcher(grammar).engine == "lazy":
         time.sleep(0.02)

@@ -23,7 +23,7 @@ class FinishReason(IntEnum):
     LENGTH = 2  # max_tokens or the model's context is exhausted
     ABORT = 3  # the client went away or asked for it
     ERROR = 4  # a fault of this request alone (non-finite logits, say)
-    GRAMMAR = 5  # its output cannot go on within what its grammar allows and the limits of grammars
+    GRAMMAR = 5  # its grammar cannot be served, or not any further
 
 
 @dataclass(frozen=True, slots=True)

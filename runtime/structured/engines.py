@@ -1,9 +1,10 @@
-"""Which engine serves a grammar: the lazy one at once, the eager one once it is used often and has come out small."""
+"""Which engine serves a grammar: the lazy one at once, the eager one where it pays and has come out small."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from runtime.core.types import CallboardError, Grammar
 from runtime.structured.automaton import Automaton, EagerMatcher, build
+from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.child import Child
 from runtime.structured.lazy import LazyEngine, LazyMatcher
 from runtime.structured.matcher import Matcher
@@ -22,7 +24,6 @@ from runtime.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-EAGER_AFTER = 2  # uses
 _MEMORY = 4 << 30  # address space of a build
 _START_S = 60.0  # at most, for a child to start and to read the vocabulary
 
@@ -30,7 +31,8 @@ _START_S = 60.0  # at most, for a child to start and to read the vocabulary
 @dataclass(slots=True)
 class _Entry:
     prototype: LazyMatcher
-    uses: int = 0
+    host_s: float = 0.0  # spent on masks
+    is_tried: bool = False  # an automaton is being built, or was
     automaton: Automaton | None = None
 
 
@@ -42,15 +44,15 @@ class Engines:
     def __init__(
         self,
         vocabulary: Vocabulary,
-        eager_after: int = EAGER_AFTER,
+        policy: AutomatonPolicy | None = None,
         deadline_s: float = 5.0,
         max_entries: int = 256,
         max_bytes: int = 256 << 20,
     ) -> None:
-        """The eager engine gets a grammar at its use number `eager_after`; 0: never."""
-        self.vocabulary = vocabulary
+        """Without a policy the eager engine gets no grammar."""
+        self.vocabulary, self.policy = vocabulary, policy
         self._lazy = LazyEngine(vocabulary)
-        self._eager_after, self._deadline_s = eager_after, deadline_s
+        self._deadline_s = deadline_s
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._lock = threading.Lock()
@@ -71,9 +73,10 @@ class Engines:
             self._entries.move_to_end(grammar.key)
             if not known:
                 entry.prototype = prototype
-            entry.uses += 1
-            if grammar.expression and entry.uses == self._eager_after:
-                self._builder.submit(self._build, grammar, entry)
+            if self.policy is not None and grammar.expression and not entry.is_tried:
+                entry.is_tried = self.policy.pays(entry.host_s, grammar.expression)
+                if entry.is_tried:
+                    self._builder.submit(self._build, grammar, entry, self.policy)
             self._trim()
             found: Matcher = EagerMatcher(entry.automaton) if entry.automaton else entry.prototype.copy()
             self.num_served[found.engine] += 1
@@ -85,22 +88,29 @@ class Engines:
         """As LazyEngine.fill."""
         return self._lazy.fill(matchers, masks, numbers)
 
+    def spent(self, grammar: Grammar, seconds: float) -> None:
+        """An output has ended; so much of the host's time went into its masks."""
+        with self._lock:
+            if (entry := self._entries.get(grammar.key)) is not None:
+                entry.host_s += seconds
+
     def close(self) -> None:
         """End the background work."""
         self._builder.shutdown(wait=False, cancel_futures=True)
         if self._child is not None:
             self._child.kill()
 
-    def _build(self, grammar: Grammar, entry: _Entry) -> None:
+    def _build(self, grammar: Grammar, entry: _Entry, policy: AutomatonPolicy) -> None:
         try:
             if self._child is None or not self._child.is_alive:
                 self._child = Child(_MEMORY, niceness=10)
                 self._child.run(_START_S, load, self.vocabulary)
-            automaton = self._child.run(self._deadline_s, build_loaded, grammar.expression)
+            automaton, seconds = self._child.run(self._deadline_s, build_loaded, grammar.expression)
         except GrammarError as e:
             logger.info("the lazy engine keeps a grammar: it %s", e)
             return
         with self._lock:
+            policy.built(grammar.expression, seconds)
             entry.automaton = automaton
             self._trim()
 
@@ -122,5 +132,8 @@ def load(vocabulary: Vocabulary) -> None:
     build("a", vocabulary)
 
 
-def build_loaded(expression: str) -> Automaton:
-    return build(expression, _loaded[0])
+def build_loaded(expression: str) -> tuple[Automaton, float]:
+    """And the CPU seconds that it took."""
+    start = time.process_time()
+    automaton = build(expression, _loaded[0])
+    return automaton, time.process_time() - start

@@ -41,6 +41,7 @@ from runtime.worker.structure import Structures
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
+_MANY_ROWS = 64  # of a decode step; so many tell whether masks are hidden behind it
 _LONG = 1100  # tokens; from 1,024 on prompts attend by another kernel
 _FAILING = Grammar("", "", "")  # an output's, which it ends after a mask like any other
 _EVERYTHING = SamplingParams(
@@ -155,7 +156,7 @@ class ModelRunner:
         numerics, config = self.numerics, self.config
         self.steps = self._make_steps(1)
         longest = min(config.max_num_batched_tokens, self.memory.max_model_len - 1)
-        rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        rows = self._most_rows()
         self._run_rows([min(config.max_num_batched_tokens // rows, longest)] * rows)
         self._run_rows([longest])
         del self.steps
@@ -180,8 +181,11 @@ class ModelRunner:
         if isinstance(self.steps, DeviceSteps) and self.config.cuda_graphs and self.numerics.device.type == "cuda":
             self.steps.capture_graphs(self._counts())
             logger.info("CUDA graphs: %d", sum(map(len, self.steps.graphs.values())))
+        self.reset()  # what was run until now was not sampled plainly
+        if self.numerics.device.type == "cuda" and not self.is_draft:
+            rows = min(_MANY_ROWS, self._most_rows())
+            self.structures.step_us = min(self._step_seconds(rows, 4) for _ in range(2)) * 1e6
         if self.config.draft is not None or self.is_draft:
-            self.reset()  # what was run until now was not sampled plainly
             self._time_steps()
         self.steps.cache[:, :, :, 0] = 0
         self.reset()
@@ -199,25 +203,27 @@ class ModelRunner:
         """Measure what speculation weighs (ModelInfo.step_us, latency_us), on the null block: decode steps of rising
         size, launched behind one another as in serving; a draft's, as its chains are, by one plan."""
         in_a_row = 16 if self.asynchronous else 1
-
-        def seconds(num_rows: int, num_plans: int, repeats: int = 1) -> float:
-            starts, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
-            slots = np.arange(num_rows, dtype=np.int32)
-            plan = StepPlan(0, slots=slots, starts=starts, counts=ones, samples=ones, repeats=repeats)
-            start = time.perf_counter()
-            for wait in [self.steps.launch(plan) for _ in range(num_plans)]:
-                wait()
-            return (time.perf_counter() - start) / (num_plans * repeats)
-
-        most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        sizes = [1 << i for i in range(8) if 1 << i <= most]
+        sizes = [1 << i for i in range(8) if 1 << i <= self._most_rows()]
         how = (1, in_a_row) if self.is_draft else (in_a_row, 1)
-        best = {size: min(seconds(size, *how) for _ in range(3)) * 1e6 for size in sizes}
-        latency_us = min(seconds(1, 1) for _ in range(3)) * 1e6 - best[1]
+        best = {size: min(self._step_seconds(size, *how) for _ in range(3)) * 1e6 for size in sizes}
+        latency_us = min(self._step_seconds(1, 1) for _ in range(3)) * 1e6 - best[1]
         rising = np.maximum.accumulate(list(best.values())).tolist()
         logger.info("decode steps: %s us", ", ".join(f"{n} rows {us:.0f}" for n, us in zip(sizes, rising, strict=True)))
         latency_us = max(0.0, latency_us) if self.asynchronous else 0.0
         self.info = replace(self.info, step_us=tuple(zip(sizes, rising, strict=True)), latency_us=latency_us)
+
+    def _step_seconds(self, num_rows: int, num_plans: int, repeats: int = 1) -> float:
+        """Of one decode step among so many, on the null block."""
+        starts, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
+        slots = np.arange(num_rows, dtype=np.int32)
+        plan = StepPlan(0, slots=slots, starts=starts, counts=ones, samples=ones, repeats=repeats)
+        start = time.perf_counter()
+        for wait in [self.steps.launch(plan) for _ in range(num_plans)]:
+            wait()
+        return (time.perf_counter() - start) / (num_plans * repeats)
+
+    def _most_rows(self) -> int:
+        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
 
     def reset(self) -> None:
         """Forget all requests, as after an engine's restart; the cache's contents are nobody's."""

@@ -8,6 +8,8 @@ while it computes. Outputs whose grammar is an automaton leave the host after th
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from runtime.core.plan import Int32s, NewSlot, StepPlan
 from runtime.core.types import CallboardError, Grammar
 from runtime.kernels.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.structured.automaton import EagerMatcher
-from runtime.structured.engines import EAGER_AFTER, Engines
+from runtime.structured.automaton_policy import AutomatonPolicy
+from runtime.structured.engines import Engines
 from runtime.structured.lazy import LazyMatcher
 from runtime.structured.matcher import Matcher
 from runtime.structured.vocabulary import Vocabulary
@@ -37,6 +40,7 @@ class _Output:
     num_taken: int = 0
     matcher: Matcher | None = None  # made with the first mask
     failure: str = ""  # why it cannot go on
+    host_s: float = 0.0  # spent on its masks
     on_device: bool = False  # it follows an automaton there, and its matcher stays behind
 
     def fail(self, why: object) -> None:
@@ -98,6 +102,7 @@ class Structures:
     def __init__(self, vocab_size: int, is_draft: bool = False) -> None:
         """A draft's outputs are rewritten, and where a grammar cannot be served they go on without it."""
         self._num_words, self._is_draft = -(-vocab_size // 32), is_draft
+        self.step_us = math.inf  # a decode step of many rows, once a device's was measured
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._engines: Future[Engines] | None = None
         self._outputs: dict[int, _Output] = {}
@@ -107,14 +112,19 @@ class Structures:
     def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """Make engines for the model's vocabulary, which takes about a second: a target's in the background. Until
         this is called, no output that has a grammar can be served."""
-        eager_after = 0 if self._is_draft else EAGER_AFTER
-        self._engines = self._thread.submit(lambda: Engines(vocabulary(), eager_after))
+        self._engines = self._thread.submit(lambda: self._make_engines(vocabulary()))
         if self._is_draft:
             self._engines.exception()  # waits: nobody needs a draft that starts, all wait for one that answers
 
+    def _make_engines(self, vocabulary: Vocabulary) -> Engines:
+        policy = None if self._is_draft else AutomatonPolicy(self.step_us, len(vocabulary.tokens))
+        return Engines(vocabulary, policy)
+
     def clear(self, automata: DeviceAutomata | None = None) -> None:
         """Forget all requests. `automata`, where there is a device that follows them."""
-        self._outputs, self._last, self._automata = {}, None, automata
+        for slot in list(self._outputs):
+            self.remove(slot)
+        self._last, self._automata = None, automata
 
     def add(self, new: NewSlot) -> None:
         """A request enters its slot."""
@@ -126,7 +136,9 @@ class Structures:
 
     def remove(self, slot: int) -> None:
         """A request leaves its slot."""
-        self._outputs.pop(slot, None)
+        output = self._outputs.pop(slot, None)
+        if output is not None and output.matcher is not None:
+            self._made_engines().spent(output.grammar, output.host_s)
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """Of the plan's samples; None if all of them may be any token. If some are the host's to make, it waits for the
@@ -220,14 +232,16 @@ class Structures:
 
     def _fill(self, rows: list[_Row], words: Int32s) -> None:
         """A mask after a guess that is not allowed stays open: no sample equals that guess, so none there counts."""
-        begin, spans, together = 0, [], []
+        started, begin, spans, together = time.perf_counter(), 0, [], []
         for row in rows:
             output, span = row.output, slice(begin, begin + len(row.guesses) + 1)
             begin = span.stop
             spans.append(span)
             try:
                 if output.matcher is None and not output.failed:
+                    asked = time.perf_counter()
                     output.matcher = self._made_engines().matcher(output.grammar)
+                    started += time.perf_counter() - asked  # masks alone count
                 if output.matcher is not None and not output.failed:
                     output.take()
                     if not row.guesses and isinstance(output.matcher, LazyMatcher):
@@ -244,7 +258,9 @@ class Structures:
                 if error is not None:
                     output.fail(error)
         allowed = words.any(1)
+        share = (time.perf_counter() - started) / max(1, len(rows))
         for row, span in zip(rows, spans, strict=True):
+            row.output.host_s += share
             if not row.output.failed and not allowed[span].all():
                 row.output.fail("No token of this model continues what this request's grammar allows there.")
             if row.output.failed:
