@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 
@@ -34,6 +35,7 @@ from serve_app.tokenization import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
 
+_MAX_ABORT_BYTES = 4 << 10
 _MANY_SCORES = 100  # positions whose log-probabilities take a while to render
 
 _EVENT_STREAM = [
@@ -78,7 +80,8 @@ def build_http_app(
         return _json(tokenizer_info(service))
 
     async def abort(request: HttpRequest) -> Response:
-        body = await read_json_body(request.scope, request.receive, settings)
+        # Short enough to be read on the loop, from which alone engines can be told.
+        body = await read_json_body(request.scope, request.receive, replace(settings, max_body_bytes=_MAX_ABORT_BYTES))
         asked = validated(AbortRequest, body or b"")
         service.abort(asked.request_id, request.scope["owner"])
         return _json({"request_id": asked.request_id, "object": "request.abort"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -19,7 +20,9 @@ _T = TypeVar("_T")
 # Templates write these values out, some with an indent for each level.
 _MAX_TEMPLATE_CHARS = 256 << 10
 _MAX_TEMPLATE_DEPTH = 64
-_LONG_BODY_BYTES = 8 << 10  # a shorter one is parsed, templated and tokenised in a few milliseconds
+_LONG_BODY_BYTES = 8 << 10  # a shorter one is parsed, templated and tokenised in a few milliseconds,
+# but for fields that a template writes out with indents. A name may be spelled with escapes, too.
+_WRITTEN_OUT = re.compile(rb'"(?:tools|tool_calls|chat_template_kwargs)"|\\u')
 
 
 async def beside_the_loop_if(is_long: bool, work: Callable[[], _T]) -> _T:
@@ -28,8 +31,8 @@ async def beside_the_loop_if(is_long: bool, work: Callable[[], _T]) -> _T:
 
 
 def is_long(body: bytes) -> bool:
-    """Whether a request of this body takes a while to read."""
-    return len(body) >= _LONG_BODY_BYTES
+    """Whether a request of this body may take a while to read."""
+    return len(body) >= _LONG_BODY_BYTES or _WRITTEN_OUT.search(body) is not None
 
 
 async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings) -> bytes | None:

@@ -98,6 +98,12 @@ def tools(number: int, depth: int) -> list[dict]:
     return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(number)]
 
 
+def brackets(number: int, depth: int) -> list[dict]:
+    """Tools of which a template writes hundreds of times more than there is."""
+    lists = json.loads("[" + ",".join(["[" * depth + "]" * depth] * number) + "]")
+    return [{"type": "function", "function": {"name": "f", "parameters": {"a": lists}}}]
+
+
 def patterns(number: int) -> dict:
     """A schema that takes seconds to compile."""
     return {
@@ -141,6 +147,7 @@ ATTACKS = {
     "a token that the model lacks": Attack(lambda: of(prompt=[5, 250, 7]), vocab_size=200),
     "a text of words": Attack(lambda: of(prompt="word " * (MAX_BODY // 5 - 10))),
     "deep tools": Attack(lambda: of(messages=HELLO, tools=tools(128, 70)), CHAT, template=LLAMA),
+    "tools in a short body": Attack(lambda: of(messages=HELLO, tools=brackets(60, 50)), CHAT, template=LLAMA),
     "tools": Attack(lambda: of(messages=HELLO, tools=tools(20, 12), max_tokens=1), CHAT, template=LLAMA, status=200),
     "reasoning of newlines": Attack(
         lambda: of(messages=HELLO, n=8, max_tokens=8000), CHAT, template=TEMPLATE + THINKS, token="\n", status=200

@@ -1,5 +1,6 @@
 """The front door over a real HTTP stack and a scripted engine: keys, CORS, limits, request ids, probes, odd bodies."""
 
+import asyncio
 import socket
 import threading
 import time
@@ -147,6 +148,16 @@ def test_a_content_length_over_the_limit_is_answered_before_the_body_comes(lengt
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
         sock.sendall(head + length + b"\r\n\r\n")
         assert sock.recv(1000).split()[1] in (b"413", b"400")  # beyond 64 bits the parser itself refuses
+
+
+def test_an_abort_is_short_and_told_from_the_loop(monkeypatch):
+    with serving() as (engine, _, url):
+        loops = []
+        monkeypatch.setattr(engine, "abort", lambda *_: loops.append(asyncio.get_running_loop()))
+        body = {"request_id": "x", "tools": "y"}
+        assert http.post(f"{url}/v1/abort", json=body).status_code == 200
+        assert len(loops) == 1
+        assert_error(http.post(f"{url}/v1/abort", json=body | {"z": "z" * 5000}), 413, "body_too_large", "4096 bytes")
 
 
 def test_a_body_that_does_not_come_ends_with_an_answer_and_a_closed_connection():

@@ -13,7 +13,7 @@ from runtime.text.tool_calls import ToolFormat
 from serve_app.errors import invalid
 from serve_app.requests.messages import ChatMessage
 from serve_app.requests.sampling import SamplingFields
-from serve_app.requests.shapes import LEGACY, only, or_default, shown
+from serve_app.requests.shapes import or_default, shown
 from serve_app.requests.tools import ChosenTool, Tool, ToolChoice
 from serve_app.structure import Structure
 
@@ -39,15 +39,6 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-
-    functions: Annotated[Any, LEGACY] = None
-    function_call: Annotated[Any, LEGACY] = None
-    audio: Annotated[Any, only(None)] = None
-    modalities: Annotated[Any, only(None, ["text"])] = None
-    prediction: Annotated[Any, only(None)] = None
-    chat_template: Annotated[
-        Any, only(None, says="a template is a program, and only the model's own is run here; leave it out")
-    ] = None
 
     def max_output(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError, from_json
 
 from serve_app.errors import invalid
-from serve_app.requests.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, text_or_list
+from serve_app.requests.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, only, text_or_list
 
 
 class TextPart(RequestModel):
@@ -64,6 +64,8 @@ class ChatMessage(RequestModel):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool: the call that it answers
     reasoning_content: str | None = None  # of an assistant; templates decide whether it is shown
+    audio: Annotated[Any, only(None)] = None
+    refusal: Annotated[Any, only(None)] = None
     function_call: Annotated[Any, LEGACY] = None
 
     def check(self, where: str) -> None:

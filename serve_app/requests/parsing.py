@@ -67,7 +67,7 @@ def _without_token_ids(name: str, body: bytes) -> tuple[bytes, dict[str, list[in
         return body, {}
     try:
         fields = _fields_decoder.decode(body)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return body, {}
     value = bytes(fields.get(name, b"")).strip()
     first = value[1:64].lstrip()[:1]

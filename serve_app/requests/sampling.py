@@ -12,8 +12,8 @@ from pydantic_core import PydanticCustomError
 
 from runtime.core.types import SamplingParams
 from serve_app.errors import invalid
-from serve_app.requests.other_servers import KNOWN_ELSEWHERE
-from serve_app.requests.shapes import RequestModel, TokenId, only, or_default, shown, text_or_list
+from serve_app.requests.other_servers import OTHER_SERVERS
+from serve_app.requests.shapes import RequestModel, TokenId, or_default, shown, text_or_list
 from serve_app.structure import ResponseFormat, Structure, StructuredOutputs, asked_structure
 
 MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
@@ -83,8 +83,6 @@ class SamplingFields(RequestModel):
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
 
-    tools: Annotated[Any, only(None, [])] = None
-    functions: Annotated[Any, only(None, [])] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -107,8 +105,9 @@ class SamplingFields(RequestModel):
     def check(self) -> None:
         """Rules between fields, and fields that are known elsewhere; raises ApiError."""
         for name, value in (self.model_extra or {}).items():
-            if value not in KNOWN_ELSEWHERE.get(name, (value,)):
-                raise invalid(name, f"is {shown(value)}: it would change the answer but is not supported; leave it out")
+            if (refused := OTHER_SERVERS.get(name)) is not None and value not in refused.harmless:
+                problem = f"is {shown(value)}: it would change the answer but is not supported"
+                raise invalid(name, f"{problem}; {refused.instead}")
         if self.truncate_prompt_tokens == 0:
             raise invalid("truncate_prompt_tokens", "is 0, which would leave no prompt; use -1 for all that fits")
         if self.prompt_logprobs is not None and self.stream:
