@@ -25,8 +25,6 @@ from runtime.core.types import CallboardError, FinishReason, StepOutput
 
 logger = logging.getLogger(__name__)
 
-_MAX_LOSSES = 3  # runners lost in a row without a finished step: the requests in them are at fault
-
 
 class EngineLoop:
     """The step thread. It alone touches the scheduler; everybody else puts a message in its inbox.
@@ -49,7 +47,6 @@ class EngineLoop:
         self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was last idle
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
         self._draining = ""
-        self._losses = 0
         self._output: StepOutput | None = None  # committed, not sent yet
         self._closed = False
         self._progress = time.monotonic()
@@ -89,7 +86,7 @@ class EngineLoop:
         return {
             "running": len(s.running),
             "waiting": s.num_waiting,
-            "waiting_tokens": s.num_waiting_tokens,
+            "waiting_tokens": s.waiting.num_tokens,
             "steps": self.core.steps_done,
             "preemptions": s.num_preemptions,
             "rebuilds": self.num_rebuilds,
@@ -178,7 +175,6 @@ class EngineLoop:
                     self._rebuild(str(e))
                 continue
             if self._output is not None:
-                self._losses = 0
                 meter.collected()
             self._progress = time.monotonic()
 
@@ -246,7 +242,7 @@ class EngineLoop:
         if self._draining:
             return Refused(message.stream, self._draining, Refusal.DRAINING)
         config, waiting = self.config, self.core.scheduler.num_waiting
-        tokens = self.core.scheduler.num_waiting_tokens
+        tokens = self.core.scheduler.waiting.num_tokens
         if waiting >= config.max_queued_requests:
             text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
         elif waiting and tokens + len(message.request.token_ids) > config.max_queued_tokens:  # an empty queue takes any
@@ -364,24 +360,16 @@ class EngineLoop:
     def _rebuild(self, why: str) -> None:
         """Runners are replaceable caches (C8): get new ones and recompute every live request.
 
-        Requests that were running through several losses in a row, without one step between, end with an error: one
-        of them kills its runner."""
+        A request that is found to kill its runners ends with an error (isolation.py)."""
         logger.warning("rebuilding the runners: %s", why)
         self._emit()
         self._set_reason(f"The engine is restarting its model runners: {why}")
-        self._losses += 1
         self.num_rebuilds += 1
         self.executor.close()
-        if self._losses >= _MAX_LOSSES:
-            text = f"The model runners were lost {self._losses} times in a row while computing this request."
-            connections = set()
-            for state in list(self.core.scheduler.running):
-                self.core.abort(state.request.request_id)
-                self._end(state.owner, FinishReason.ERROR, None, text)
-                connections.add(state.owner.connection)
-            for connection in connections:
-                connection.flush()
-            self._losses = 0
+        if (culprit := self.core.lose()) is not None:
+            text = f"The model runners were lost {culprit.num_losses} times while computing this request."
+            self._end(culprit.owner, FinishReason.ERROR, None, text)
+            culprit.owner.connection.flush()
         self.executor, info = self._start_runners()
         if info.fingerprint != self.info.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.output_length import OutputLengthEstimator
 from runtime.core.plan import StepResult, decode_plan, decode_result, encode_plan, encode_result
 from runtime.core.speculation import Drafter
 from runtime.core.types import FinishReason, Request, TokenLogprobs
@@ -81,6 +82,18 @@ class Recorded(Drafter):
         pass
 
 
+class FixedShare(OutputLengthEstimator):
+    """Expects that all answers get the same share of their max_tokens, whatever it sees. With less than they get, an
+    engine admits too many requests and has to preempt some."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def expect(self, max_tokens: int, length: int) -> tuple[float, int]:
+        return max(0.0, self.share * max_tokens - length), 1 << 62
+
+
 def sequential_scores(request: Request) -> list[TokenLogprobs]:
     """The prompt log-probabilities that the request must get."""
     state, scores, num_top = 0, [], request.params.prompt_logprobs
@@ -109,6 +122,7 @@ class FakeRunner:
         )
         self.queue: list[bytes] = []
         self.rows = Counter()
+        self.fails: int | None = None  # a sample of the next step that is not finite
 
     def submit(self, plan) -> None:
         self.queue.append(encode_plan(plan))
@@ -160,6 +174,9 @@ class FakeRunner:
             tokens |= sampled
             out += sampled.values()
         self.rows[len(plan.slots)] += 1
+        if self.fails is not None and out:
+            out[self.fails % len(out)] = -1
+            self.fails = None
         top = np.array([top for _, _, top in scores]).reshape(len(scores), num_top, 2)
         result = StepResult(
             plan.step_id,

@@ -7,17 +7,17 @@ from collections import Counter
 
 import pytest
 import uvloop
-from fake_runner import EOS, VOCAB, FakeRunner, sequential
+from fake_runner import EOS, FakeRunner, sequential
 
-from actors import engine_loop
 from actors.engine_client import EngineBusy, RequestRefused
 from actors.engine_loop import EngineLoop
 from actors.link_group import LinkGroup
 from actors.link_server import Connection
 from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.isolation import MAX_LOSSES
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
 
-INFO = ModelInfo("f", VOCAB, 512, (EOS,), 200, 4, "none", "none")
+INFO = ModelInfo("f", 320, 512, (EOS,), 200, 4, "none", "none")
 
 
 class SlowRunner(FakeRunner):
@@ -367,7 +367,7 @@ async def test_a_request_that_kills_every_runner_ends_with_an_error(monkeypatch)
 
     def start_cursed():
         runner, info = start()
-        if len(engine.runners) <= engine_loop._MAX_LOSSES:
+        if len(engine.runners) <= MAX_LOSSES:
             runner.dead = "Rank 0 is gone."
         return runner, info
 
@@ -375,7 +375,7 @@ async def test_a_request_that_kills_every_runner_ends_with_an_error(monkeypatch)
     engine.runners[-1].dead = "Rank 0 is gone."
     _, reason, last = await read(link, request(0))
     assert reason is FinishReason.ERROR
-    assert "3 times in a row" in last.error
+    assert "lost 3 times while" in last.error
     assert (await read(link, request(1)))[:2] == sequential(request(1), 512)
     link.close()
     engine.loop.close()

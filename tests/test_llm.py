@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from conftest import TINY_TOKENS
+from fake_runner import FixedShare
 
 from runtime.core.types import CallboardError, FinishReason, SamplingParams
 from runtime.llm import LLM
@@ -82,7 +83,7 @@ def test_a_preempted_request_gives_the_same_tokens(load):
     params = [SamplingParams(max_tokens=40, seed=i, logit_bias=((0, -100.0),)) for i in range(4)]
     alone = [c.token_ids for c in load().generate([SHARED] * 4, params)]
     tight = load(num_kv_blocks=26, max_model_len=60, prefix_cache=False)
-    tight.engine.scheduler.output_share = 0.0
+    tight.engine.scheduler.admission.lengths = FixedShare(0.0)
     assert [c.token_ids for c in tight.generate([SHARED] * 4, params)] == alone
     assert tight.engine.scheduler.num_preemptions > 0
 
@@ -121,6 +122,20 @@ def test_chat_takes_one_conversation_or_several(load):
     two = llm.chat([hello, [{"role": "user", "content": "hell"}]], params)
     assert one[0].token_ids == two[0].token_ids
     assert one[0].prompt_token_ids == llm.tokenizer.encode("<|start|>hello<|end|>", add_special_tokens=False)
+
+
+def test_a_value_that_is_not_finite_fails_one_request(load):
+    """It was left in a block of a cached prefix: who reads it fails, and the next one computes the prefix again."""
+    llm, params = load(num_kv_blocks=30), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompt = list(range(2, 20))
+    (expected,) = llm.generate([prompt], params)
+    cached = sorted(llm.engine.scheduler.tables.cache._identity_of)
+    llm.runner.steps.cache[:, :, :, cached[0], 1] = float("nan")
+    (failed,) = llm.generate([prompt], params)
+    assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, [])
+    for num_cached in (0, 16):
+        (again,) = llm.generate([prompt], params)
+        assert (again.token_ids, again.num_cached) == (expected.token_ids, num_cached)
 
 
 def test_bad_calls_say_what_to_change(load, tmp_path):

@@ -8,6 +8,7 @@ import httpx
 import pytest
 import test_link
 from fake_engine import FakeEngine, byte_tokenizer, client_of
+from fake_runner import FixedShare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
@@ -171,7 +172,7 @@ async def test_a_preempted_request_waits_longer_between_two_tokens(monkeypatch):
     fronts = Fronts(engine)
     client = await fronts.add()
     try:
-        engine.loop.core.scheduler.output_share = 0.0  # admits both at once, and is wrong
+        engine.loop.core.scheduler.admission.lengths = FixedShare(0.0)  # admits both at once, and is wrong
         answers = [complete(client, [i] * 20, 100, ignore_eos=False) for i in (3, 4)]
         assert [a.json()["usage"]["completion_tokens"] for a in await asyncio.gather(*answers)] == [100, 100]
         samples = await fronts.scrape()

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from fake_runner import EOS, sequential, sequential_scores
+from fake_runner import EOS, FixedShare, sequential, sequential_scores
 from runner_driver import Driver, tiny_runner
 from test_link import INFO, Engine, eventually, link_to, only_link, request
 from test_scheduler import Session
@@ -117,7 +117,7 @@ def test_preemption_leaves_no_trace(load):
         for budget in (2, 60):
             tight = load(deterministic=True, num_kv_blocks=16, max_model_len=60, prefix_cache=False,
                          max_num_batched_tokens=budget, pipeline_depth=depth)  # fmt: skip
-            tight.engine.scheduler.output_share = 0.0
+            tight.engine.scheduler.admission.lengths = FixedShare(0.0)
             assert [(c.prompt_logprobs, c.token_ids) for c in run(tight, prompts, params)] == want
             assert tight.engine.scheduler.num_preemptions > 0
 

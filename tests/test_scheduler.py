@@ -6,16 +6,18 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fake_runner import EOS, VOCAB, FakeRunner, Oracle, sequential, sequential_scores
+from fake_runner import EOS, VOCAB, FakeRunner, FixedShare, Oracle, sequential, sequential_scores
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.plan import StepResult
+from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation import Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
+from runtime.core.waiting_queue import WaitingQueue
 
 
 def check(core: EngineCore) -> None:
@@ -30,7 +32,7 @@ def check(core: EngineCore) -> None:
     assert len(set(slots)) == len(slots)
     assert sorted(slots + s._free_slots) == list(range(s.max_num_seqs))
     assert s.num_waiting == sum(state.slot < 0 for state in s.requests.values())
-    assert s.num_waiting_tokens == sum(len(state.tokens) for state in s.requests.values() if state.slot < 0)
+    assert s.waiting.num_tokens == sum(len(state.tokens) for state in s.requests.values() if state.slot < 0)
     assert len(s.running) + s.num_waiting == len(s.requests)
 
 
@@ -85,6 +87,7 @@ events = st.lists(
         st.tuples(st.just("step"), st.integers(1, 6)),
         st.tuples(st.just("abort"), st.integers(0, 30)),
         st.tuples(st.just("lose"), st.none()),
+        st.tuples(st.just("fail"), st.integers(0, 30)),
     ),
     min_size=4,
     max_size=30,
@@ -135,12 +138,17 @@ class Session:
             assert len(self.outputs[name]) == output.states.count(state), "they come with the first tokens"
             self.scores[name] = list(scores.of(state.request.token_ids[1:]))
         for state, reason in output.finished:
+            if reason is FinishReason.ERROR:
+                self.aborted.add(state.request.request_id)
             self.reasons[state.request.request_id] = reason
             self.guessed += state.num_guessed
             self.accepted += state.num_accepted
 
     def lose(self) -> None:
         self.runner = FakeRunner(self.config, self.info)
+        if (culprit := self.core.lose()) is not None:  # it was alone in flight, and it was its third time
+            assert culprit.num_losses >= 3
+            self.aborted.add(culprit.request.request_id)
         self.core.recover(self.runner)
         check(self.core)
 
@@ -164,10 +172,11 @@ def test_any_history_gives_the_sequential_tokens():
 
     # The same histories each time: what they cover is asserted below, and must not depend on luck.
     @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
-    @given(configs, events, st.sampled_from([0.0, 0.2, 1.0]))
-    def run(config, history, output_share):
+    @given(configs, events, st.sampled_from([None, 0.0, 1.0]))
+    def run(config, history, share):
         session = Session(**config)
-        session.core.scheduler.output_share = output_share  # an engine that expects short answers admits too many
+        if share is not None:
+            session.core.scheduler.admission.lengths = FixedShare(share)  # 0: it admits too many
         for kind, value in history:
             if kind == "add":
                 session.add(*value)
@@ -183,9 +192,12 @@ def test_any_history_gives_the_sequential_tokens():
                     session.aborted.add(name)
                 session.core.abort(name)
                 check(session.core)
+            elif kind == "fail":
+                session.runner.fails = value
             else:
                 session.lose()
         session.finish()
+        seen["failures"] += sum(reason is FinishReason.ERROR for reason in session.reasons.values())
         seen["steps"] += session.steps
         seen["preemptions"] += session.core.scheduler.num_preemptions
         seen["hits"] += session.core.scheduler.prompt_tokens_cached
@@ -196,6 +208,7 @@ def test_any_history_gives_the_sequential_tokens():
     run()
     assert seen["steps"] >= 10_000, seen
     assert seen["preemptions"] > 10, seen
+    assert seen["failures"] > 100, seen
     assert seen["hits"] > 100, seen
     assert seen["accepted"] > 1000, seen
     assert seen["rejected"] > 1000, seen
@@ -209,14 +222,14 @@ def test_tight_memory_preempts_and_stays_right(depth, prefix_cache):
         block_size=2, num_kv_blocks=14, max_model_len=26, max_num_seqs=6, max_num_batched_tokens=16,
         pipeline_depth=depth, prefix_cache=prefix_cache,
     )  # fmt: skip
-    session.core.scheduler.output_share = 0.1  # it believes that answers are short, and admits too many
+    session.core.scheduler.admission.lengths = FixedShare(0.1)  # too short: it admits too many
     for i in range(12):
         session.add([1 + i % 5, 2, 3, 4], SamplingParams(max_tokens=20, ignore_eos=True))
     session.finish()
     if not prefix_cache:
         assert session.core.scheduler.num_preemptions == 0, "ignore_eos lengths are exact: nothing to preempt"
     for i in range(12):
-        session.core.scheduler.output_share = 0.1
+        session.core.scheduler.admission.lengths = FixedShare(0.1)
         session.add([1 + i % 5, 2, 3, 4], SamplingParams(max_tokens=20, stop_token_ids=(VOCAB + 1,)))
     session.finish()
     assert session.core.scheduler.num_preemptions > 0
@@ -325,6 +338,33 @@ def test_a_row_with_bad_logits_fails_alone():
     assert output.token_ids == [3]
 
 
+def step_with(session: Session, *tokens: int) -> list[FinishReason]:
+    """A step whose rows sample these."""
+    scheduler = session.core.scheduler
+    plan = scheduler.schedule()
+    output = scheduler.commit(StepResult(plan.step_id, np.array(tokens, np.int32)))
+    check(session.core)
+    return [reason for _, reason in output.finished]
+
+
+def test_blocks_of_a_failed_row_are_not_used_again():
+    """Neither those that it computed nor those that it found in the cache: whoever comes next computes its own."""
+    session, prompt, once = Session(block_size=4), list(range(1, 12)), SamplingParams(max_tokens=1, ignore_eos=True)
+    session.add(prompt, once)
+    assert step_with(session, 5) == [FinishReason.LENGTH]
+    session.add([*prompt, 7, 7], SamplingParams(max_tokens=9, ignore_eos=True))
+    session.add(prompt, once)
+    assert step_with(session, 5, -1) == [FinishReason.ERROR]
+    scheduler = session.core.scheduler
+    (other,) = scheduler.running
+    assert other.num_cached == 8
+    session.add(prompt, once)
+    assert step_with(session, 5, 5) == [FinishReason.LENGTH]
+    again = session.core.add(Request("again", prompt, 11, once))
+    assert scheduler.tables.match(again)[:2] != other.blocks[:2], "what it shared with the failed one is nobody's"
+    assert step_with(session, 5, 5) == [FinishReason.LENGTH]
+
+
 def test_a_result_of_another_step_is_refused():
     session = Session()
     add_all(session, 1, max_tokens=5)
@@ -346,6 +386,37 @@ def test_resubmission_continues_the_same_sequence():
     second.added["again"], second.outputs["again"] = request, []
     second.finish()
     assert second.outputs["again"] == whole[5:]
+
+
+def test_requests_that_leave_the_queue_are_forgotten():
+    """Something always waits before them, so that they never come to the head of the queue."""
+    scheduler = Scheduler(*make(max_num_seqs=1))
+    scheduler.add(Request("first", [1], 1, SamplingParams()))
+    gone = [scheduler.add(Request(f"{i}", [2] * 50, 50, SamplingParams(), priority=1)) for i in range(500)]
+    for i in range(500):
+        scheduler.abort(f"{i}")
+    assert len(scheduler.waiting) == 1
+    assert len(scheduler.waiting._keys) <= 2
+    assert scheduler.waiting.num_tokens == 1
+    assert not any(len(state.tokens) or state.request.token_ids for state in gone)
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.sampled_from(["push", "pop", "leave"])), max_size=60))
+def test_the_queue_is_a_sorted_list(history):
+    queue, waiting = WaitingQueue(), []
+    for number, (priority, kind) in enumerate(history):
+        if kind == "push":
+            state = RequestState(Request("", [1] * number, 0, SamplingParams()), 9, frozenset(), (priority, 0, number))
+            queue.push(state)
+            waiting.append(state)
+        elif waiting:
+            waiting.sort(key=lambda s: s.key)
+            gone = waiting.pop(0 if kind == "pop" else number % len(waiting))
+            queue.remove(gone)
+        assert queue.first() is min(waiting, key=lambda s: s.key, default=None)
+        assert len(queue) == len(waiting)
+        assert queue.num_tokens == sum(len(state.tokens) for state in waiting)
+        assert len(queue._keys) <= 2 * len(waiting)
 
 
 def test_duplicate_id_and_empty_prompt_are_refused():

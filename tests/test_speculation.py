@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from fake_runner import Recorded
+from fake_runner import FixedShare, Recorded
 from runner_driver import TINY, tiny_runner
 
 from runtime.core.draft import DraftCore, LocalWire
@@ -116,7 +116,7 @@ def test_tight_memory_and_small_steps():
     drafter = Recorded(want, 0.8, TINY.vocab_size)
     model = tiny_runner(deterministic=True, **config)
     core = EngineCore(model.config, model.info, InProcess(model), Speculation(drafter, 5, (), 0.0))
-    core.scheduler.output_share = 0.1
+    core.scheduler.admission.lengths = FixedShare(0.1)
     assert core.depth == 2
     rng, got = np.random.default_rng(0), {}
     for i in range(24):

@@ -8,6 +8,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from fake_runner import FixedShare
 from hypothesis import HealthCheck, given, settings
 from structured_cases import regex
 from structured_engine import SPEC, answers, hot, recorded, runner_of, text_of
@@ -124,7 +125,7 @@ def share_accepted(params, want, ahead, keeps_grammars, noise=0.0, vocabulary=SM
     model = runner_of(vocabulary, is_draft=True, **config)
     model.decoder.final_norm *= 1 + noise * torch.randn(SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
     draft = DraftCore(model.config, model.info, InProcess(model), ahead, keeps_grammars)
-    draft.scheduler.output_share = 0.0  # it admits as if answers were short
+    draft.scheduler.admission.lengths = FixedShare(0.0)  # it admits as if answers were short
     say, lazy = draft._say, LazyEngine(SMALL)
 
     def check_and_say(owner, chain):
@@ -168,7 +169,7 @@ def test_preemption_and_lost_runners_change_no_token(plain):
     counts = []
 
     def optimist(core: EngineCore, step: int) -> None:
-        core.scheduler.output_share = 0.0
+        core.scheduler.admission.lengths = FixedShare(0.0)
         counts.append(core.scheduler.num_preemptions)
 
     assert answers(tight, long, between=optimist) == answers(RUNNER, long)

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 from fake_engine import MODEL, FakeEngine, byte_tokenizer
-from fake_runner import VOCAB, Oracle, sequential
+from fake_runner import VOCAB, FixedShare, Oracle, sequential
 from openai.types.chat import ChatCompletionChunk
 from runner_driver import tiny_runner
 from test_link import INFO, Engine, eventually, link_to, request
@@ -176,7 +176,7 @@ async def test_a_preempted_request_keeps_its_counts():
     speculate(engine, oracle)
     scheduler = engine.loop.core.scheduler
     scheduler.pool.allocate(scheduler.pool.num_available - 20)
-    scheduler.output_share = 0.1  # so it admits more than there is room for
+    scheduler.admission.lengths = FixedShare(0.1)  # so it admits more than there is room for
     link = link_to(engine)
     await link.start()
     asked = [request(i, max_tokens=60, ignore_eos=False) for i in range(12)]

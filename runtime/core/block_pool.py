@@ -85,3 +85,10 @@ class BlockPool:
     def mark_cached(self, block: int) -> None:
         """The held `block` now has an identity; when released it stays until evicted."""
         self._cached[block] = 1
+
+    def mark_spoilt(self, blocks: list[int]) -> None:
+        """The held `blocks` lose their identities: nobody acquires them any more, and when released they are free."""
+        for block in blocks:
+            if self._cached[block]:
+                self._cached[block] = 0
+                self._on_evict(block)

@@ -46,9 +46,15 @@ class BlockTables:
         if self._shares:
             state.next_full = (len(state.blocks) + 1) * self._size
 
-    def close(self, state: RequestState) -> None:
-        """A request leaves its slot; full blocks stay in the cache as long as nobody needs their place."""
-        self.register(state, move=False)
+    def close(self, state: RequestState, spoilt: bool = False) -> None:
+        """A request leaves its slot; full blocks stay in the cache as long as nobody needs their place.
+
+        Of one that failed (`spoilt`) none stays, not even what it shares: any of them may hold the value that is not
+        finite, and would fail whoever comes with the same prefix."""
+        if spoilt:
+            self.pool.mark_spoilt(state.blocks)
+        else:
+            self.register(state, move=False)
         self.pool.release(state.blocks)
         if self._writes:
             self._writes = [w for w in self._writes if w[0] != state.slot]

@@ -161,7 +161,7 @@ class DraftCore:
     def _close(self, owner: Hashable, stream: int) -> None:
         state = self._streams.pop((owner, stream), None)
         if state is not None:
-            self.scheduler.abort(state.request.request_id)
+            self.scheduler.abort(state.request.request_id, stopped=True)
 
     def _commit(self, owner: Hashable, commit: Commit) -> None:
         state = self._streams.get((owner, commit.stream))

@@ -67,6 +67,10 @@ class EngineCore:
         self.submit()
         return self.collect()
 
+    def lose(self) -> RequestState | None:
+        """The runners are gone; returns the request that is found to be at fault, which has ended."""
+        return self.scheduler.requeue_all()
+
     def recover(self, executor: Executor) -> None:
         """Go on with fresh runners behind `executor`: every live request is recomputed (C8)."""
         self.executor = executor

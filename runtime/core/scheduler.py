@@ -18,22 +18,23 @@ This file is hot: it sequences the block tables and speculation, and does no I/O
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
 
+from runtime.core.admission import Admission
 from runtime.core.block_tables import BlockTables
 from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.isolation import Isolation
 from runtime.core.plan import EMPTY, NewSlot, StepPlan, StepResult, num_scored
 from runtime.core.prompt_scores import ScoredRow, are_finite, take_scores
 from runtime.core.request_state import NEVER, RequestState
 from runtime.core.speculation import MOST_GUESSES, Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
-
-_ESTIMATE_WEIGHT = 0.05  # of the newest finished request in the running estimate of output lengths
+from runtime.core.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -58,18 +59,20 @@ class Scheduler:
         self.num_drafts = self.num_draft_tokens = 0
         self.accepted_at = [0] * MOST_GUESSES  # accepted guesses by their place in a row
         self.prompt_tokens_cached = self.prompt_tokens_total = 0
-        self._waiting: list[tuple[tuple[int, int, int], RequestState]] = []  # a heap; entries of ended requests stay
-        self._num_waiting = 0
-        self.num_waiting_tokens = 0  # known tokens of the requests that hold no slot
+        self.waiting = WaitingQueue()  # the requests that hold no slot
         self._arrivals = 0
         self._step_id = 0
-        self.output_share = 1.0  # running estimate of output length / max_tokens
+        self.admission = Admission(self.tables)
+        self.isolation = Isolation()
         self._batch_closed = False  # static batching: a row has sampled
         self._forget_runners()
 
     def _forget_runners(self) -> None:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
-        self._in_flight: deque[tuple[int, list[tuple[RequestState, int, int]], list[ScoredRow]]] = deque()
+        # Steps: id, rows, samples with their requests' epochs and guesses, rows whose prompts are scored.
+        self._in_flight: deque[tuple[int, list[RequestState], list[tuple[RequestState, int, int]], list[ScoredRow]]] = (
+            deque()
+        )
         self._shapes: deque[tuple[int, int, int]] = deque()
         self._freed: list[int] = []
         self.tables.reset()
@@ -79,7 +82,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that hold no slot."""
-        return self._num_waiting
+        return len(self.waiting)
 
     @property
     def num_in_flight(self) -> int:
@@ -112,20 +115,21 @@ class Scheduler:
         state = RequestState(request, limit, stop_ids, (request.priority, job, self._arrivals))
         state.owner = owner
         self.requests[request.request_id] = state
-        self._enqueue(state)
+        self.waiting.push(state)
         return state
 
-    def abort(self, request_id: str) -> None:
-        """End a request, wherever it is; an unknown id is no error (C9)."""
+    def abort(self, request_id: str, stopped: bool = False) -> None:
+        """End a request, wherever it is; an unknown id is no error (C9). `stopped`: its output had come to its end, as
+        that of one whose stop strings only its owner sees probably had."""
         state = self.requests.get(request_id)
         if state is not None:
-            self._end(state)
+            self._end(state, FinishReason.STOP if stopped or state.params.stop else FinishReason.ABORT)
 
     def rewrite(self, state: RequestState, length: int, token_ids: Sequence[int]) -> None:
         """`token_ids` follow the first `length` tokens of a request, whatever it has or has in flight there; none of
         that is hashed. Its next row brings them."""
         if state.slot < 0:
-            self.num_waiting_tokens += length + len(token_ids) - len(state.tokens)
+            self.waiting.num_tokens += length + len(token_ids) - len(state.tokens)
         else:
             state.epoch += 1
             state.num_computed = min(state.num_computed, length)
@@ -134,18 +138,19 @@ class Scheduler:
         state.tokens.extend(token_ids)
         state.num_total = len(state.tokens)
 
-    def requeue_all(self) -> None:
-        """The runners are gone with all they held: every live request is recomputed from its known tokens (C8)."""
+    def requeue_all(self) -> RequestState | None:
+        """The runners are gone with all they held: every live request is recomputed from its known tokens (C8), but the
+        one that is returned, which is at fault and has ended (C9)."""
+        in_flight = {state for _, rows, _, _ in self._in_flight for state in rows if state.epoch >= 0}
         self._forget_runners()
         for state in self.running:
             self._detach(state)
-            self._enqueue(state)
+            self.waiting.push(state)
         self.running.clear()
-
-    def _enqueue(self, state: RequestState) -> None:
-        heappush(self._waiting, (state.key, state))
-        self._num_waiting += 1
-        self.num_waiting_tokens += len(state.tokens)
+        culprit = self.isolation.lost(in_flight)
+        if culprit is not None:
+            self._end(culprit, FinishReason.ERROR)
+        return culprit
 
     def _detach(self, state: RequestState) -> None:
         """What a preempted request keeps: its known tokens and their identities."""
@@ -159,27 +164,30 @@ class Scheduler:
         if state.scores:
             state.scores = []
 
-    def _leave_slot(self, state: RequestState) -> None:
+    def _leave_slot(self, state: RequestState, spoilt: bool = False) -> None:
         slot = state.slot
-        self.tables.close(state)
+        self.tables.close(state, spoilt)
         self.running.remove(state)
         self._free_slots.append(slot)
         self._freed.append(slot)
         self._detach(state)
 
-    def _end(self, state: RequestState) -> None:
+    def _preempt(self, state: RequestState) -> None:
+        self._leave_slot(state)
+        self.waiting.push(state)
+
+    def _end(self, state: RequestState, reason: FinishReason) -> None:
         del self.requests[state.request.request_id]
+        self.admission.note_end(state, reason is FinishReason.STOP)
+        self.isolation.forget(state)
         if state.slot >= 0:
-            self._leave_slot(state)
+            self._leave_slot(state, spoilt=reason is FinishReason.ERROR)
         else:
-            self._leave_queue(state)
-        state.epoch = -1  # its entry in the heap, if any, is dead
+            self.waiting.remove(state)
+            state.tokens, state.request.token_ids = array("i"), []  # whoever still has its record holds no prompt
+        state.epoch = -1
         if self.speculation is not None:
             self.speculation.drafter.forget(state)
-
-    def _leave_queue(self, state: RequestState) -> None:
-        self._num_waiting -= 1
-        self.num_waiting_tokens -= len(state.tokens)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
@@ -199,6 +207,9 @@ class Scheduler:
         new: list[NewSlot] = []
         budget = self.budget
         self.admitted = []
+        if (alone := self.isolation.on_trial()) is not None:
+            for state in [s for s in self.running if s is not alone]:
+                self._preempt(state)
         guessing = None  # what guesses for rows of this step, if any does
         if self.speculation is not None:
             if self.speculation.gather(self.running):
@@ -259,7 +270,7 @@ class Scheduler:
             self._batch_closed = False
         static = self.config.batching == "static"
         may_admit = not (static and self._batch_closed)
-        while may_admit and (budget > 0 or static) and (admitted := self._next_admitted(budget)) is not None:
+        while may_admit and (budget > 0 or static) and (admitted := self._next_admitted(budget, alone)) is not None:
             state = admitted
             self.admitted.append(state)
             new.append(self._open_slot(state))
@@ -276,7 +287,7 @@ class Scheduler:
             repeats += self._go_on(rows)
             sampled = [entry for entry in sampled for _ in range(repeats)]
         self._step_id += 1
-        self._in_flight.append((self._step_id, sampled, scored))
+        self._in_flight.append((self._step_id, rows, sampled, scored))
         if self.speculation is not None:  # how many rows, tokens and guesses, if it is a step of nothing else
             decodes = len(sampled) == sum(counts) and not new
             self._shapes.append((len(rows), len(sampled), max(given, default=0)) if decodes else (0, 0, 0))
@@ -322,27 +333,23 @@ class Scheduler:
             self.tables.extend(state, state.num_total + len(guesses))
         return guesses
 
-    def _next_admitted(self, budget: int) -> RequestState | None:
+    def _next_admitted(self, budget: int, alone: RequestState | None) -> RequestState | None:
         """The waiting request to admit now, taken off the queue, its cached blocks acquired; or None.
 
         The whole prompt must fit, and with it what the running requests and this one are expected to grow to."""
-        while self._waiting and self._waiting[0][1].epoch < 0:
-            heappop(self._waiting)
-        if not self._waiting or not self._free_slots:
+        if alone is not None and (self.running or self._in_flight):
+            return None  # if the runners are lost again, no other's rows shall be in flight
+        state = self.waiting.first() if alone is None else alone
+        if state is None or not self._free_slots:
             return None
-        state = self._waiting[0][1]
         known = len(state.tokens)
         hits = self.tables.match(state)
         start = len(hits) * self.block_size
         if not self.config.chunked_prefill and known - start > budget:
             return None
-        room = self.pool.num_available - sum(self.pool.refs(b) == 0 for b in hits)
-        needed = self.tables.blocks_for(self._expected_len(state) if self.running else known) - len(hits)
-        needed += sum(self.tables.num_missing(other, self._expected_len(other)) for other in self.running)
-        if needed > room:
+        if not self.admission.allows(state, hits, self.running):
             return None
-        heappop(self._waiting)
-        self._leave_queue(state)
+        self.waiting.remove(state)
         self.pool.acquire(hits)
         state.blocks = hits
         state.num_computed = start
@@ -369,23 +376,15 @@ class Scheduler:
             if victim is state:
                 return False  # all others go before it: it keeps what it has until they end or take it
             self.num_preemptions += 1
-            self._leave_slot(victim)
-            self._enqueue(victim)
+            self._preempt(victim)
         self.tables.extend(state, state.num_computed + count)
         return True
-
-    def _expected_len(self, state: RequestState) -> int:
-        """Tokens that a request is expected to hold in the end: exact if it ignores EOS, else from the estimate."""
-        if state.params.ignore_eos:
-            return state.limit
-        expected = state.prompt_len + int(self.output_share * state.params.max_tokens)
-        return min(state.limit, max(expected, state.num_total + 1))
 
     # ---- results --------------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> StepOutput:
         """Take in the tokens of the oldest step in flight; returns what each request gained and which ended."""
-        step_id, sampled, scored = self._in_flight.popleft()
+        step_id, _, sampled, scored = self._in_flight.popleft()
         if step_id != result.step_id or len(sampled) != len(result.token_ids):
             raise CallboardError(
                 f"The runners answered step {result.step_id} with {len(result.token_ids)} tokens where step {step_id} "
@@ -405,14 +404,14 @@ class Scheduler:
         for state, scores in prompt_logprobs:
             if not state.params.max_tokens:
                 finished.append((state, FinishReason.LENGTH if are_finite(scores) else FinishReason.ERROR))
-                self._end(state)
+                self._end(*finished[-1])
         for row, ((state, epoch, guess), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
             if token < 0:
                 state.failure = result.failures.get(row, "")
                 finished.append((state, FinishReason.GRAMMAR if state.failure else FinishReason.ERROR))
-                self._end(state)
+                self._end(*finished[-1])
                 continue
             if row in logprobs_at:
                 logprobs[len(states)] = result.sampled_logprobs(logprobs_at[row], state.params.logprobs or 0)
@@ -430,9 +429,7 @@ class Scheduler:
                 if len(tokens) >= state.next_full:
                     self.tables.register(state)
                 continue
-            share = (len(tokens) - state.prompt_len) / state.params.max_tokens
-            self.output_share += _ESTIMATE_WEIGHT * (share - self.output_share)
-            self._end(state)
+            self._end(*finished[-1])
         return StepOutput(states, token_ids, finished, logprobs, prompt_logprobs)
 
     def _verified(self, state: RequestState, token: int, guess: int) -> None:

@@ -1,0 +1,68 @@
+"""Which waiting request may be admitted: one whose prompt fits, and with it what all running ones will probably need.
+
+A request that is admitted too early costs a preemption, and the work to compute it again; one that is admitted too late
+leaves memory unused. So a request counts with the blocks that it is expected to hold in the end, by its limit if it
+ignores EOS, else by what is known of answers like it (output_length.py). It is looked at again as its output grows.
+
+Many answers make up for one another, a few may all be long: the one to be admitted must fit with half as much again. In
+a large cache that is little, and where three long answers fill it, it halves the preemptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from runtime.core.block_tables import BlockTables
+from runtime.core.output_length import OutputLengthEstimator
+from runtime.core.request_state import NEVER, RequestState
+
+_MARGIN = 0.5  # of what a waiting request is expected to need
+
+
+class Admission:
+    """Works on `RequestState.expected_blocks`; what ends tells it how long answers get."""
+
+    def __init__(self, tables: BlockTables) -> None:
+        self._tables, self.lengths = tables, OutputLengthEstimator()
+
+    def allows(self, state: RequestState, hits: Sequence[int], running: Sequence[RequestState]) -> bool:
+        """Whether a waiting request that finds the blocks `hits` in the cache fits beside those that run; alone, its
+        known tokens have to."""
+        pool = self._tables.pool
+        room = pool.num_available - sum(pool.refs(b) == 0 for b in hits) + len(hits)
+        if not running:
+            return self._tables.blocks_for(len(state.tokens)) <= room
+        self._expect(state)
+        needed = state.expected_blocks
+        if not state.params.ignore_eos:
+            needed += int(_MARGIN * (needed - self._tables.blocks_for(len(state.tokens))))
+        room -= min(needed, self._tables.blocks_for(state.limit))
+        for other in running:
+            if other.num_total >= other.revise_at:
+                self._expect(other)
+            missing = other.expected_blocks - len(other.blocks)
+            if missing > 0:
+                room -= missing
+        return room >= 0
+
+    def note_end(self, state: RequestState, stopped: bool) -> None:
+        """A request ends; its output had come to an end by itself, or not."""
+        if not state.params.ignore_eos and (length := self._observe(state)) > 0:
+            self.lengths.observe_end(state.params.max_tokens, length, stopped)
+
+    def _expect(self, state: RequestState) -> None:
+        params, length, revise_at = state.params, state.limit, NEVER
+        if not params.ignore_eos:
+            reached = max(self._observe(state), params.min_tokens)
+            more, revise_at = self.lengths.expect(params.max_tokens, reached)
+            length = min(length, max(state.prompt_len + reached + ceil(more), state.num_total + 1))
+            revise_at += state.prompt_len + 1
+        state.expected_blocks, state.revise_at = self._tables.blocks_for(length), revise_at
+
+    def _observe(self, state: RequestState) -> int:
+        """Tell the estimate how far the output has come; returns its length."""
+        length = len(state.tokens) - state.prompt_len
+        self.lengths.observe(state.params.max_tokens, state.num_observed, length)
+        state.num_observed = max(state.num_observed, length)
+        return length

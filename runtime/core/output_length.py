@@ -1,0 +1,85 @@
+"""How many more tokens an answer is expected to get: the scheduler admits as many requests as should fit to their end.
+
+Only an answer that stops by itself shows how long answers are. One that ends at its max_tokens, and one that still
+runs, show no more than that it did not stop before: their lengths are censored. So what is learned is the hazard, the
+share of answers that stop at a length among those that have come so far, and not a mean of lengths; a product of such
+shares is the survival curve of Kaplan and Meier (1958, doi 10.2307/2281868). Here the hazard is constant within spans
+of lengths that grow by the factor 1.4 (a piecewise exponential model), so that a curve is some thirty pairs of counts:
+
+    hazard of a span = (answers that stopped in it + prior answers) / (tokens generated in it + prior tokens)
+
+which is the posterior mean under a gamma prior. The prior hazard at length x is 3 / (600 + x): a new answer is expected
+to have 300 tokens, and one that has gone on for longer than usual to go on for longer. It is worth a tenth of an answer
+a span, so that the first stops outweigh it. An answer that turns out longer than expected costs a preemption at worst;
+that the estimate begins low, far below a context, is what lets a cold engine fill its memory.
+
+Requests with other limits are other answers: a question whose answer is cut at 16 tokens tells nothing of chats that
+may fill the context. Each class of max_tokens, a power of two wide, has its own counts, in which old answers fade.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+
+_EDGES = (0, *(base << shift for shift in range(28) for base in (8, 12)), 1 << 62)  # of the spans
+_PRIOR_ANSWERS = 0.1  # that stopped in each span
+_PRIOR_TOKENS = tuple(_PRIOR_ANSWERS * (600 + (a + min(b, 2 * a + 8)) / 2) / 3 for a, b in pairwise(_EDGES))
+_KEPT = 1 - 1 / 256  # of what was seen, with each answer that ends: some 256 answers are remembered
+_REST = 0.01  # a share of answers that is as good as none
+
+
+class _Curve:
+    """What was seen of the answers of one class, by span of lengths."""
+
+    __slots__ = ("stops", "tokens")
+
+    def __init__(self) -> None:
+        self.stops = [_PRIOR_ANSWERS] * len(_PRIOR_TOKENS)
+        self.tokens = list(_PRIOR_TOKENS)
+
+
+class OutputLengthEstimator:
+    """Learns lengths from pieces of answers; all lengths count output tokens. Pure: no clock, no chance."""
+
+    def __init__(self) -> None:
+        self._curves: dict[int, _Curve] = {}
+
+    def observe(self, max_tokens: int, start: int, end: int) -> None:
+        """An answer that may have `max_tokens` has gone on from length `start` to `end` without a stop."""
+        if start >= end:
+            return
+        tokens, span = self._curve(max_tokens).tokens, bisect_right(_EDGES, start) - 1
+        while start < end:
+            upto = min(end, _EDGES[span + 1])
+            tokens[span] += upto - start
+            start, span = upto, span + 1
+
+    def observe_end(self, max_tokens: int, length: int, stopped: bool) -> None:
+        """It has ended at this length, by itself (`stopped`) or by some limit."""
+        curve = self._curve(max_tokens)
+        if stopped:
+            curve.stops[bisect_right(_EDGES, max(0, length - 1)) - 1] += 1.0
+        curve.stops = [_PRIOR_ANSWERS + _KEPT * (count - _PRIOR_ANSWERS) for count in curve.stops]
+        curve.tokens = [prior + _KEPT * (n - prior) for n, prior in zip(curve.tokens, _PRIOR_TOKENS, strict=True)]
+
+    def expect(self, max_tokens: int, length: int) -> tuple[float, int]:
+        """Of an answer that has reached `length`: the tokens that are expected to come, and the length from which on
+        more can be said."""
+        curve, first = self._curve(max_tokens), bisect_right(_EDGES, length) - 1
+        at, share, more = length, 1.0, 0.0
+        for span in range(first, len(_PRIOR_TOKENS)):
+            end = min(max_tokens, _EDGES[span + 1])
+            if end <= at or share < _REST:
+                break
+            half = (end - at) * curve.stops[span] / curve.tokens[span] / 2
+            left = share * max(0.0, (1 - half) / (1 + half))  # if stops are spread evenly over the span
+            more += (end - at) * (share + left) / 2
+            at, share = end, left
+        return more, _EDGES[first + 1]
+
+    def _curve(self, max_tokens: int) -> _Curve:
+        key = max_tokens.bit_length()
+        if key not in self._curves:
+            self._curves[key] = _Curve()
+        return self._curves[key]

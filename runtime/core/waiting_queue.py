@@ -1,0 +1,46 @@
+"""The requests that wait for a slot, in the order of service.
+
+A heap of keys; the requests are found by their keys beside it. So one that leaves early is forgotten at once, and only
+its key stays behind, until it comes to the top or such keys are the larger part of the heap.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+
+from runtime.core.request_state import RequestState
+
+
+class WaitingQueue:
+    """A priority queue from which any request can be taken; its length is the number of requests."""
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[int, int, int]] = []  # a heap
+        self._states: dict[tuple[int, int, int], RequestState] = {}
+        self.num_tokens = 0  # that are known, of all that wait
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def push(self, state: RequestState) -> None:
+        """Enter a request; its key is unlike all others."""
+        self._states[state.key] = state
+        heappush(self._keys, state.key)
+        self.num_tokens += len(state.tokens)
+
+    def first(self) -> RequestState | None:
+        """The request to be served next, which stays."""
+        keys, states = self._keys, self._states
+        while keys:
+            if (state := states.get(keys[0])) is not None:
+                return state
+            heappop(keys)
+        return None
+
+    def remove(self, state: RequestState) -> None:
+        """Take a request out, wherever it stands."""
+        del self._states[state.key]
+        self.num_tokens -= len(state.tokens)
+        if len(self._keys) > 2 * len(self._states):
+            self._keys = list(self._states)
+            heapify(self._keys)
