@@ -20,6 +20,8 @@ FAST_SERVE = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "1",  # keeps sync handle calls from other Ray jobs working
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut a stream: above the longest one
+    # A client that neither sends the rest of its request nor reads its answer is cut off. Waiting does not count.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "120",
 }
 
 # One machine: Ray itself on loopback only, no statistics sent anywhere, no token file written into the home directory.
