@@ -15,8 +15,8 @@ from runtime.loading.gguf_architectures import ARCHITECTURES
 from runtime.loading.resolve import resolve
 from runtime.models import FAMILIES, describe
 from runtime.models.spec import DecoderSpec, RopeType
-from runtime.text.chat import ChatTemplate
-from runtime.text.tokenizer import Tokenizer
+from runtime.text.chat import ChatTemplate, load_tokenizer
+from runtime.text.sampling_defaults import SamplingDefaults
 
 _LABEL_WIDTH = 14
 
@@ -57,7 +57,7 @@ def model_report(config: EngineConfig) -> str:
         _line("stored as", stored),
         _line("context", f"{spec.max_positions} tokens; {_positions(spec)}"),
         *_here(config, spec),
-        *_text(path),
+        *_text(config, path),
     ]
     return "\n".join(lines)
 
@@ -112,12 +112,13 @@ def _here(config: EngineConfig, spec: DecoderSpec) -> list[str]:
     ]
 
 
-def _text(path: Path) -> list[str]:
-    """The tokenizer, and the chat template as it is."""
-    tokenizer = Tokenizer.load(path)
+def _text(config: EngineConfig, path: Path) -> list[str]:
+    """The tokenizer, how requests are sampled that do not say, and the chat template as it is."""
+    tokenizer = load_tokenizer(path, config.chat_template)
     ends = ", ".join(f"{i} {tokenizer.id_to_token(i)}" for i in tokenizer.eos_token_ids) or "none"
     begin = "none" if tokenizer.bos_token_id is None else f"{tokenizer.bos_token_id}"
     lines = [_line("tokenizer", f"{tokenizer.vocab_size} tokens; begin of text {begin}; ends {ends}")]
+    lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config))))
     if tokenizer.chat_template is None:
         return [*lines, _line("chat template", "none: this model completes texts")]
     form = ChatTemplate.of(tokenizer).tool_format

@@ -22,7 +22,8 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
 from runtime.loading.resolve import resolve
-from runtime.text.chat import ChatTemplate
+from runtime.text.chat import ChatTemplate, load_tokenizer
+from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 
@@ -68,7 +69,8 @@ class LLM:
         if self.config.tensor_parallel_size != 1:
             raise CallboardError("LLM runs in one process; for tensor_parallel_size above 1 use `callboard serve`.")
         path = resolve(model, self.config.revision)
-        self.tokenizer = Tokenizer.load(path)
+        self.tokenizer = load_tokenizer(path, self.config.chat_template)
+        self.defaults = SamplingDefaults.load(path, self.config.generation_config)
         draft = load_draft(self.config) if self.config.has_draft_model else None  # it takes less memory than is free
         self.runner = ModelRunner(self.config, path)
         speculation = speculation_of(self.config, self.runner.info, time.monotonic)
@@ -86,11 +88,11 @@ class LLM:
     ) -> list[Completion]:
         """Complete texts or lists of token ids, all together, in the order given.
 
-        `params` are one for all or one each; without a seed each prompt gets a random one. `progress` shows a bar;
-        by default from 8 prompts on."""
+        `params` are one for all or one each; without them, the model's own (`defaults.params(max_tokens=64)` changes
+        some). Without a seed each prompt gets a random one. `progress` shows a bar; by default from 8 prompts on."""
         batch = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
         ids = [self._encode(p) for p in batch]
-        each = [params or SamplingParams()] * len(ids) if not isinstance(params, Sequence) else list(params)
+        each = [params or self.defaults.params()] * len(ids) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(ids):
             raise CallboardError(f"There are {len(ids)} prompts and {len(each)} SamplingParams; send one or as many.")
         show = len(ids) >= _LONG_BATCH if progress is None else progress
@@ -115,7 +117,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece; closing the iterator ends the request."""
-        job = self._add(self._encode(prompt), params or SamplingParams())
+        job = self._add(self._encode(prompt), params or self.defaults.params())
         try:
             while not job.completion.finish_reason:
                 before = len(job.completion.text)

@@ -28,7 +28,8 @@ from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
-from runtime.text.tokenizer import Tokenizer
+from runtime.text.chat import load_tokenizer
+from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.answers import encode_json
 from serve_app.http import build_http_app
 from serve_app.job import Job
@@ -132,9 +133,10 @@ class Front:
 
     async def _connect(self, config: EngineConfig) -> None:
         path = await asyncio.to_thread(resolve, config.model, config.revision)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
+        defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config)
         await self._engines.start()
-        self._service.start(tokenizer)
+        self._service.start(tokenizer, defaults)
         self._service.grammars.start()
         context = serve.get_replica_context()
         ray_metrics = RayMetrics(self._service.model, context.replica_id.unique_id)

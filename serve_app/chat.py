@@ -6,8 +6,8 @@ import json
 import sys
 from collections.abc import Generator
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
-from typing import Protocol
+from dataclasses import asdict
+from typing import Any, Protocol
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
@@ -52,29 +52,32 @@ def talk(partner: Partner, system: str | None) -> None:
         history = [*messages, {"role": "assistant", "content": answer}]
 
 
+TERMINAL_DEFAULTS = {"temperature": 0.7}  # where neither the reader nor the model says
+
+
 class LocalModel:
     """A model in this process."""
 
-    def __init__(self, config: EngineConfig, params: SamplingParams, max_tokens: int | None) -> None:
-        """`max_tokens`: None for as many as fit, whatever `params` says."""
+    def __init__(self, config: EngineConfig, given: dict[str, Any]) -> None:
+        """`given` are fields of SamplingParams; the others are the model's own, and max_tokens as many as fit."""
         from runtime.llm import LLM
 
         self._llm = LLM(**asdict(config))
-        self._params, self._max_tokens = params, max_tokens
+        self._fields = TERMINAL_DEFAULTS | self._llm.defaults.values | given
 
     def answer(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
         prompt = self._llm.chat_prompt(messages)
         room = self._llm.runner.info.max_model_len - len(prompt)
         if room < 1:
             raise CallboardError("The conversation fills the model's context; start a new chat.")
-        yield from self._llm.stream(prompt, replace(self._params, max_tokens=self._max_tokens or room))
+        yield from self._llm.stream(prompt, SamplingParams(**{"max_tokens": room} | self._fields))
 
 
 class RemoteModel:
     """A model behind an OpenAI-compatible server."""
 
-    def __init__(self, url: str, params: SamplingParams, max_tokens: int | None) -> None:
-        """`max_tokens`: None for the server's own limit, whatever `params` says."""
+    def __init__(self, url: str, given: dict[str, Any]) -> None:
+        """`given` are fields of SamplingParams; the others are the server's to choose."""
         import httpx
 
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -84,15 +87,7 @@ class RemoteModel:
             model = models["data"][0]["id"]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as e:
             raise CallboardError(f"No OpenAI-compatible server answers at {self._base}: {e}; check --url.") from e
-        fields = {
-            "model": model,
-            "stream": True,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "max_tokens": max_tokens,
-            "seed": params.seed,
-        }
-        self._fields = {key: value for key, value in fields.items() if value is not None}
+        self._fields = {"model": model, "stream": True, **given}
 
     def answer(self, messages: list[dict[str, str]]) -> Generator[str, None, None]:
         import httpx

@@ -112,16 +112,16 @@ def _add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None)
     group = parser.add_argument_group("sampling")
     what = "most tokens of output" + ("" if max_tokens else "; default: as many as fit")
     group.add_argument("--max-tokens", type=_positive, default=max_tokens, metavar="N", help=what)
-    group.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="sample from this share of probability")
+    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy; default: the model's, or 0.7")
+    what = "sample from this share of probability; default: the model's, or 1"
+    group.add_argument("--top-p", type=float, metavar="X", help=what)
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same output; default: a random one")
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every field of EngineConfig but the model."""
-    _add_flags(
-        parser.add_argument_group("engine", "each is a policy: it changes speed or memory, never tokens"), EngineConfig
-    )
+    policies = "each from --device on is a policy: it changes speed or memory, never tokens"
+    _add_flags(parser.add_argument_group("engine", policies), EngineConfig)
 
 
 def _add_flags(group: argparse._ArgumentGroup, config: type) -> None:
@@ -189,11 +189,12 @@ def _checked(make: type, **values: Any) -> Any:
         raise _UsageError(str(e)) from None
 
 
-def _sampling_params(args: argparse.Namespace, max_tokens: int) -> SamplingParams:
-    params: SamplingParams = _checked(
-        SamplingParams, max_tokens=max_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed
-    )
-    return params
+def _sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of SamplingParams that are given; wrong ones are told before a model is loaded."""
+    names = ("max_tokens", "temperature", "top_p", "seed")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    _checked(SamplingParams, **given)
+    return given
 
 
 # ---- the commands ---------------------------------------------------------------------------------------------------
@@ -203,6 +204,8 @@ def _serve(args: argparse.Namespace) -> int:
     config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
     from serve_app.server import ServerSettings, serve
 
+    if config.chat_template is not None:  # the fronts have another working directory
+        config = replace(config, chat_template=os.path.abspath(config.chat_template))
     serve(
         ServerSettings(
             config,
@@ -240,11 +243,13 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
-    params = _sampling_params(args, args.max_tokens)
+    given = _sampling_fields(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     from runtime.llm import LLM
+    from serve_app.chat import TERMINAL_DEFAULTS
 
     llm = LLM(**asdict(config))
+    params = SamplingParams(**TERMINAL_DEFAULTS | llm.defaults.values | given)
     with closing(llm.stream(prompt, params)) as pieces:
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -253,14 +258,11 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    params = _sampling_params(args, args.max_tokens or 1)  # wrong flags are told before a model is loaded
+    given = _sampling_fields(args)
     config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
     from serve_app.chat import LocalModel, RemoteModel, talk
 
-    partner = (
-        RemoteModel(args.url, params, args.max_tokens) if args.url else LocalModel(config, params, args.max_tokens)
-    )
-    talk(partner, args.system)
+    talk(RemoteModel(args.url, given) if args.url else LocalModel(config, given), args.system)
     return 0
 
 

@@ -42,9 +42,12 @@ def serve(settings: ServerSettings) -> None:
     config = settings.config
     _check_port(settings.host, settings.port)
     from runtime.loading.resolve import resolve
-    from runtime.text.tokenizer import Tokenizer
+    from runtime.text.chat import load_tokenizer
+    from runtime.text.sampling_defaults import SamplingDefaults
 
-    Tokenizer.load(resolve(config.model, config.revision))  # what cannot be read is told now, not by actors later
+    path = resolve(config.model, config.revision)
+    load_tokenizer(path, config.chat_template)  # what cannot be read is told now, not by actors later
+    SamplingDefaults.load(path, config.generation_config)
     stop = threading.Event()
     with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
         for name, value in {**SINGLE_MACHINE, **private_haproxy(folder)}.items():

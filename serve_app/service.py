@@ -22,6 +22,7 @@ from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
+from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings, TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import HERMES, LLAMA3
@@ -58,8 +59,10 @@ class Service:
         if tokenizer is not None:
             self.start(tokenizer)
 
-    def start(self, tokenizer: Tokenizer) -> None:
-        """The client is connected, and this is the model's tokenizer: requests can be served."""
+    def start(self, tokenizer: Tokenizer, defaults: SamplingDefaults | None = None) -> None:
+        """The client is connected, and these are the model's tokenizer and how requests are sampled that do not say:
+        they can be served."""
+        self._defaults = defaults or SamplingDefaults()
         self._template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
         marks = (reasoning.OPEN, reasoning.CLOSE, HERMES.mark, HERMES.end_mark, LLAMA3.mark)
         self._mark_ids = tokenizer.special_ids.intersection(map(tokenizer.token_to_id, marks))
@@ -165,7 +168,7 @@ class Service:
         seed = secrets.randbits(63) if request.seed is None else None
         requests: list[Request] = []
         for prompt, most in zip(prompts, max_tokens, strict=True):
-            params = request.sampling_params(most)
+            params = request.sampling_params(most, self._defaults)
             if not requests:
                 self._check_token_ids("logit_bias", (i for i, _ in params.logit_bias))
                 self._check_token_ids("stop_token_ids", params.stop_token_ids)

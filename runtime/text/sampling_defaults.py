@@ -1,0 +1,60 @@
+"""How a model's makers want it sampled: what requests get that do not say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.core.types import CallboardError, SamplingParams
+from runtime.loading.folder import read_json
+from runtime.loading.gguf import GgufFile
+
+# Of generation_config.json, and of a GGUF file's metadata below general.sampling.
+_FIELDS = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The fields of SamplingParams that a model's files name; OpenAI's defaults hold for the others."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    source: str = ""  # the file's name
+
+    @classmethod
+    def load(cls, path: Path, use: Literal["auto", "none"] = "auto") -> SamplingDefaults:
+        """Those of a model folder or a .gguf file; raises CallboardError if a value is none that can be."""
+        if use == "none":
+            return cls()
+        if path.is_dir():
+            file = path / "generation_config.json"
+            found = read_json(file) if file.exists() else {}
+        else:
+            file, metadata = path, GgufFile(path).metadata
+            found = {name: metadata.get(f"general.sampling.{key}") for name, key in _FIELDS.items()}
+        values = {name: found[name] for name in _FIELDS if found.get(name) is not None}
+        if (top_k := values.get("top_k")) in (-1, 0):  # off; many files say so
+            del values["top_k"]
+        try:
+            for name, value in values.items():
+                if type(value) not in (int, float) or (name == "top_k" and type(top_k) is not int):
+                    raise CallboardError(f"{name} is {str(value)[:40]!r}; it must be a number.")
+            SamplingParams(**values)
+        except CallboardError as e:
+            raise CallboardError(f"{file}: {str(e).rstrip('.')}, or pass --generation-config none.") from None
+        return cls(values, file.name if values else "")
+
+    def params(self, **given: Any) -> SamplingParams:
+        """SamplingParams with these fields, where None is as good as none, and with the model's others."""
+        return SamplingParams(**(self.values | {name: value for name, value in given.items() if value is not None}))
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "none: temperature 1 and no filter, unless a request says otherwise"
+        return f"{', '.join(f'{name} {value:g}' for name, value in self.values.items())} ({self.source})"
