@@ -120,7 +120,7 @@ def _add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None)
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """A flag for every field of EngineConfig but the model."""
-    policies = "each from --device on is a policy: it changes speed or memory, never tokens"
+    policies = "each from --device on is a policy: it changes speed or memory, and tokens at most by rounding"
     _add_flags(parser.add_argument_group("engine", policies), EngineConfig)
 
 

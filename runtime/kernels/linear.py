@@ -1,14 +1,17 @@
 """Linear layers: the forms in which a decoder uses a weight, and the products behind them on a CPU.
 
-There, weights are packed once into oneDNN's own blocked layout, with F.linear as the fallback. Packed is
-far faster than F.linear at few rows (fp32 1.8x at one row), and bit-invariant: from two rows on, a row's
-result depends neither on the number of rows nor on its place among them. The two calls are private to torch, so a
-build without them falls back.
+There, weights are packed once into oneDNN's own blocked layout, with F.linear as the fallback: packed is far faster at
+few rows (fp32 1.8x at one row). The two calls are private to torch, so a build without them falls back.
+
+In which order a library sums is its own affair: it depends on the CPU's instructions, the library's version, the number
+of threads, and on the number of rows and a row's place among them. Deterministic mode therefore trusts no product, but
+measures (`batch_invariant_linear`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,10 @@ import torch.nn.functional as F
 Product = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, in] -> [num_tokens, out]
 
 _ROWS_HINT = 64  # for what batch oneDNN picks the layout; measured flat from 8 to 256
-_TILE = 16  # rows of one fixed-shape call of `tiled_linear`
+# Numbers of rows in a call of deterministic mode, as far as they agree.
+_SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 128, 256)
+_ENOUGH_COLUMNS = 8192  # of a weight for `agreeing_sizes`: more are more of the same work
+_STANDARD = 16  # the one of them that the others are compared with
 
 
 class Linear:
@@ -67,30 +73,77 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 def cpu_product(weight: torch.Tensor, bias: torch.Tensor | None, packed: bool, deterministic: bool) -> Product:
     """x @ weight.T + bias for weight [out, in]. Deterministic: a row's bits do not depend on the other rows."""
-    if not packed:
-        return tiled_linear(weight, bias) if deterministic else lambda x: F.linear(x, weight, bias)
-    return packed_linear(weight, bias, min_rows=2 if deterministic else 1)
+    if deterministic:
+        return batch_invariant_linear(weight, bias)
+    return packed_linear(weight, bias) if packed else lambda x: F.linear(x, weight, bias)
 
 
-def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None, min_rows: int) -> Product:
-    """`min_rows=2` pads a single row, which oneDNN may send to another kernel with another order of sums."""
+def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """oneDNN's product with a copy of the weight in its layout, for a dtype that `can_pack`."""
     call = torch.ops.mkldnn._linear_pointwise.default
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
-
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] < min_rows:
-            return call(x.expand(min_rows, -1).contiguous(), blocked, bias, "none", [], "")[: x.shape[0]]
-        return call(x, blocked, bias, "none", [], "")
-
-    return linear
+    return lambda x: call(x, blocked, bias, "none", [], "")
 
 
-def tiled_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """F.linear over tiles of a fixed number of rows, so that every row meets the same kernel whatever the batch."""
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """torch's own product."""
+    return partial(F.linear, weight=weight, bias=bias)
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        num_rows = x.shape[0]
-        tiles = F.pad(x, (0, 0, 0, -num_rows % _TILE)).split(_TILE)
-        return torch.cat([F.linear(tile, weight, bias) for tile in tiles])[:num_rows]
 
-    return linear
+def batch_invariant_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """A product that gives a row the same bits whatever the other rows are, on this machine with this many threads.
+
+    Rows go through calls of few fixed sizes: those that were seen to give a row the same bits at every place. Where the
+    weight's dtype has no packed form, or none that is so regular (as with AMX, or with bfloat16 on many threads of a
+    CPU that lacks its instructions), it is float32 that multiplies."""
+    packed = [dtype for dtype in dict.fromkeys((weight.dtype, torch.float32)) if can_pack(dtype, weight.device)]
+    for form, dtype in [*((packed_linear, dtype) for dtype in packed), (plain_linear, weight.dtype)]:
+        if sizes := agreeing_sizes(form, *weight.shape, dtype, weight.device, torch.get_num_threads()):
+            product = form(weight.to(dtype), None if bias is None else bias.to(dtype))
+            return partial(_in_calls_of, sizes, product, dtype)
+    return lambda x: torch.cat([F.linear(row.clone(), weight, bias) for row in x.split(1)])  # a clone is aligned
+
+
+@cache
+def agreeing_sizes(
+    form: Callable[[torch.Tensor, None], Product],
+    size_out: int,
+    size_in: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_threads: int,  # what the current number is; it decides how work is cut
+) -> tuple[int, ...]:
+    """Numbers of rows in whose calls a row has the same bits at every place, and the same in all of them; or none.
+
+    In which order a product sums depends on shapes, not on values. Here each column has its opposite elsewhere, so that
+    a result is what rounding has left of zero, and any other order gives other bits even after rounding to bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    size_out = min(size_out, _ENOUGH_COLUMNS + size_out % 64)
+    order, half = torch.randperm(size_in, generator=generator), size_in // 2
+
+    def draw(num_rows: int, mirror: int) -> torch.Tensor:
+        shape = num_rows, half
+        scales = torch.randint(-6, 7, shape, generator=generator).exp2()  # or short sums of bfloat16 are exact
+        drawn = torch.randn(shape, generator=generator) * scales
+        rows = torch.cat((drawn, mirror * drawn, torch.zeros(num_rows, size_in % 2)), 1)[:, order]
+        return rows.to(device, dtype)
+
+    product, rows = form(draw(size_out, -1), None), draw(2, 1).split(1)
+    standard = [product(row.expand(_STANDARD, -1).contiguous())[:1] for row in rows]
+
+    def agrees(size: int) -> bool:
+        pairs = zip(rows, standard, strict=True)
+        return all(bool((product(row.expand(size, -1).contiguous()) == want).all()) for row, want in pairs)
+
+    return tuple(size for size in _SIZES if agrees(size)) if agrees(_STANDARD) else ()
+
+
+def _in_calls_of(sizes: tuple[int, ...], product: Product, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    """The product in pieces of the largest size, the last one padded to the next size that there is."""
+    if len(x) in sizes and x.dtype == dtype:
+        return product(x)
+    results = []
+    for piece in x.to(dtype).split(sizes[-1]):
+        missing = next(size for size in sizes if size >= len(piece)) - len(piece)
+        results.append(product(F.pad(piece, (0, 0, 0, missing)))[: len(piece)] if missing else product(piece))
+    return (results[0] if len(results) == 1 else torch.cat(results)).to(x.dtype)

@@ -49,8 +49,10 @@ def _frequencies(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Ten
             return freqs / rope.factor
         case "dynamic":
             lengths = (positions + 1).clamp(min=original)
-            thetas = rope.theta * ((rope.factor * lengths / original) - (rope.factor - 1)) ** (dim / (dim - 2))
-            return 1.0 / thetas[:, None] ** exponents
+            # In float64: torch's powers differ in the last bit with a number's place among the others.
+            grown = (rope.factor * lengths.double() / original) - (rope.factor - 1)
+            thetas = rope.theta * grown ** (dim / (dim - 2))
+            return (1.0 / thetas[:, None] ** exponents.double()).float()
         case "llama3":
             wavelengths = 2 * math.pi / freqs
             low, high = rope.low_freq_factor, rope.high_freq_factor

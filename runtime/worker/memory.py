@@ -52,7 +52,9 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     weights = sum(math.prod(shape) for shape in spec.shapes().values())
     if numerics.packed and spec.tied_head:
         weights += spec.vocab_size * spec.hidden_size  # the packed head is a second copy of the embedding
-    weights *= numerics.dtype.itemsize
+    # What a CPU cannot pack it multiplies in float32 in deterministic mode (runtime.kernels.linear).
+    in_float32 = numerics.deterministic and not numerics.packed and numerics.device.type == "cpu"
+    weights *= 4 if in_float32 else numerics.dtype.itemsize
     token_bytes = _token_bytes(spec, numerics)
     wanted = config.max_model_len
     if wanted is not None and wanted > spec.max_positions:

@@ -255,7 +255,7 @@ def choose_numerics(config: EngineConfig) -> Numerics:
         dtype=dtype,
         device=device,
         backend="torch" if backend == "auto" else backend,
-        # Packed products have other bits than plain ones; deterministic steps keep to one kind, toggle or not (C6).
+        # Deterministic products choose for themselves, toggle or not (C6); this tells the memory plan what they take.
         packed=(config.packed_weights or config.deterministic) and can_pack(dtype, device),
         deterministic=config.deterministic,
     )
