@@ -1,13 +1,16 @@
-"""Decode speed and throughput of the engine in this process: random weights of a published shape, greedy, EOS off.
+"""Decode speed and throughput of the engine in this process: random weights of a published shape, EOS off.
 
     python -m benchmarks.decode --model llama-3.2-1b --cells 1x128x512 8x128x256 256x128x256 256x512x128
+    python -m benchmarks.decode --model llama-3.2-3b --cells 48x128x256 --sampling temperature=0.8,top_p=0.9
 
-A cell is BATCHxINxOUT, all requests added at once. Decode tok/s counts the tokens after every request has its first
-one, over the time from then on; output tok/s counts all tokens over all of the time, prefill included. Medians of the
-repeats.
+A cell is BATCHxINxOUT, all requests added at once; each is measured with every `--sampling`, on one engine. Decode
+tok/s counts the tokens after every request has its first one, over the time from then on; output tok/s counts all
+tokens over all of the time, prefill included. Medians of the repeats.
 """
 
 from __future__ import annotations
+
+import json
 
 import numpy as np
 from tqdm import tqdm
@@ -18,6 +21,7 @@ from benchmarks.measure import Engine, Results, engine_config, middle, new_parse
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=["1x128x512"], metavar="BATCHxINxOUT")
+    parser.add_argument("--sampling", nargs="+", default=["temperature=0"], metavar="FIELD=VALUE,...")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each cell, after one to warm up")
     args = parser.parse_args()
     cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells]
@@ -25,8 +29,10 @@ def main() -> None:
     config = engine_config(args.set, **({"max_num_seqs": largest} if largest > 256 else {}))
     results = Results("decode", args.out)
     engine = Engine(args.model, config)
-    with tqdm(total=len(cells) * (args.repeats + 1), unit="run") as bar:
-        for batch, prompt_len, output_len in cells:
+    cases = [(cell, text) for cell in cells for text in args.sampling]
+    with tqdm(total=len(cases) * (args.repeats + 1), unit="run") as bar:
+        for (batch, prompt_len, output_len), text in cases:
+            engine.sampling = {name: json.loads(value) for name, value in (f.split("=") for f in text.split(","))}
             bar.set_description(f"{args.model} {batch} x ({prompt_len} in, {output_len} out)")
             runs = []
             for repeat in range(args.repeats + 1):
@@ -37,7 +43,7 @@ def main() -> None:
             output, output_range = middle([run.output_rate for run in runs])
             steps = np.concatenate([np.diff(run.step_ends) for run in runs])
             results.add(
-                config, model=args.model, batch=batch, prompt_len=prompt_len, output_len=output_len,
+                config, model=args.model, sampling=text, batch=batch, prompt_len=prompt_len, output_len=output_len,
                 repeats=args.repeats, decode_tok_s=decode, decode_range=decode_range, output_tok_s=output,
                 output_range=output_range, first_token_ms=middle([run.first * 1e3 for run in runs])[0],
                 step_ms=percentiles(steps),

@@ -23,10 +23,9 @@ from benchmarks.models import spec_of
 from runtime.kernels.few_rows import MAX_ROWS, few_rows_linear_triton
 from runtime.kernels.fixed_linear import fixed_linear_triton
 from runtime.kernels.gated_activation import gated_activation_triton
-from runtime.kernels.lower_bounds import lower_bounds_triton
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.rope import rope_rows_triton, rope_store_kv_triton, rope_table
-from runtime.kernels.sample import NUM_PARAMS, sample_tokens_triton
+from runtime.kernels.sample import NUM_PARAMS, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, sample_tokens_triton
 from runtime.kernels.step_inputs import build_inputs
 from runtime.models.spec import DecoderSpec
 
@@ -93,12 +92,21 @@ def memory_bound(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     inputs = lambda i: build_inputs(positions, positions, firsts, tokens, tables, 16, rows, 1)  # noqa: E731
     yield Case("build_inputs", inputs, 16, 4 * 8 * rows)
     logits = torch.randn(max(2, min(16, _ROTATION_BYTES // (4 * rows * vocab))), rows, vocab, device="cuda")
-    sample = lambda i: sample_tokens_triton(logits[i], positions, positions, tokens, params)  # noqa: E731
-    yield Case("sample_tokens, greedy", sample, len(logits), 4 * rows * vocab)
-    top_k = torch.full((rows,), 50, device="cuda", dtype=torch.int32)
-    top_p, min_p = torch.tensor([[0.9], [0.0]], device="cuda").expand(2, rows).contiguous()
-    bounds = lambda i: lower_bounds_triton(logits[i], top_k, top_p, min_p)  # noqa: E731
-    yield Case("lower_bounds, top-k and top-p", bounds, len(logits), 4 * rows * vocab)
+    sampled = {
+        "greedy": {},
+        "temperature": {TEMPERATURE: 1.0},
+        "top-p": {TEMPERATURE: 1.0, TOP_P: 0.9},
+        "top-k and top-p": {TEMPERATURE: 1.0, TOP_P: 0.9},
+    }
+    for name, columns in sampled.items():
+        own = params.clone()
+        own.view(torch.float32)[:, TOP_P] = 1.0
+        for column, value in columns.items():
+            own.view(torch.float32)[:, column] = value
+        own[:, TOP_K] = 50 * ("top-k" in name)
+        own[:, SEED_LOW] = torch.arange(len(own), device="cuda")
+        sample = lambda i, own=own: sample_tokens_triton(logits[i], positions, positions, tokens, own)  # noqa: E731
+        yield Case(f"sample_tokens, {name}", sample, len(logits), 4 * rows * vocab)
 
 
 def main() -> None:

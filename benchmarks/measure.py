@@ -74,10 +74,12 @@ class Run:
 
 
 class Engine:
-    """An engine core and a runner of random weights; runs batches of fresh random prompts, greedy, EOS off."""
+    """An engine core and a runner of random weights; runs batches of fresh random prompts, EOS off, and greedy where
+    `sampling` says nothing else."""
 
-    def __init__(self, model: str, config: EngineConfig) -> None:
+    def __init__(self, model: str, config: EngineConfig, sampling: Mapping[str, float] | None = None) -> None:
         self.config = config
+        self.sampling = {"temperature": 0.0} | dict(sampling or {})
         self.runner = ModelRunner.dummy(config, spec_of(model))
         speculation = speculation_of(config, self.runner.info, time.perf_counter)
         self.core = EngineCore(config, self.runner.info, InProcess(self.runner), speculation)
@@ -86,7 +88,7 @@ class Engine:
 
     def add(self, batch: int, prompt_len: int, output_len: int) -> None:
         """Queue `batch` requests; no two prompts ever share a block, so that the prefix cache cannot help."""
-        params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=output_len, ignore_eos=True, **self.sampling)
         for prompt in self.rng.integers(0, self.runner.info.vocab_size, (batch, prompt_len)).tolist():
             self._num_requests += 1
             self.core.add(Request(str(self._num_requests), prompt, prompt_len, params))

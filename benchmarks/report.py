@@ -96,9 +96,13 @@ def settings(line: Line) -> str:
     return ", ".join(f"{name}={value}" for name, value in line["config"].items()) or "default"
 
 
+def is_greedy(line: Line) -> bool:
+    return line.get("sampling", "temperature=0") == "temperature=0"
+
+
 def decode(line: Line) -> Row | None:
     model, ours, bars = line["model"], line["decode_tok_s"], DECODE_1.get(line["model"])
-    if (line["batch"], line["prompt_len"], line["output_len"]) != (1, 128, 512) or bars is None:
+    if (line["batch"], line["prompt_len"], line["output_len"]) != (1, 128, 512) or bars is None or not is_greedy(line):
         return None
     cells = [model, number(ours), span(line["decode_range"]), twice(line["step_ms"]), *map(number, bars)]
     return Row([*cells, f"{ours / bars[0]:.0%}", verdict(ours, bars[2]), settings(line)], model, ours, bars[1])
@@ -106,13 +110,21 @@ def decode(line: Line) -> Row | None:
 
 def throughput(line: Line) -> Row | None:
     model, batch, inputs, outputs = (line[name] for name in ("model", "batch", "prompt_len", "output_len"))
-    if batch == 1:
+    if batch == 1 or not is_greedy(line):
         return None
     ours, peer = line["output_tok_s"], THROUGHPUT.get((model, batch, inputs, outputs))
     cell = f"{batch} x ({inputs}, {outputs})"
     cells = [model, cell, number(ours), span(line["output_range"]), number(line["decode_tok_s"]), number(peer)]
     label = f"{model} {cell}" + (f" {settings(line)}" if line["config"] else "")
     return Row([*cells, number(peer and ours / peer), verdict(ours, peer), settings(line)], label, ours, peer)
+
+
+def sampled(line: Line) -> Row | None:
+    if "sampling" not in line:
+        return None
+    model, batch, sampling, ours = line["model"], line["batch"], line["sampling"], line["decode_tok_s"]
+    cells = [model, str(batch), f"`{sampling}`", number(ours), span(line["decode_range"]), twice(line["step_ms"])]
+    return Row([*cells, settings(line)], f"{model} {batch} {sampling}", ours)
 
 
 def prefill(line: Line) -> Row:
@@ -170,15 +182,20 @@ def kernels(line: Line) -> Row:
 
 SUBJECTS = {
     "decode": Subject(
-        "Decode, batch 1, 128 in / 512 out", ("decode",), ("model", "batch", "prompt_len", "output_len", "config"),
+        "Decode, batch 1, 128 in / 512 out", ("decode",),
+        ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
         "model | tok/s | range | step p50 / p99 ms | floor | peer | must | aim | of floor | must is | config", "tok/s",
         decode,
     ),
     "throughput": Subject(
         "Throughput, engine in process, prefill included", ("decode",),
-        ("model", "batch", "prompt_len", "output_len", "config"),
+        ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
         "model | requests (in, out) | output tok/s | range | decode tok/s | peer | ratio | must is | config", "tok/s",
         throughput,
+    ),
+    "sampled": Subject(
+        "Decode by ways of sampling", ("decode",), ("model", "batch", "sampling", "config"),
+        "model | batch | sampling | tok/s | range | step p50 / p99 ms | config", "tok/s", sampled,
     ),
     "prefill": Subject(
         "Prefill to the first token, one request", ("prefill",), ("model", "prompt_len", "config"),

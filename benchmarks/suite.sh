@@ -41,6 +41,8 @@ for stage in "$@"; do
             [ "$model" = qwen3-4b ] || bench prefill --model "$model"
         done
         bench decode --model llama-3.2-1b --repeats 3 --cells 64x128x256 --set deterministic=true
+        bench decode --model llama-3.2-3b --repeats 2 --cells 1x128x256 48x128x256 \
+            --sampling temperature=0 temperature=0.8 temperature=0.8,top_p=0.9 temperature=0.7,top_k=20,top_p=0.95
         ;;
     profile) for batch in 1 256; do bench profile_step --model llama-3.2-1b --batch $batch --trace "$out/trace-$batch.json.gz"; done ;;
     kernels) for model in $models; do bench kernels --model "$model"; done ;;

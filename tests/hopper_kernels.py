@@ -121,7 +121,7 @@ def main() -> None:
             steps._decode(1, 8)
             for tokens in PREFILLS:
                 case = f"{name}, prefill of {tokens}"
-                new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, SamplingParams(top_p=0.9))
+                new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, SamplingParams(top_p=0.9, presence_penalty=0.5))
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, starts=start, counts=count, samples=one)
                 steps._write(steps._staged(plan))

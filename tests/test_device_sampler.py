@@ -17,15 +17,17 @@ from runtime.kernels.automata import (
     mask_states_torch,
     mask_states_triton,
 )
-from runtime.kernels.lower_bounds import lower_bounds_torch, lower_bounds_triton
+from runtime.kernels.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.mail import leave_answer, leave_answer_torch, take_letter, take_letter_torch
 from runtime.kernels.sample import (
+    MIN_P,
     NUM_PARAMS,
     PROMPT_LEN,
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
     TOP_K,
+    TOP_P,
     Again,
     sample_tokens_torch,
     sample_tokens_triton,
@@ -57,8 +59,9 @@ def test_what_a_slot_wants_and_what_the_state_gets():
         return sampler.is_plain(np.array([slot], np.int32), np.array([position], np.int32))
 
     assert [is_plain(0, position) for position in (5, 6, 7)] == [False, False, True]  # the 4th output token is free
-    assert [is_plain(slot, 5) for slot in (1, 2, 3)] == [True, False, False]  # greedy rows need no filter
-    assert not sampler.is_plain(np.array([1, 2], np.int32), np.array([5, 5], np.int32))
+    assert [is_plain(slot, 5) for slot in (1, 2, 3)] == [True, True, False]  # filters are a part of every sample
+    assert sampler.filtered[:4].tolist() == [False, False, True, False]  # greedy rows need none
+    assert not sampler.is_plain(np.array([1, 3], np.int32), np.array([5, 5], np.int32))
     sampler.remove(0)
     sampler.add(NewSlot(0, known, 4, 0, SamplingParams()))
     assert is_plain(0, 5)
@@ -70,7 +73,7 @@ def test_what_a_slot_wants_and_what_the_state_gets():
     "check",
     [
         pytest.param(check, marks=pytest.mark.interpreted("-W", "ignore", __file__, check))
-        for check in ("staging", "mail", "inputs", "sample", "bounds", "masks", "sampler")
+        for check in ("staging", "mail", "inputs", "sample", "filters", "masks", "sampler")
     ],
 )
 def test_under_the_interpreter(check, interpreted):
@@ -193,7 +196,8 @@ def make_state(num_slots: int, temperatures: list[float], device: torch.device) 
     state = torch.zeros((num_slots + 1, 40 + NUM_PARAMS), dtype=torch.int32, device=device)
     tokens, params = state[:, :40], state[:, 40:]
     cycle = torch.tensor([temperatures[i % len(temperatures)] for i in range(num_slots + 1)])
-    params[:, 0] = cycle.view(torch.int32)
+    params[:, TEMPERATURE] = cycle.view(torch.int32)
+    params.view(torch.float32)[:, TOP_P] = 1.0
     params[:, 1:3] = torch.randint(-(2**31), 2**31 - 1, (num_slots + 1, 2)).int()
     return tokens, params
 
@@ -227,13 +231,13 @@ def check_sample(device: torch.device = CPU, dtypes: tuple[torch.dtype, ...] = (
             assert tokens[[1, 4, 7], positions[[1, 4, 7]].long()].tolist() == [0, 0, 0]
 
             rows = torch.tensor([8, 2, 7, 0], dtype=torch.int32, device=device)  # once more: 7 has failed and stays so
-            scaled = torch.randn(4, vocab, device=device)
-            scaled[:, : vocab // 2] = -torch.inf
+            own = torch.randn(4, vocab, device=device)
+            own[:, : vocab // 2] = -torch.inf
             answers = []
             for sample_tokens in (sample_tokens_torch, sample_tokens_triton):
-                again = Again(got.clone(), rows, scaled[:, vocab // 2 :].mean(-1))
+                again = Again(got.clone(), rows, gathered=True)
                 where = slots[rows.long()], positions[rows.long()]
-                answers.append(sample_tokens(scaled, *where, tokens, params, again).tolist())
+                answers.append(sample_tokens(own, *where, tokens, params, again).tolist())
                 assert tokens[where[0].long(), where[1].long()].tolist() == [max(answers[-1][i], 0) for i in rows]
             assert answers[0] == answers[1]
             assert answers[0][7] == -1
@@ -241,49 +245,86 @@ def check_sample(device: torch.device = CPU, dtypes: tuple[torch.dtype, ...] = (
 
             whole = torch.randn(10, vocab, device=device).to(dtype)  # again, in the place where all logits are
             whole[:, : vocab // 2] = -torch.inf
-            twins = [Again(got.clone(), rows) for _ in range(2)]
+            twins = [Again(got.clone(), rows, gathered=False) for _ in range(2)]
             sample_tokens_torch(whole, *where, tokens, params, twins[0])
             sample_tokens_triton(whole, *where, tokens, params, twins[1])
             assert twins[0].token_ids.tolist() == twins[1].token_ids.tolist()
             assert all(i == 7 or int(twins[1].token_ids[i]) >= vocab // 2 for i in rows.tolist())
 
 
-def assert_bound(logits: torch.Tensor, top_k: int, top_p: float, min_p: float, bound: float) -> None:
-    """By definition, in float64: exact but for min_p's logarithm and for probability sums that fp32 can't tell from
-    top_p."""
+def survivors(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """[vocab] bool: tokens that survive by definition, in float64, and those that may, where fp32 can't tell a sum of
+    probabilities, or min_p's logarithm, from its limit."""
     logits = logits.double()
-    kth = logits.sort(descending=True).values[min(top_k, len(logits)) - 1] if top_k else -torch.inf
-    floor = float(logits.max()) + (np.log(min_p) if min_p else -np.inf)
-    assert bound >= kth
-    assert bound >= floor - 1e-5
-    tight = bound in (kth, floor) or abs(bound - floor) < 1e-5
+    certain, possible = (torch.ones_like(logits, dtype=torch.bool) for _ in range(2))
+    if top_k:
+        certain &= logits >= logits.sort(descending=True).values[min(top_k, len(logits)) - 1]
+        possible &= certain
     if top_p < 1.0:
-        mass = (logits - logits.max()).exp() * (logits >= kth)
-        wanted = top_p * mass.sum()
-        assert mass[logits > bound].sum() < wanted * (1 + 1e-5)
-        tight = tight or mass[logits >= bound].sum() >= wanted * (1 - 1e-5)
-    assert tight
+        ordered, order = (logits.masked_fill(~certain, -torch.inf)).sort(descending=True)
+        mass = (ordered - ordered[0]).exp()
+        above = mass.cumsum(0) - mass
+        first_equal = torch.searchsorted(-ordered, -ordered)  # ties survive together
+        above = above[first_equal] / mass.sum()
+        best = ordered == ordered[0]
+        certain[order] &= (above < top_p * (1 - 1e-5)) | best
+        possible[order] &= (above < top_p * (1 + 1e-5)) | best
+    floor = logits.max() + np.log(min_p) if min_p else -torch.inf
+    return certain & (logits >= floor + 1e-5), possible & (logits >= floor - 1e-5)
 
 
-def check_bounds(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 8, 100, 5000)) -> None:
-    """Random filters on flat, usual, sharp, tied and partly banned logits; a row alone has the same bound."""
+def check_filters(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 100, 9000)) -> None:
+    """Random filters on flat, usual, sharp, tied and partly banned logits: the best scored of the tokens that survive
+    by definition. A row alone, and one sampled again, has the same token."""
     torch.manual_seed(0)
-    filters = [(k, p, m) for k in (0, 1, 3, 50, 70, 4000) for p in (1.0, 0.999, 0.9, 0.01) for m in (0.0, 0.1)]
+    filters = [
+        (k, p, m)
+        for k in (0, 0, 1, 3, 50, 300, 4000)
+        for p in (1.0, 0.999, 0.9, 0.5, 0.01, 1e-45)
+        for m in (0.0, 0.0, 0.1, 1.0)
+    ]
     for vocab in vocabs:
-        for spread in (0.01, 3.0, 10.0):
-            chosen = [filters[i] for i in torch.randperm(len(filters))[: len(filters) if device != CPU else 12]]
-            logits = torch.randn(len(chosen), vocab) * spread
+        for spread in (0.01, 3.0) if device == CPU else (0.01, 3.0, 10.0):
+            chosen = [filters[i] for i in torch.randperm(len(filters))[: len(filters) if device != CPU else 8]]
+            n = len(chosen)
+            tokens, params = make_state(n, [0.7, 1.0, 0.0], device)
+            for column, values in zip((TOP_K, TOP_P, MIN_P), zip(*chosen, strict=True), strict=True):
+                of_slots = torch.tensor(values, dtype=torch.int32 if column == TOP_K else torch.float32)
+                params[:n, column] = of_slots.view(torch.int32).to(device)
+            logits = torch.randn(n, vocab) * spread
             logits[::3] = logits[::3].round()
+            logits = logits.to(device)
+            masked = logits.clone()
             if vocab > 1:
-                logits[1::3, vocab // 2] = -torch.inf
-            top_k, top_p, min_p = (torch.tensor(x, device=device) for x in zip(*chosen, strict=True))
-            top_k, logits = top_k.int(), logits.to(device)
-            got, want = (f(logits, top_k, top_p, min_p) for f in (lower_bounds_triton, lower_bounds_torch))
-            for row, filter_ in enumerate(chosen):
-                assert_bound(logits[row], *filter_, float(got[row]))
-                assert_bound(logits[row], *filter_, float(want[row]))
-            few = (x[2:6] for x in (logits, top_k, top_p, min_p))
-            assert torch.equal(lower_bounds_triton(*few), got[2:6])
+                masked[1::3, vocab // 2 :] = -torch.inf
+            slots = torch.arange(n, dtype=torch.int32, device=device)
+            positions = torch.randint(0, 40, (n,)).int().to(device)
+            state = slots, positions, tokens, params
+            got = sample_tokens_triton(logits, *state)
+            again = {gathered: Again(got.clone(), slots, gathered) for gathered in (False, True)}
+            for each in again.values():
+                sample_tokens_triton(masked, *state, again=each)
+            assert again[False].token_ids.tolist() == again[True].token_ids.tolist()
+            floats = params.view(torch.float32)
+            seeds = params[:n, SEED_HIGH].long() << 32 | params[:n, SEED_LOW].long() & 0xFFFFFFFF
+            ids = torch.arange(vocab, dtype=torch.int32, device=device)
+            noise = gumbel_noise(noise_keys(seeds, positions)[:, :, None], ids)
+            for all_logits, answers in ((logits, got), (masked, again[True].token_ids)):
+                for row in range(n):
+                    answer, temperature = int(answers[row]), float(floats[row, TEMPERATURE])
+                    if temperature == 0.0:
+                        assert answer == int(all_logits[row].argmax())
+                        continue
+                    scaled = all_logits[row] / temperature
+                    certain, possible = survivors(scaled, *chosen[row])
+                    assert possible[answer]
+                    scores = scaled + noise[row]
+                    assert scores[answer] >= scores[certain].max() - 1e-5 if certain.any() else True
+            few = slice(2, 6)
+            assert (
+                sample_tokens_triton(logits[few], slots[few], positions[few], tokens, params).tolist()
+                == got[few].tolist()
+            )
 
 
 def draw_params(rng: np.random.Generator) -> SamplingParams:
@@ -356,7 +397,7 @@ def check_sampler(device: torch.device = CPU, rounds: int = 12, vocab: int = 50)
 
 CHECKS = {
     "staging": check_staging, "mail": check_mail, "inputs": check_inputs, "sample": check_sample,
-    "bounds": check_bounds, "masks": check_masks, "sampler": check_sampler,
+    "filters": check_filters, "masks": check_masks, "sampler": check_sampler,
 }  # fmt: skip
 
 if __name__ == "__main__":

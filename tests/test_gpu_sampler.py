@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_device_sampler import (
     EOS,
-    check_bounds,
+    check_filters,
     check_inputs,
     check_mail,
     check_masks,
@@ -40,8 +40,8 @@ def test_the_twins_answers():
     check_sample(GPU, (torch.float32, torch.float16, torch.bfloat16))
 
 
-def test_bounds_by_their_definition():
-    check_bounds(GPU, (1, 100, 5000, 49152, 128256))
+def test_filters_by_their_definition():
+    check_filters(GPU, (1, 100, 5000, 49152, 128256))
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])

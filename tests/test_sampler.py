@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
+from runtime.kernels.filters import lower_bounds_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_bits, noise_keys
-from runtime.kernels.lower_bounds import lower_bounds_torch
 from runtime.kernels.sampling import apply_penalties, token_logprobs
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots

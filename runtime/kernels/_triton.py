@@ -10,10 +10,15 @@ try:
     import triton.language as tl
     from triton import jit, knobs, next_power_of_2
 
+    constexpr = tl.constexpr  # of a number at the top of a module that kernels use
+
     INTERPRETED = bool(knobs.runtime.interpret)  # kernels run in numpy, on a CPU
 except ImportError:
     tl = None
     INTERPRETED = False
+
+    def constexpr(value):
+        return value
 
     def jit(fn=None, **options):
         return fn or jit
@@ -34,7 +39,7 @@ ROW_ARRAYS = [
     "token_ids_ptr",
 ]
 
-__all__ = ["INTERPRETED", "ROW_ARRAYS", "jit", "next_power_of_2", "tl", "use_pdl"]
+__all__ = ["INTERPRETED", "ROW_ARRAYS", "constexpr", "jit", "next_power_of_2", "tl", "use_pdl"]
 
 
 def use_pdl(tensor: torch.Tensor) -> bool:

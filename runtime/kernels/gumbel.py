@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from runtime.kernels._triton import jit, tl
+
 _MUL_1 = 0x7FEB352D
 _MUL_2 = 0x846CA68B - (1 << 32)  # as int32
 _GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 / golden ratio: tells the key's two words apart
@@ -55,3 +57,34 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """float32 noise, arguments as for `noise_bits`."""
     u = noise_bits(keys, token_ids).float().add_(0.5).mul_(2.0**-23)
     return u.neg_().log1p_().neg_().log_().neg_()
+
+
+# ---- in kernels -----------------------------------------------------------------------------------------------------
+
+
+@jit
+def _shift_right(h, BITS: tl.constexpr):
+    """Logical, of int32."""
+    return (h >> BITS) & ((1 << (32 - BITS)) - 1)
+
+
+@jit
+def _hash_of_words(h, key):
+    """`_keyed_hash`; 0x846CA68B is written as the int32 that it is."""
+    h = (h ^ _shift_right(h, 16)) * 0x7FEB352D
+    h = h ^ key
+    h = (h ^ _shift_right(h, 15)) * -0x7B935975
+    return h ^ _shift_right(h, 16)
+
+
+@jit
+def noise_of_tokens(ids, position, low, high):
+    """`gumbel_noise` of token ids [.] at a position, for a seed's two words.
+
+    Of -log(-log1p(-u)), the inner logarithm is taken as log(1 - u): u is (k + 1/2) / 2^23 and 1 - u is exact in fp32,
+    so that nothing is lost without log1p, which Triton lacks."""
+    first = _hash_of_words(_hash_of_words(position ^ low, 0) ^ high, -0x61C88647)
+    second = _hash_of_words(first ^ low, 0)
+    bits = _shift_right(_hash_of_words(ids ^ first, second), 9)
+    rest = 1.0 - (bits.to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+    return -tl.log(-tl.log(rest))

@@ -1,41 +1,51 @@
-"""One token a row of logits: greedy, or Gumbel-max with noise by position (C4), written into the requests' state.
+"""One token a row of logits: greedy, or Gumbel-max with noise by position (C4) among the tokens that top-k, top-p and
+min-p leave, written into the requests' state.
 
 The vocabulary is cut into tiles of a fixed size, so that one row fills the device and a row's token depends on no
 other row. A tile's best score and its token id become one int64 key that orders first by score and then by lowest id;
-a row's token is the largest of its keys.
+a row's token is the largest of its keys, unless it is filtered out: `choose.py` says how that is found.
 
-The noise is runtime.kernels.gumbel's, integers bit for bit. Of -log(-log1p(-u)), the inner logarithm is taken as
-log(1 - u): u is (k + 1/2) / 2^23 and 1 - u is exact in fp32, so that nothing is lost without log1p, which Triton lacks.
+The noise is runtime.kernels.gumbel's, integers bit for bit.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 
 import torch
 
-from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.gumbel import gumbel_noise, noise_keys
+from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.choose import LEVELS, NUM_COUNTERS, NUM_STATE, choose_kernel
+from runtime.kernels.filters import lower_bounds_torch
+from runtime.kernels.gumbel import gumbel_noise, noise_keys, noise_of_tokens
+from runtime.kernels.token_keys import is_filtered, key_of, load_float, mass_of, packed, write_token
 
 # Columns of a slot's parameters, int32; floats as their bits.
 TEMPERATURE, SEED_LOW, SEED_HIGH, TOP_K, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE, PROMPT_LEN = range(10)
 NUM_PARAMS = 16
 
 _TILE = 2048  # tokens of a program
+_SPAN = 4  # tiles that are filtered at once
+_GROUP = 128  # tokens whose best one is a first guess at top-k
+_FEW = 512  # tokens that are gathered for top-k and compared with each other
+_MOST_ROWS = 1024  # of one launch
 _FAILED = (1 << 63) - 1  # the key of a tile with a value that is not finite; larger than any other
+_COLUMNS = {
+    "TEMPERATURE": TEMPERATURE, "SEED_LOW": SEED_LOW, "SEED_HIGH": SEED_HIGH,
+    "TOP_K": TOP_K, "TOP_P": TOP_P, "MIN_P": MIN_P,
+}  # fmt: skip
 
 
 @dataclass(slots=True)
 class Again:
-    """Some rows of a step are sampled once more, from logits that may be -inf; a row fails if it had failed before.
-
-    With bounds, the logits are those of these rows alone, have all penalties, and are divided by the temperature;
-    without, they are the step's, only masked."""
+    """Some rows of a step are sampled once more, from logits that may be -inf; a row fails if it had failed before."""
 
     token_ids: torch.Tensor  # [num_rows] int32 of the whole step, changed in place
     rows: torch.Tensor  # [n] int32, where in token_ids the rows are
-    bounds: torch.Tensor | None = None  # [n] float32: rows with a temperature keep the tokens whose logit reaches it
+    gathered: bool  # the logits are of these rows alone; else of the whole step, as token_ids are
 
 
 def sample_tokens_torch(
@@ -45,20 +55,23 @@ def sample_tokens_torch(
     tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32; the token goes to [slot, position], a failed one as 0
     params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, rows as far apart as those of tokens
     again: Again | None = None,
+    filters: bool = True,  # False: no row has a filter
 ) -> torch.Tensor:
     """token_ids [n] int32: the best token, or with a temperature a drawn one; -1 for a row that is not finite (C9)."""
-    if again is not None and again.bounds is None:
+    if again is not None and not again.gathered:
         logits = logits.index_select(0, again.rows)
     logits = logits.float()
     own = params[slots.long()]
-    temperature = own[:, TEMPERATURE].view(torch.float32)[:, None]
+    floats = own.view(torch.float32)
+    temperature = floats[:, TEMPERATURE, None]
     seeds = (own[:, SEED_HIGH].long() << 32) | (own[:, SEED_LOW].long() & 0xFFFFFFFF)
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     noise = gumbel_noise(noise_keys(seeds, positions)[:, :, None], ids)
-    if again is None or again.bounds is None:
-        scaled = logits / temperature.where(temperature > 0, 1.0)
-    else:
-        scaled = logits.masked_fill(logits < again.bounds[:, None], -math.inf)
+    scaled = logits / temperature.where(temperature > 0, 1.0)
+    if filters:
+        top_p = floats[:, TOP_P].where(temperature[:, 0] > 0, 1.0)
+        bounds = lower_bounds_torch(scaled, own[:, TOP_K], top_p, floats[:, MIN_P])
+        scaled = scaled.masked_fill(scaled < bounds[:, None], -math.inf)
     failed = ~logits.isfinite().all(-1) if again is None else again.token_ids[again.rows.long()] < 0
     chosen = torch.where(temperature > 0, scaled + noise, logits).argmax(-1).int().masked_fill_(failed, -1)
     tokens[slots.long(), positions.long()] = chosen.clamp(min=0)
@@ -68,40 +81,34 @@ def sample_tokens_torch(
     return again.token_ids
 
 
-@jit
-def _shift_right(h, BITS: tl.constexpr):
-    """Logical, of int32."""
-    return (h >> BITS) & ((1 << (32 - BITS)) - 1)
-
-
-@jit
-def _keyed_hash(h, key):
-    """As in runtime.kernels.gumbel. 0x846CA68B is written as the int32 that it is."""
-    h = (h ^ _shift_right(h, 16)) * 0x7FEB352D
-    h = h ^ key
-    h = (h ^ _shift_right(h, 15)) * -0x7B935975
-    return h ^ _shift_right(h, 16)
-
-
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _best_of_tile_kernel(
     logits_ptr,  # [n, vocab] fp32, bf16 or fp16, rows logits_stride apart
     slots_ptr,  # [n]
     positions_ptr,  # [n]
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
-    rows_ptr,  # [n], of the logits; read with AGAIN, if there are no bounds
-    bounds_ptr,  # [n] float32; read with BOUNDED
+    rows_ptr,  # [n], of the logits; read if INDEXED
     keys_ptr,  # [n, num_tiles] int64
+    tops_ptr,  # [n, num_tiles] float32, set for filtered rows: the best logit of each tile; like the two below,
+    masses_ptr,  # rows work_stride apart: the mass of each tile, of which its best token has 1
+    groups_ptr,  # [n, num_tiles * TILE / GROUP] int32, set for rows with top-k: keys of groups' best logits
+    arrived_ptr,  # [1] int32, set to 0
     vocab,
     logits_stride,
     state_stride,
+    work_stride,
     TEMPERATURE: tl.constexpr,
     SEED_LOW: tl.constexpr,
     SEED_HIGH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
     AGAIN: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    INDEXED: tl.constexpr,
+    FILTERS: tl.constexpr,
     FAILED: tl.constexpr,
     TILE: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -110,34 +117,35 @@ def _best_of_tile_kernel(
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ids = tile * TILE + tl.arange(0, TILE)
     logits_row = row
-    if AGAIN and not BOUNDED:
+    if INDEXED:
         logits_row = tl.load(rows_ptr + row).to(tl.int64)
-    logits = tl.load(logits_ptr + logits_row * logits_stride + ids, mask=ids < vocab, other=-float("inf")).to(
-        tl.float32
-    )
+    logits = tl.load(logits_ptr + logits_row * logits_stride + ids, mask=ids < vocab, other=-float("inf"))
+    logits = logits.to(tl.float32)
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-    temperature = tl.load(params + TEMPERATURE).to(tl.float32, bitcast=True)
+    temperature = load_float(params + TEMPERATURE)
     scores = logits
     if temperature > 0:
         low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
-        first = _keyed_hash(_keyed_hash(tl.load(positions_ptr + row) ^ low, 0) ^ high, -0x61C88647)
-        second = _keyed_hash(first ^ low, 0)
-        if BOUNDED:
-            scores = tl.where(logits >= tl.load(bounds_ptr + row), logits, -float("inf"))
-        else:
-            scores = tl.div_rn(logits, temperature)
-        bits = _shift_right(_keyed_hash(ids ^ first, second), 9)
-        rest = 1.0 - (bits.to(tl.float32) + 0.5) * (1.0 / (1 << 23))
-        scores = scores - tl.log(-tl.log(rest))
+        scores = tl.div_rn(logits, temperature) + noise_of_tokens(ids, tl.load(positions_ptr + row), low, high)
+        if FILTERS:  # noqa: SIM102  # a constexpr: what depends on it is left out
+            if is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P):
+                top = tl.max(logits, axis=0)
+                mass = tl.sum(mass_of(logits, top, temperature), axis=0)
+                tl.store(tops_ptr + row * work_stride + tile, top.to(tl.int32, bitcast=True))
+                tl.store(masses_ptr + row * work_stride + tile, mass.to(tl.int32, bitcast=True))
+                if tl.load(params + TOP_K) > 0:
+                    bests = tl.max(tl.reshape(logits, [TILE // GROUP, GROUP]), axis=1)
+                    groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+                    tl.store(groups_ptr + row * work_stride + groups, key_of(bests))
     best = tl.max(scores, axis=0)
-    best_id = tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0)
-    ordered = (best + 0.0).to(tl.int32, bitcast=True)  # the addition makes -0.0 a 0.0
-    ordered = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)  # orders as the floats do
-    key = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - best_id).to(tl.int64)
+    key = packed(best, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
     if not AGAIN:
         finite = (tl.abs(logits) < float("inf")) | (ids >= vocab)
         key = tl.where(tl.min(finite.to(tl.int32), axis=0) == 1, key, FAILED)
     tl.store(keys_ptr + row * tl.num_programs(0) + tile, key)
+    if FILTERS:  # noqa: SIM102
+        if (tile == 0) & (row == 0):
+            tl.store(arrived_ptr, 0)
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -152,25 +160,18 @@ def _best_of_row_kernel(
     state_stride,
     AGAIN: tl.constexpr,
     FAILED: tl.constexpr,
-    BLOCK: tl.constexpr,  # power of two, at least num_tiles
+    TILES: tl.constexpr,  # power of two, at least num_tiles
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    tiles = tl.arange(0, BLOCK)
-    lowest = -FAILED  # no key is as low
-    keys = tl.load(keys_ptr + row.to(tl.int64) * num_tiles + tiles, mask=tiles < num_tiles, other=lowest)
-    key = tl.max(keys, axis=0)
-    token_id = tl.where(key == FAILED, -1, 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32))
-    at = token_ids_ptr + row
+    row, tiles = tl.program_id(0), tl.arange(0, TILES)
+    keys = tl.load(keys_ptr + row.to(tl.int64) * num_tiles + tiles, mask=tiles < num_tiles, other=-FAILED)
+    key = tl.max(keys, axis=0)  # no key is as low as -FAILED
     if AGAIN:
-        at = token_ids_ptr + tl.load(rows_ptr + row)
-        token_id = tl.where(tl.load(at) < 0, -1, token_id)
-    tl.store(at, token_id)
-    state = tokens_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride + tl.load(positions_ptr + row)
-    tl.store(state, tl.maximum(token_id, 0))
+        key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FAILED, key)
+    write_token(row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, AGAIN, FAILED)
 
 
 def sample_tokens_triton(
@@ -180,27 +181,62 @@ def sample_tokens_triton(
     tokens: torch.Tensor,
     params: torch.Tensor,
     again: Again | None = None,
+    filters: bool = True,
 ) -> torch.Tensor:
-    """`sample_tokens_torch` as two kernels that read the logits once."""
-    n, vocab = len(slots), logits.shape[1]
-    bounds = None if again is None else again.bounds
+    """`sample_tokens_torch` as two kernels: one scores all tokens, and one chooses."""
+    n, vocab, device = len(slots), logits.shape[1], logits.device
     if again is None:
-        token_ids, rows = torch.empty(n, dtype=torch.int32, device=logits.device), slots
+        token_ids, rows = torch.empty(n, dtype=torch.int32, device=device), slots
     else:
         token_ids, rows = again.token_ids, again.rows
-    if n:
-        num_tiles, pdl = -(-vocab // _TILE), use_pdl(logits)
-        keys = torch.empty((n, num_tiles), dtype=torch.int64, device=logits.device)
-        _best_of_tile_kernel[(num_tiles, n)](
-            logits, slots, positions, params, rows, logits if bounds is None else bounds, keys,
-            vocab, logits.stride(0), params.stride(0),
-            TEMPERATURE=TEMPERATURE, SEED_LOW=SEED_LOW, SEED_HIGH=SEED_HIGH,
-            AGAIN=again is not None, BOUNDED=bounds is not None, FAILED=_FAILED,
-            TILE=_TILE, PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
+    if not n:
+        return token_ids
+    if filters and n > _MOST_ROWS:
+        first, rest = slice(0, _MOST_ROWS), slice(_MOST_ROWS, None)
+        parts = []
+        for part in (first, rest):
+            part_again = again and Again(token_ids, rows[part], again.gathered)
+            part_logits = logits if again is not None and not again.gathered else logits[part]
+            state = slots[part], positions[part], tokens, params
+            parts.append(sample_tokens_triton(part_logits, *state, part_again, filters))
+        return torch.cat(parts) if again is None else token_ids
+    num_tiles, pdl = -(-vocab // _TILE), use_pdl(logits)
+    keys = torch.empty((n, num_tiles), dtype=torch.int64, device=device)
+    sizes = [num_tiles, num_tiles, num_tiles * (_TILE // _GROUP), NUM_STATE, num_tiles * LEVELS, NUM_COUNTERS, 2 * _FEW]
+    arrived, work = _workspace(n if filters else 0, sizes, device)
+    strides = logits.stride(0), params.stride(0), work[0].stride(0)
+    launch = {"AGAIN": again is not None, "FAILED": _FAILED, "PDL": pdl, "launch_pdl": pdl}
+    form = launch | {"INDEXED": again is not None and not again.gathered, "TILE": _TILE, "GROUP": _GROUP} | _COLUMNS
+    _best_of_tile_kernel[(num_tiles, n)](
+        logits, slots, positions, params, rows, keys, *work[:3], arrived, vocab, *strides,
+        FILTERS=filters, num_warps=4, **form,
+    )  # fmt: skip
+    tiles = next_power_of_2(num_tiles)
+    if not filters:
         _best_of_row_kernel[(n,)](
-            keys, slots, positions, rows, token_ids, tokens, num_tiles, tokens.stride(0),
-            AGAIN=again is not None, FAILED=_FAILED, BLOCK=next_power_of_2(num_tiles),
-            PDL=pdl, num_warps=1, launch_pdl=pdl,
+            keys, slots, positions, rows, token_ids, tokens, num_tiles, params.stride(0),
+            TILES=tiles, num_warps=1, **launch,
         )  # fmt: skip
+        return token_ids
+    choose_kernel[(min(_num_resident(device), n * -(-num_tiles // _SPAN)),)](
+        logits, slots, positions, params, rows, keys, *work, arrived, token_ids, tokens, n, vocab, num_tiles, *strides,
+        SPAN=_SPAN, TILES=tiles, FEW=_FEW, LEVELS=LEVELS, NUM_COUNTERS=NUM_COUNTERS, ROWS=_MOST_ROWS,
+        num_warps=8, **form,
+    )  # fmt: skip
     return token_ids
+
+
+@cache
+def _num_resident(device: torch.device) -> int:
+    """Programs of 256 threads that surely run at the same time, whatever registers they take: one of 255 registers a
+    thread fits on a multiprocessor. They wait for each other, so that all of a launch must."""
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _workspace(n: int, sizes: list[int], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """int32 [1], and views [n, size] of one allocation, all with one stride and 16-byte alignment, so that no number of
+    rows makes Triton compile a kernel anew. Floats are stored as their bits."""
+    ends = list(accumulate((-(-size // 4) * 4 for size in sizes), initial=0))
+    work = torch.empty(4 + n * ends[-1], dtype=torch.int32, device=device)
+    rows = work[4:].view(n, ends[-1])
+    return work[:1], [rows[:, start : start + size] for start, size in zip(ends, sizes, strict=False)]

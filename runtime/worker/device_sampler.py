@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
 from runtime.kernels.automata import AT, FIRST
-from runtime.kernels.lower_bounds import lower_bounds_triton
 from runtime.kernels.sample import (
     FREQUENCY,
     MIN_P,
@@ -42,7 +41,7 @@ _MOST_PENALISED = 64  # rows at once; penalties take five times their logits
 
 
 class DeviceSampler:
-    """Two parts: `sample` answers every row by temperature, seed and position alone and can be captured in a graph;
+    """Two parts: `sample` answers every row by temperature, filters, seed and position and can be captured in a graph;
     `resample` then corrects the rows that want more. The host keeps what tells it which rows these are, and what is
     rare and has no fixed size: logit biases, and the ids that min_tokens holds back."""
 
@@ -52,7 +51,7 @@ class DeviceSampler:
         self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens lets go free
         self.penalised = np.zeros(num_slots, bool)
         self.filtered = np.zeros(num_slots, bool)
-        self.changed = np.zeros(num_slots, bool)  # by penalties, filters, a logit bias or a grammar
+        self.changed = np.zeros(num_slots, bool)  # by penalties, a logit bias or a grammar
         self.bound = np.zeros(num_slots, bool)  # by a grammar
         self.only_masked = np.zeros(num_slots, bool)  # by a grammar, and nothing else is wanted
         self.num_logprobs = np.full(num_slots, -1, np.int32)
@@ -79,7 +78,7 @@ class DeviceSampler:
         )
         drops = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         self.filtered[slot] = drops and params.temperature > 0.0
-        own = bool(self.penalised[slot] or self.filtered[slot] or slot in self.bias)
+        own = bool(self.penalised[slot]) or slot in self.bias
         self.bound[slot] = params.grammar is not None
         self.changed[slot] = own or self.bound[slot]
         self.only_masked[slot] = self.bound[slot] and not own and params.logprobs is None
@@ -111,9 +110,10 @@ class DeviceSampler:
         positions: torch.Tensor,  # [n] int32, of the tokens to be sampled
         tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, the state's; sampled tokens are written into it
         params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, the state's
+        filters: bool = True,  # False: no row has one
     ) -> torch.Tensor:
         """Token ids [n] int32, -1 where the logits are not finite (C9)."""
-        return sample_tokens_triton(logits, slots, positions, tokens, params)
+        return sample_tokens_triton(logits, slots, positions, tokens, params, filters=filters)
 
     def resample(
         self,
@@ -142,10 +142,8 @@ class DeviceSampler:
             self._hold_and_bias(chosen, *of_rows)
             tracked = None if masks is None else self._mask(chosen, token_ids, rows, masks)
             self._penalise(chosen, *of_rows, slots, positions, tokens, own)
-            temperature = own.view(torch.float32)[:, TEMPERATURE, None]
-            chosen.div_(temperature.where(temperature > 0, 1.0))
-            again = Again(token_ids, index, self._bounds(chosen, host_slots[rows], own))
-            sample_tokens_triton(chosen, slots, positions, tokens, params, again)
+            again, filters = Again(token_ids, index, gathered=True), bool(self.filtered[host_slots[rows]].any())
+            sample_tokens_triton(chosen, slots, positions, tokens, params, again, filters)
             if masks is not None and masks.automata is not None and tracked is not None:
                 masks.automata.advance(token_ids, tracked)
             del chosen  # before log-probabilities want as much
@@ -162,7 +160,7 @@ class DeviceSampler:
         params: torch.Tensor,
         masks: Masks,
     ) -> None:
-        """The same, and less to read and to launch: no copy of the logits, no bounds."""
+        """The same, and less to read and to launch: no copy of the logits."""
         of_rows = rows.astype(np.int32), host_slots[rows], host_positions[rows]
         parts = [*of_rows, masks.numbers, masks.failed, masks.tracked.reshape(-1), masks.words.reshape(-1)]
         sent = self._upload(*parts).split([len(part) for part in parts])
@@ -175,7 +173,8 @@ class DeviceSampler:
         tracked = tracked.view(masks.tracked.shape)
         if automata is not None:
             automata.mask(logits, tracked)
-        sample_tokens_triton(logits, slots, positions, tokens, params, Again(token_ids, index))
+        again, filters = Again(token_ids, index, gathered=False), bool(self.filtered[host_slots[rows]].any())
+        sample_tokens_triton(logits, slots, positions, tokens, params, again, filters)
         if automata is not None:
             automata.advance(token_ids, tracked)
 
@@ -237,12 +236,6 @@ class DeviceSampler:
             penalties = mine.view(torch.float32)[:, REPETITION : PRESENCE + 1].unbind(1)
             apply_penalties(penalised, known, positions.index_select(0, index), mine[:, PROMPT_LEN], *penalties)
             logits.index_copy_(0, index, penalised)
-
-    def _bounds(self, logits: torch.Tensor, host_slots: Int32s, own: torch.Tensor) -> torch.Tensor:
-        if not self.filtered[host_slots].any():
-            return torch.full((len(logits),), -torch.inf, device=self.device)
-        floats = own.view(torch.float32)
-        return lower_bounds_triton(logits, own[:, TOP_K], floats[:, TOP_P], floats[:, MIN_P])
 
     def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, host_slots: Int32s) -> Logprobs | None:
         wanted = self.num_logprobs[host_slots]

@@ -223,10 +223,9 @@ class DeviceSteps:
         if not len(sampling):
             return d_sampled, hidden[:0], prompts
         logits = self.decoder.logits(hidden.index_select(0, d_sampled))
-        return self._sample(logits, d_slots, d_positions), logits, prompts
-
-    def _sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.sampler.sample(logits, slots, positions, self.tokens, self.params)
+        filters = bool(self.sampler.filtered[slots].any())
+        sampled = self.sampler.sample(logits, d_slots, d_positions, self.tokens, self.params, filters)
+        return sampled, logits, prompts
 
     # ---- as graphs ------------------------------------------------------------------------------------------------
 
@@ -266,7 +265,7 @@ class DeviceSteps:
         rows = PagedRows(slots, starts, firsts, self.tables, size, num_tokens, count, self.max_model_len, settled=True)
         hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
-        token_ids = self._sample(logits, sample_slots, positions)
+        token_ids = self.sampler.sample(logits, sample_slots, positions, self.tokens, self.params)
         self.mail.leave(token_ids, graph_rows)
         return token_ids
 

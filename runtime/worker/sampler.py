@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.plan import Int32s, NewSlot
+from runtime.kernels.filters import lower_bounds_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
-from runtime.kernels.lower_bounds import lower_bounds_torch
 from runtime.kernels.sampling import apply_penalties, token_logprobs
 from runtime.kernels.token_mask import mask_tokens_torch
 from runtime.worker.slots import Slots

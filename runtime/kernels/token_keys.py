@@ -1,0 +1,67 @@
+"""Integers that order tokens: by their logits, or by their scores and then their ids; and a row's answer from one."""
+
+from __future__ import annotations
+
+from runtime.kernels._triton import jit, tl
+
+
+@jit
+def load_float(ptr):
+    """A float32 that is stored as the bits of an int32."""
+    return tl.load(ptr, cache_modifier=".cg").to(tl.float32, bitcast=True)
+
+
+@jit
+def is_filtered(params, TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
+    """Whether rows with these parameters (pointers to them) are drawn from a part of the vocabulary."""
+    drawn = load_float(params + TEMPERATURE) > 0
+    top_p = load_float(params + TOP_P)
+    min_p = load_float(params + MIN_P)
+    return drawn & ((tl.load(params + TOP_K) > 0) | (top_p < 1.0) | (min_p > 0.0))
+
+
+@jit
+def key_of(x):
+    """int32 that orders as the float32 does; with -0.0 as 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def float_of(key):
+    """The float32 of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@jit
+def packed(scores, ids):
+    """int64 that orders by score and then by lowest id."""
+    return (key_of(scores).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+
+
+@jit
+def token_of(key):
+    """The token id of a packed key."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@jit
+def mass_of(logits, best, temperature):
+    """e^((logit - best) / temperature): probabilities but for one factor. 0 where the logit is -inf, even if the best
+    one is."""
+    return tl.exp((logits - tl.maximum(best, -3.0e38)) * (1.0 / temperature))
+
+
+@jit
+def write_token(
+    row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
+    AGAIN: tl.constexpr, FAILED: tl.constexpr,
+):  # fmt: skip
+    """The row's answer, from its packed key, into the step's and the request's tokens."""
+    token_id = tl.where(key == FAILED, -1, token_of(key))
+    at = row
+    if AGAIN:
+        at = tl.load(rows_ptr + row)
+    tl.store(token_ids_ptr + at, token_id)
+    state = tl.load(slots_ptr + row).to(tl.int64) * state_stride + tl.load(positions_ptr + row)
+    tl.store(tokens_ptr + state, tl.maximum(token_id, 0))
