@@ -2,7 +2,8 @@
 
 What a flat schema allows is what the schema allows, or where said a part of it:
 
-    - a `oneOf` whose options may both fit is kept apart by a property that one option requires and the other then lacks
+    - a `oneOf` whose objects may both fit is kept apart by a property that tells them apart, which is then there, or by
+      one that the one requires and the other then lacks
     - what two schemas say of the same names (`patternProperties`, `additionalProperties`) both holds
 """
 
@@ -26,7 +27,7 @@ from runtime.structured.keywords import (
     key_of,
     type_of,
 )
-from runtime.structured.pattern import GrammarError, quoted, search, shown, whole
+from runtime.structured.pattern import GrammarError, quoted, search, shown, whole, without_lookaheads
 from runtime.structured.references import pointed
 from runtime.structured.rules import Terminal
 
@@ -138,8 +139,12 @@ class Flattener:
             self._merged(beside, self.flat(option, f"{where}/oneOf/{i}"), where) for i, option in enumerate(options)
         ]
         lacking: list[dict[str, bool]] = [{} for _ in options]
+        needed: list[dict[str, None]] = [{} for _ in options]
         for (i, a), (j, b) in combinations(enumerate(flat), 2):
             if a is None or b is None or self.apart(a, b, where):
+                continue
+            if (tag := self._tag(a, b, where)) is not None:
+                needed[i][tag] = needed[j][tag] = None
                 continue
             names = [_only(one, other) for one, other in ((a, b), (b, a))]
             if None in names:
@@ -151,11 +156,23 @@ class Flattener:
             for at_, name in ((i, names[1]), (j, names[0])):
                 if name is not None:
                     lacking[at_][name] = False
-        narrowed = [
-            {"allOf": [option, {"type": "object", "properties": names}]} if names else option
-            for option, names in zip(options, lacking, strict=True)
-        ]
+        narrowed = []
+        for option, gone, tags in zip(options, lacking, needed, strict=True):
+            also: Schema = {}
+            if gone:
+                also["properties"] = gone
+            if tags:
+                also["required"] = list(tags)
+            narrowed.append({"allOf": [option, {"type": "object", **also}]} if also else option)
         return Flat(anyOf=narrowed)
+
+    def _tag(self, one: Flat, other: Flat, where: str) -> str | None:
+        """A property that tells two objects apart wherever it is there."""
+        if not (_is_object(one) and _is_object(other)):
+            return None
+        names = [name for name in one.get("properties", {}) if name in other.get("properties", {})]
+        both_ = ([self.flat(s["properties"][name], where) for s in (one, other)] for name in names)
+        return next((name for name, (a, b) in zip(names, both_, strict=False) if self.apart(a, b, where)), None)
 
     def apart(self, first: Flat | None, second: Flat | None, where: str, depth: int = 4) -> bool:
         """Whether certainly nothing fits both."""
@@ -179,10 +196,11 @@ class Flattener:
             case "object":
                 return self._objects_apart(first, second, where, depth)
             case "string":
-                terminal = Terminal(tuple({*self.string_terms(first, where), *self.string_terms(second, where)}))
+                one, other = (self.string_terms(s, where) for s in (first, second))
+                terminal = Terminal((*one.all_of, *other.all_of), (*one.none_of, *other.none_of))
                 least = max(first.get("minLength", 0), second.get("minLength", 0))
                 most = min(s.get("maxLength", math.inf) for s in (first, second))
-                return bool(least > most) or (len(terminal.all_of) > 1 and not self.terms.fits(terminal))
+                return bool(least > most) or (bool(one.all_of and other.all_of) and not self.terms.fits(terminal))
             case "number" | "integer":
                 low, high = (self._numbers(first, second, end, pick) for end, pick in (("min", max), ("max", min)))
                 return low is not None and high is not None and bool(low > high)
@@ -262,17 +280,20 @@ class Flattener:
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
-    def string_terms(self, flat: Flat, where: str) -> tuple[str, ...]:
-        """What its patterns and its format ask of a text, as regular expressions of JSON strings."""
-        terms = []
+    def string_terms(self, flat: Flat, where: str) -> Terminal:
+        """What its patterns and its format ask of a text; no expression at all where they ask nothing."""
+        all_of: list[str] = []
+        none_of: list[str] = []
         for pattern in flat.get("pattern", ()):
             try:
-                terms.append(quoted(search(pattern)))
+                rest, must, must_not = without_lookaheads(pattern)
+                all_of += [quoted(search(rest)), *map(quoted, must)]
+                none_of += map(quoted, must_not)
             except GrammarError as e:
                 self.cannot(where, "pattern", str(e))
         if (name := flat.get("format")) is not None:
-            terms.append(quoted(whole(FORMATS[name])))
-        return tuple(terms)
+            all_of.append(quoted(whole(FORMATS[name])))
+        return Terminal(tuple(all_of), tuple(none_of))
 
     def admits(self, schema: Any, value: Any, where: str) -> bool:
         """Whether a value is valid."""
@@ -289,7 +310,11 @@ class Flattener:
         match value:
             case str():
                 terms = self.string_terms(flat, where)
-                return _within(flat, len(value), "Length") and all(self.terms.matches(term, value) for term in terms)
+                return (
+                    _within(flat, len(value), "Length")
+                    and all(self.terms.matches(term, value) for term in terms.all_of)
+                    and not any(self.terms.matches(term, value) for term in terms.none_of)
+                )
             case bool():
                 return True
             case int() | Decimal():
@@ -349,9 +374,13 @@ def _common_multiple(a: int | Decimal, b: int | Decimal) -> int | Decimal:
     return common.numerator if common.denominator == 1 else Decimal(common.numerator) / Decimal(common.denominator)
 
 
+def _is_object(flat: Flat) -> bool:
+    return flat.get("type", ["object"]) == ["object"] and "anyOf" not in flat and "enum" not in flat
+
+
 def _only(one: Flat, other: Flat) -> str | None:
     """A name that `one` requires and `other` does not, both objects' schemas."""
-    if any(s.get("type", ["object"]) != ["object"] or "anyOf" in s or "enum" in s for s in (one, other)):
+    if not (_is_object(one) and _is_object(other)):
         return None
     return next((name for name in one.get("required", ()) if name not in other.get("required", ())), None)
 

@@ -154,6 +154,30 @@ def search(source: str) -> Pattern:
     return _checked(_anchored(_Parser(source).parse(), (ANY_TEXT,)), source)
 
 
+def without_lookaheads(source: str) -> tuple[str, list[Pattern], list[Pattern]]:
+    """A pattern without the lookaheads that follow its `^`: what is left of it, what a text must match beside it, and
+    what it must not. Raises GrammarError."""
+    must: list[Pattern] = []
+    must_not: list[Pattern] = []
+    at = 1
+    while source.startswith(("^(?=", "^(?!"), at - 1) if at == 1 else source.startswith(("(?=", "(?!"), at):
+        negative = source[at + 2] == "!"
+        parser = _Parser(source, at + 3, negative)
+        inner = parser.group()
+        options = inner.parts if isinstance(inner, Either) else (inner,)
+        starts = tuple(_anchored(_from_start(option), (ANY_TEXT,)) for option in options)
+        (must_not if negative else must).append(_checked(Either(starts), source))
+        at = parser.at
+    if at == 1 or source[at : at + 1] in ("*", "+", "?", "{") or isinstance(_Parser(source[at:]).parse(), Either):
+        return source, [], []
+    return "^" + source[at:], must, must_not
+
+
+def _from_start(pattern: Pattern) -> Cat:
+    parts = pattern.parts if isinstance(pattern, Cat) else (pattern,)
+    return Cat((Edge(False), *parts[parts[:1] == (Edge(False),) :]))
+
+
 def _checked(pattern: Pattern, source: str) -> Pattern:
     if (states := size(pattern)) > MAX_STATES:
         raise GrammarError(f"has the pattern {shown(source)}, of {states} states; the limit is {MAX_STATES} states")
@@ -194,16 +218,27 @@ _COUNT = re.compile(r"\{(\d{1,9})(,?)(\d{0,9})\}")
 class _Parser:
     """Recursive descent over one pattern."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, at: int = 0, negated: bool = False) -> None:
         self._source = source
-        self._at = 0
+        self._at = at
         self._depth = 0
-        self._negated = False  # within "[^"
+        self._negated = negated  # what it matches is taken away, as within "[^"
+
+    @property
+    def at(self) -> int:
+        return self._at
 
     def parse(self) -> Pattern:
         pattern = self._either()
         if self._at < len(self._source):
             raise self._error("has a ')' too many")
+        return pattern
+
+    def group(self) -> Pattern:
+        """What stands before the next ")" that closes none of its own."""
+        pattern = self._either()
+        if not self._skip(")"):
+            raise self._error("leaves a group open")
         return pattern
 
     def _error(self, problem: str) -> GrammarError:
@@ -264,7 +299,7 @@ class _Parser:
             case "[":
                 return Chars(self._set())
             case ".":
-                return Chars(_DOT)
+                return Chars(without(ALL, _of("\n")) if self._negated else _DOT)
             case "^" | "$":
                 return Edge(char == "$")
             case "\\":
@@ -286,14 +321,13 @@ class _Parser:
         self._depth += 1
         if self._depth > MAX_NESTING:
             raise self._error(f"nests groups deeper than the limit of {MAX_NESTING}")
-        inner = self._either()
+        inner = self.group()
         self._depth -= 1
-        if not self._skip(")"):
-            raise self._error("leaves a group open")
         return inner
 
     def _set(self) -> Ranges:
-        self._negated = negated = self._skip("^")
+        outside, negated = self._negated, self._skip("^")
+        self._negated = negated != outside
         pairs: list[tuple[int, int]] = []
         while not self._skip("]"):
             low = self._set_item()
@@ -305,7 +339,7 @@ class _Parser:
                 pairs.append((low[0][0], high[0][1]))
             else:
                 pairs += low
-        self._negated = False
+        self._negated = outside
         return without(ALL, ranges(pairs)) if negated else without(ranges(pairs), without(((0, NO_CHARACTER),), ALL))
 
     def _set_item(self) -> Ranges:

@@ -52,6 +52,7 @@ from runtime.structured.rules import (
 MAX_RULES = 10_000
 _MAX_PERMUTED = 6  # values of an enum that an array with uniqueItems may have in any order
 
+_ANY_KEY = Terminal((quoted(ANY_TEXT),))
 _COMMA, _COLON = terminal(",\\x{20}?"), terminal(":\\x{20}?")
 
 
@@ -140,13 +141,13 @@ class _Writer:
     # ---- strings ----------------------------------------------------------------------------------------------------
 
     def _string(self, schema: Schema, where: str) -> Rule:
-        return self._fitting(Terminal(self._string_terms(Flat(schema), where)))
+        return self._fitting(self._text(Flat(schema), where))
 
-    def _string_terms(self, schema: Flat, where: str) -> tuple[str, ...]:
+    def _text(self, schema: Flat, where: str) -> Terminal:
         least, most = _bounds(schema, "Length", where)
         terms = self._schemas.string_terms(schema, where)
-        if least or most is not None or not terms:
-            terms = (*terms, quoted(Times(Chars(ALL), least, most)))
+        if least or most is not None or not terms.all_of:
+            terms = Terminal((*terms.all_of, quoted(Times(Chars(ALL), least, most))), terms.none_of)
         return terms
 
     def _fitting(self, rule: Terminal) -> Rule:
@@ -219,7 +220,7 @@ class _Writer:
         required = schema.get("required", [])
         free = schema.get("additionalProperties", True)
         keys = self._patterns(patterns, where)
-        names, key_terms = self._property_names(schema, where)
+        names, any_key = self._property_names(schema, where)
         if names is not None:
             listed = listed | {name: True for name in names if name not in listed}
         matching = {
@@ -231,7 +232,7 @@ class _Writer:
             name: listed[name] if name in given else bool(matching[name]) or free
             for name in {**listed, **dict.fromkeys(required)}
         }
-        if names is not None or key_terms:
+        if names is not None or any_key != _ANY_KEY:
             allowed = schema["propertyNames"]
             listed = {n: self._schemas.admits(allowed, n, where) and value for n, value in listed.items()}
         listing = bool(patterns) or any(value is not False for value in given.values())
@@ -243,7 +244,7 @@ class _Writer:
             key = terminal(literal_string(name))
             members.append((row(key, _COLON, self._rule(value, f"{where}/properties/{name}")), name in required))
         taken = [literal_string(name) for name in listed]
-        others = self._free_members(keys, patterns if names is None else {}, free, key_terms, taken, where)
+        others = self._free_members(keys, patterns if names is None else {}, free, any_key, taken, where)
         return row(terminal("\\x{7b}"), self._members(schema, members, others, where), terminal("\\x{7d}"))
 
     def _patterns(self, patterns: Schema, where: str) -> dict[str, str]:
@@ -253,25 +254,25 @@ class _Writer:
         except GrammarError as e:
             raise at(where, str(e)) from None
 
-    def _property_names(self, schema: Schema, where: str) -> tuple[list[str] | None, tuple[str, ...]]:
-        """What `propertyNames` leaves: a list of names (None: any), and terms that all keys match."""
+    def _property_names(self, schema: Schema, where: str) -> tuple[list[str] | None, Terminal]:
+        """What `propertyNames` leaves: a list of names (None: any), and what all keys match."""
         where = f"{where}/propertyNames"
         flat = self._schemas.flat(schema.get("propertyNames", True), where)
         if flat is None:
-            return [], ()
+            return [], _ANY_KEY
         if "anyOf" in flat:
             options = [self._schemas.flat(option, where) for option in self._schemas.options(flat, where)]
             if not all(option is not None and "enum" in option for option in options):
                 self._schemas.cannot(where, "anyOf")
-                return None, ()
-            return [n for o in options if o is not None for n in self._values(o, where) if isinstance(n, str)], ()
+                return None, _ANY_KEY
+            return [n for o in options if o is not None for n in self._values(o, where) if isinstance(n, str)], _ANY_KEY
         if "enum" in flat:
-            return [name for name in self._values(flat, where) if isinstance(name, str)], ()
+            return [name for name in self._values(flat, where) if isinstance(name, str)], _ANY_KEY
         if "string" not in flat.get("type", TYPES):
-            return [], ()
+            return [], _ANY_KEY
         if not flat.keys() & set(ABOUT["string"]):
-            return None, ()
-        return None, self._string_terms(flat, where)
+            return None, _ANY_KEY
+        return None, self._text(flat, where)
 
     def _members(self, schema: Schema, members: list[tuple[Rule, bool]], others: Rule, where: str) -> Rule:
         """All that stands between the braces: `members` in their order, each with whether it must be there, then
@@ -312,16 +313,18 @@ class _Writer:
         return after[0]
 
     def _free_members(
-        self, keys: dict[str, str], patterns: Schema, free: Any, terms: tuple[str, ...], taken: list[str], where: str
+        self, keys: dict[str, str], patterns: Schema, free: Any, any_key: Terminal, taken: list[str], where: str
     ) -> Rule:
         """A member whose name is not listed: it matches exactly one pattern, or none where other names are free."""
         options = []
         for pattern, value in patterns.items():
             apart = tuple(other for p, other in keys.items() if p != pattern)
-            key = self._fitting(Terminal((keys[pattern], *terms), (*taken, *apart)))
+            terms = () if any_key == _ANY_KEY else any_key.all_of
+            key = self._fitting(Terminal((keys[pattern], *terms), (*taken, *apart, *any_key.none_of)))
             options.append((key, value, "patternProperties"))
-        free_key = Terminal((*terms,) or (quoted(ANY_TEXT),), (*taken, *keys.values()))
-        options.append((self._fitting(free_key) if keys or terms else free_key, free, "additionalProperties"))
+        free_key = Terminal(any_key.all_of, (*taken, *keys.values(), *any_key.none_of))
+        is_open = not keys and any_key == _ANY_KEY
+        options.append((free_key if is_open else self._fitting(free_key), free, "additionalProperties"))
         return choice(
             row(key, _COLON, self._rule(value, f"{where}/{keyword}"))
             for key, value, keyword in options
