@@ -51,15 +51,22 @@ class LazyEngine:
     ) -> list[CallboardError | None]:
         """`matchers[i].fill(masks[numbers[i]])` of all, in one call on several threads: for each what it would raise.
         `masks` [n, num_words], in one piece."""
-        errors: list[CallboardError | None] = [None] * len(matchers)
-        open_ = [i for i, matcher in enumerate(matchers) if not matcher.has_ended]
+        open_, ended = [], []
+        for matcher, number in zip(matchers, numbers, strict=True):
+            if matcher.has_ended:
+                ended.append((matcher, number))
+            else:
+                open_.append((matcher.inner, number))
         if open_:
-            inner = [(matchers[i].inner, numbers[i]) for i in open_]
-            self._executor.unsafe_compute_mask_ptr(inner, masks.ctypes.data, masks.shape[1] * 4, len(masks))
-        for i, matcher in enumerate(matchers):
-            if matcher.has_ended or matcher.error() is not None:
+            self._executor.unsafe_compute_mask_ptr(open_, masks.ctypes.data, masks.shape[1] * 4, len(masks))
+        for matcher, number in ended:
+            matcher.fill(masks[number])
+        errors = [matcher.error() for matcher in matchers]
+        for i, error in enumerate(errors):
+            if error is not None:
                 try:
-                    matcher.fill(masks[numbers[i]])  # which goes on alone where another output was at fault
+                    matchers[i].fill(masks[numbers[i]])  # which goes on alone where another output was at fault
+                    errors[i] = None
                 except CallboardError as e:
                     errors[i] = e
         return errors

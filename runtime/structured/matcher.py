@@ -55,9 +55,10 @@ class Matcher(ABC):
         taken = 0
         self.fill(masks[0])
         for guess in guesses:
-            if not int(masks[taken, guess // 32]) >> guess % 32 & 1:
-                break
-            self.advance([guess])
+            if not self._walk((guess,)):
+                if not int(masks[taken, guess // 32]) >> guess % 32 & 1:
+                    break
+                self.advance((guess,))  # what refuses it is a limit
             taken += 1
             self.fill(masks[taken])
         self.rollback(taken)

@@ -39,18 +39,15 @@ class _Output:
     untaken: list[int]  # its last tokens, which the matcher has not advanced by
     num_taken: int = 0
     matcher: Matcher | None = None  # made with the first mask
-    failure: str = ""  # why it cannot go on
+    failed: bool = False
+    failure: str = ""  # why
     host_s: float = 0.0  # spent on its masks
     on_device: bool = False  # it follows an automaton there, and its matcher stays behind
 
     def fail(self, why: object) -> None:
         """Its request ends, and others go on (C9)."""
         logger.info("a request fails: %s", why)
-        self.failure = " ".join(str(why).split())
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.failure)
+        self.failed, self.failure = True, " ".join(str(why).split())
 
     def take(self) -> None:
         """Advance the matcher by what it has not seen."""
@@ -131,7 +128,8 @@ class Structures:
         self.remove(new.slot)
         if new.params.grammar is not None:
             output = _Output(new.params.grammar, new.prompt_len, new.token_ids[new.prompt_len :].tolist())
-            output.failure = "" if self._engines is not None else "This model runner serves no structured output."
+            if self._engines is None:
+                output.failed, output.failure = True, "This model runner serves no structured output."
             self._outputs[new.slot] = output
 
     def remove(self, slot: int) -> None:
@@ -258,12 +256,14 @@ class Structures:
                 if error is not None:
                     output.fail(error)
         allowed = words.any(1)
+        all_go_on = bool(allowed.all())
         share = (time.perf_counter() - started) / max(1, len(rows))
         for row, span in zip(rows, spans, strict=True):
-            row.output.host_s += share
-            if not row.output.failed and not allowed[span].all():
-                row.output.fail("No token of this model continues what this request's grammar allows there.")
-            if row.output.failed:
+            output = row.output
+            output.host_s += share
+            if not all_go_on and not output.failed and not allowed[span].all():
+                output.fail("No token of this model continues what this request's grammar allows there.")
+            if output.failed:
                 words[span] = -1
 
 
