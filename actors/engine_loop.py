@@ -298,7 +298,7 @@ class EngineLoop:
             return
         touched, self._untold = self._untold, set()
         logprobs, meter = output.logprobs, self._meter
-        sampled_at, last_at, num_others = meter.sampled_at, meter.last_at, 0
+        sampled_at, last_at, num_others, num_prompt = meter.sampled_at, meter.last_at, 0, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
             stream: Stream = state.owner
             connection = stream.connection
@@ -307,6 +307,7 @@ class EngineLoop:
                 if stream.last_at:
                     meter.token_latency.observe(sampled_at - stream.last_at)
                 else:
+                    num_prompt += state.prompt_len
                     times = stream.admitted_at - stream.arrived_at, sampled_at - stream.admitted_at
                     connection.started.append((stream.number, state.num_cached, *times))
             stream.last_at = sampled_at
@@ -321,7 +322,7 @@ class EngineLoop:
         for state, scores in output.prompt_logprobs:
             state.owner.connection.prompt_logprobs.append((state.owner.number, scores))
             touched.add(state.owner.connection)
-        meter.emitted(len(output.states), num_others)
+        meter.emitted(len(output.states), num_others, num_prompt)
         for state, reason in output.finished:
             self._finish_times.append(sampled_at)
             stop_id, error = None, state.failure

@@ -31,6 +31,7 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _SHORT_S = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LENGTHS: tuple[float, ...] = ()  # 1, 2, 5, 10, 20 ... up to the model's context
 
 
@@ -89,6 +90,14 @@ METRICS = {
     "vllm:request_inference_time_seconds": Metric("replica", "histogram", "From a slot to the last token.", _REQUEST_S),
     "vllm:request_prompt_tokens": Metric("replica", "histogram", "Tokens of a prompt.", _LENGTHS),
     "vllm:request_generation_tokens": Metric("replica", "histogram", "Tokens of an answer.", _LENGTHS),
+    "vllm:request_params_max_tokens": Metric("replica", "histogram", "Tokens that an answer may have.", _LENGTHS),
+    "vllm:request_params_n": Metric("replica", "histogram", "Choices of a prompt.", (1, 2, 5, 10, 20)),
+    "vllm:request_max_num_generation_tokens": Metric(
+        "replica", "histogram", "Tokens of the longest choice of a prompt.", _LENGTHS
+    ),
+    "vllm:iteration_tokens_total": Metric(
+        "engine", "histogram", "Of a step: tokens sampled, and prompts whose first token is among them.", _STEP_TOKENS
+    ),
     "callboard:structured_outputs": Metric(
         "engine",
         "counter",
@@ -222,6 +231,7 @@ class EngineMeter:
         histograms = self.figures.histograms
         self.token_latency = histograms["vllm:inter_token_latency_seconds"]
         self._step = histograms["callboard:step_seconds"]
+        self._step_tokens = histograms["vllm:iteration_tokens_total"]
         self._engine_wait = histograms["callboard:engine_wait_seconds"]
         self._runner_wait = histograms["callboard:runner_wait_seconds"]
         self.sampled_at = self.last_at = -1.0  # of the step just collected and the one before, on the monotonic clock
@@ -260,9 +270,11 @@ class EngineMeter:
         self._step.observe(self.sampled_at - self._step_from)
         self._step_from = self.sampled_at
 
-    def emitted(self, num_tokens: int, num_others: int) -> None:
-        """All but `num_others` of these tokens follow one of the step before."""
+    def emitted(self, num_tokens: int, num_others: int, num_prompt: int) -> None:
+        """All but `num_others` of these tokens follow one of the step before; some are the first of prompts of
+        `num_prompt` tokens in all."""
         self._num_tokens += num_tokens
+        self._step_tokens.observe(num_tokens + num_prompt)
         if num_tokens > num_others:
             self.token_latency.observe(self.sampled_at - self.last_at, num_tokens - num_others)
 

@@ -115,8 +115,8 @@ class ServiceMetrics:
         self._sinks.append(sink)
 
     @contextmanager
-    def job(self, job_id: str, origin: Origin) -> Iterator[JobRecord]:
-        """Around an API request that was accepted."""
+    def job(self, job_id: str, origin: Origin, num_choices: int) -> Iterator[JobRecord]:
+        """Around an API request that was accepted, with so many choices of each prompt."""
         record, status = JobRecord(self, origin), 200
         try:
             yield record
@@ -131,8 +131,21 @@ class ServiceMetrics:
                 status = _CLIENT_LEFT
             raise
         finally:
+            self._observe_prompts(record.choices, num_choices)
             for sink in self._sinks:
                 sink(job_id, origin, record.choices, status)
+
+    def _observe_prompts(self, choices: list[Choice], num_choices: int) -> None:
+        longest: dict[int, Choice] = {}  # of each prompt
+        for choice in choices:
+            if not choice.refusal:
+                prompt = int(choice.request.request_id.rpartition("-")[2]) // num_choices
+                longest[prompt] = max(longest.get(prompt, choice), choice, key=lambda c: c.num_output)
+        for choice in longest.values():
+            figures = self._pending.setdefault(choice.request.engine, Figures())
+            max_len = self._client.info.max_model_len
+            figures.histogram("vllm:request_params_n", max_len).observe(num_choices)
+            figures.histogram("vllm:request_max_num_generation_tokens", max_len).observe(choice.num_output)
 
     def observe(self, choice: Choice, arrived_at: float, submitted_at: float) -> None:
         """A choice has ended; of a refused one there is little to tell."""
@@ -149,6 +162,7 @@ class ServiceMetrics:
         figures.count("vllm:request_success", choice.reason)
         observe("vllm:request_prompt_tokens", request.prompt_len)
         observe("vllm:request_generation_tokens", choice.num_output)
+        observe("vllm:request_params_max_tokens", request.params.max_tokens)
         observe("vllm:e2e_request_latency_seconds", (choice.last_at or time.time()) - arrived_at)
         if choice.first_at:
             decode_s = choice.last_at - choice.first_at

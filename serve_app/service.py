@@ -191,7 +191,7 @@ class Service:
 
         Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
         are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
-        with self.metrics.job(job.id, origin or Origin()) as record:
+        with self.metrics.job(job.id, origin or Origin(), job.num_choices) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
             if job.structure is not None:

@@ -79,7 +79,10 @@ async def fronts():
 async def test_every_metric_is_there_from_the_start_with_vllms_labels(fronts):
     text = (await fronts.clients[0].get("/metrics")).text
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert {f.removesuffix("_total") for f in families} == {*METRICS, "vllm:cache_config_info"}
+    assert {f.removesuffix("_total") for f in families} == {
+        *(name.removesuffix("_total") for name in METRICS),
+        "vllm:cache_config_info",
+    }
     for name, metric in METRICS.items():
         assert families[name].type == metric.kind
         for sample in families[name].samples:
@@ -123,6 +126,14 @@ async def test_a_known_load_gives_exact_counts(fronts):
     assert samples["vllm:inter_token_latency_seconds_count"] == output - 14
     assert samples["vllm:request_time_per_output_token_seconds_count"] == 13
     assert samples["callboard:delivery_lag_seconds_count"] == 14
+    assert samples["vllm:iteration_tokens_total_sum"] == prompt + output
+    assert samples["vllm:iteration_tokens_total_count"] >= 400
+    assert samples["vllm:request_params_max_tokens_count"] == 14
+    assert samples["vllm:request_params_max_tokens_sum"] == 8 * 6 + 3 + 3 + 5 + 2 * 2 + 400
+    assert (samples["vllm:request_params_n_count"], samples["vllm:request_params_n_sum"]) == (13, 14)
+    assert samples["vllm:request_params_n_bucket,le=1.0"] == 12
+    longest = "vllm:request_max_num_generation_tokens"
+    assert (samples[f"{longest}_count"], samples[f"{longest}_sum"]) == (13, output - 2)
     assert samples["callboard:ingress_seconds_count"] == 14
     # The latencies of a request's tokens add up to its time of decoding, on whichever side they are measured.
     between, decode = samples["vllm:inter_token_latency_seconds_sum"], samples["vllm:request_decode_time_seconds_sum"]
