@@ -14,11 +14,16 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, private_haproxy
 from runtime.loading.resolve import resolve
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.pieces import BYTE_OF_CHAR
+
+
+settings.register_profile("callboard", deadline=None)  # a busy machine is no fault
+settings.load_profile("callboard")
 
 
 @pytest.fixture(scope="session")
