@@ -21,7 +21,6 @@ from runtime.loading.resolve import resolve
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.pieces import BYTE_OF_CHAR
 
-
 settings.register_profile("callboard", deadline=None)  # a busy machine is no fault
 settings.load_profile("callboard")
 
