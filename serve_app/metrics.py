@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -221,6 +221,7 @@ class ServiceMetrics:
             if publishes_engines():
                 for engine, snapshot in (await self.report()).items():
                     await ray_sink.publish_engine(engine, snapshot)
+                ray_sink.clear_gauges(self._client.engines())
             elif self._pending:
                 await self.report()
 
@@ -259,6 +260,10 @@ class RaySink(Protocol):
 
     async def publish_engine(self, engine: str, snapshot: Snapshot) -> None:
         """What an engine counts itself."""
+        ...
+
+    def clear_gauges(self, engines: Collection[str]) -> None:
+        """There are no engines but these any more."""
         ...
 
 

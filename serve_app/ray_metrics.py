@@ -8,6 +8,7 @@ requests, and one of them what only the engines know.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 from ray.util import metrics as ray_metrics
@@ -66,6 +67,13 @@ class RayMetrics:
         await self.publish(engine, new)
         tags = {**self._tags, "engine": engine, **snapshot.cache_config}
         self._metric("vllm:cache_config_info", labels=tuple(tags)).set(1, tags)
+
+    def clear_gauges(self, engines: Collection[str]) -> None:
+        """All but these are gone and run nothing; Ray shows a last value for as long as this process lives."""
+        for engine in self._last.keys() - engines:
+            for name, metric in METRICS.items():
+                if metric.kind == "gauge":
+                    self._metric(name).set(0, {**self._tags, "engine": engine})
 
     def _metric(self, name: str, histogram: Histogram | None = None, labels: tuple[str, ...] = ()) -> Any:
         if (found := self._metrics.get(name)) is None:
