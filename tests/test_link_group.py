@@ -272,7 +272,9 @@ async def test_only_what_an_engine_had_accepted_skips_the_queue_of_the_next():
     engine = Engine(delay_s=0.01, max_num_seqs=1, max_queued_requests=2)
     async with Group(engine) as group:
         (link,) = group._links.values()
-        old = [asyncio.create_task(read(group, request(i, max_tokens=30))) for i in range(3)]
+        old = [asyncio.create_task(read(group, request(0, max_tokens=30)))]
+        await eventually(lambda: running(engine) == 1)
+        old += [asyncio.create_task(read(group, request(i, max_tokens=30))) for i in (1, 2)]
         await eventually(lambda: len(link.streams) == 3 and all(s.accepted for s in link.streams))
         engine.die()
         await eventually(lambda: group.health() != "")
