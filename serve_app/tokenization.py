@@ -12,6 +12,8 @@ from serve_app.requests import ChatRequest, parse, validated
 from serve_app.requests.shapes import RequestModel, TokenId
 from serve_app.service import Service
 
+MAX_IDS = 1 << 18  # to detokenize at once; more if the model's context is longer
+
 
 class TokenizeTextRequest(RequestModel):
     """POST /tokenize of a text."""
@@ -63,6 +65,8 @@ def detokenize(service: Service, body: bytes) -> dict[str, Any]:
     """The text of token ids, special tokens included; raises ApiError."""
     request = validated(DetokenizeRequest, body)
     service.check_model(request.model)
+    if len(request.tokens) > max(MAX_IDS, service.max_model_len):
+        raise invalid("tokens", f"has {len(request.tokens)} ids; at most {MAX_IDS} are allowed")
     size = service.tokenizer.vocab_size
     if (largest := max(request.tokens, default=0)) >= size:
         raise invalid("tokens", f"holds the token id {largest}, but the ids of this model end at {size - 1}")

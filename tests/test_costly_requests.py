@@ -14,14 +14,19 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 from fake_engine import EOS, TEMPLATE, FakeEngine, byte_tokenizer
 
 from actors.environment import freeze_garbage
-from runtime.core.types import FinishReason, PromptLogprobs, Request, RequestOutput, TokenLogprobs
+from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
+from runtime.core.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.structured.compiler import GrammarCompiler
+from runtime.worker.sampler import Sampler
 from serve_app.http import build_http_app
+from serve_app.requests.sampling import MAX_BIASES
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
+from serve_app.tokenization import MAX_IDS
 
 NUM_STREAMS = 50
 TICK_S = 0.01  # between two tokens of a stream
@@ -146,6 +151,12 @@ ATTACKS = {
     "ids that are too large": Attack(lambda: filled(b'{"prompt":[', b"99999999999", b"]}")),
     "a token that the model lacks": Attack(lambda: of(prompt=[5, 250, 7]), vocab_size=200),
     "a text of words": Attack(lambda: of(prompt="word " * (MAX_BODY // 5 - 10))),
+    "a text to tokenize": Attack(lambda: of(prompt="word " * (MAX_BODY // 5 - 10)), "/tokenize"),
+    "a text to tokenize, with names": Attack(
+        lambda: of(prompt="word " * (CONTEXT // 5), return_token_strs=True), "/tokenize", status=200
+    ),
+    "ids to detokenize": Attack(lambda: filled(b'{"tokens":[', b"100", b"]}"), "/detokenize"),
+    "ids to detokenize, as many as may be": Attack(lambda: of(tokens=[100] * MAX_IDS), "/detokenize", status=200),
     "deep tools": Attack(lambda: of(messages=HELLO, tools=tools(128, 70)), CHAT, template=LLAMA),
     "tools in a short body": Attack(lambda: of(messages=HELLO, tools=brackets(60, 50)), CHAT, template=LLAMA),
     "tools": Attack(lambda: of(messages=HELLO, tools=tools(20, 12), max_tokens=1), CHAT, template=LLAMA, status=200),
@@ -269,3 +280,16 @@ async def test_no_stream_stands_still(name: str, shared_compiler: GrammarCompile
     assert statuses[0] == attack.status
     assert streams.longest < MOST_CPU_S
     assert memory < MOST_MEMORY
+
+
+def test_as_much_logit_bias_as_may_be_costs_a_step_milliseconds():
+    """64 requests that come to one step: what the plan takes to travel, and the sampler to take it in."""
+    params = SamplingParams(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES)))
+    new = [NewSlot(i, np.zeros(3, np.int32), 3, 0, params) for i in range(64)]
+    sampler = Sampler(64, 2 * MAX_BIASES, (0,), torch.device("cpu"))
+    began = time.process_time()
+    for slot in decode_plan(encode_plan(StepPlan(1, new=new))).new:
+        sampler.add(slot)
+    print(f"{time.process_time() - began:.3f} s")
+    assert time.process_time() - began < 0.25
+    assert len(sampler.bias) == 64
