@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, overload
 
+_LEAST_TEMPERATURE = 1e-5
+
 
 class CallboardError(Exception):
     """A fault that a user can act on: its text is one sentence with the value at fault and what to change."""
@@ -54,7 +56,7 @@ class SamplingParams:
     """How one request samples. Defaults are OpenAI's; `temperature=0` is greedy."""
 
     max_tokens: int = 16  # 0 with prompt_logprobs alone: the request scores its prompt and ends
-    temperature: float = 1.0
+    temperature: float = 1.0  # below 1e-5 it is greedy, as with 0: logits divided by it would overflow
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
@@ -91,6 +93,8 @@ class SamplingParams:
         for ok, name, value, want in checks:
             if not ok:
                 raise CallboardError(f"{name} is {value}; it must be {want}.")
+        if self.temperature < _LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
 
 @dataclass(slots=True)

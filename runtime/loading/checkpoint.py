@@ -227,7 +227,7 @@ def _read_safetensors(path: Path, file: MappedFile, file_index: int) -> list[tup
             raise CallboardError(
                 f"{path}: tensor {name!r} should be bytes {start} to {end} of {len(data)}; the file is cut off."
             )
-        if end - start != math.prod(shape) * _SAFETENSORS_DTYPES[dtype].itemsize:
+        if end - start != math.prod(shape) * _SAFETENSORS_DTYPES[dtype].itemsize or max(shape, default=0) >> 40:
             raise CallboardError(
                 f"{path}: tensor {name!r} has {end - start} bytes, which its shape {shape} of {dtype} does not need."
             )

@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX_NAME).exists():
         weight_map = read_json(folder / INDEX_NAME).get("weight_map")
         names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-        if not names or not all(isinstance(n, str) and n == Path(n).name for n in names):
+        if not names or not all(isinstance(n, str) and n == Path(n).name and "\0" not in n for n in names):
             raise CallboardError(f"{folder / INDEX_NAME} has no 'weight_map' from tensors to files beside it.")
         return [folder / name for name in sorted(names)]
     files = sorted(folder.glob("*.safetensors"))

@@ -61,6 +61,7 @@ _OTHER_TYPES = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4  # GGML_MAX_DIMS
+_MAX_PARTS = 10_000  # of a split file
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class GgufFile:
         count, number = self.value("split.count", int, 0), self.value("split.no", int, 0)
         if count <= 1:
             return []
+        if count > _MAX_PARTS:
+            raise CallboardError(f"{self.path}: split.count is {count}; at most {_MAX_PARTS} parts are read.")
         suffix = f"-{number + 1:05d}-of-{count:05d}.gguf"
         if not self.path.name.endswith(suffix):
             raise CallboardError(f"{self.path} is part {number + 1} of {count}; it must be called *{suffix}.")

@@ -144,8 +144,9 @@ def gguf_eos_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 def _count(file: GgufFile, key: str, default: int | None = None) -> int:
     value = file.value(key, int, default)
-    if value < 1:
-        raise CallboardError(f"{file.path}: {key} is {value}; it must be at least 1.")
+    most = 1000 if key.endswith(".block_count") else 1 << 30
+    if not 1 <= value <= most:
+        raise CallboardError(f"{file.path}: {key} is {value}; it must be at least 1 and at most {most}.")
     return value
 
 

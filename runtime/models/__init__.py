@@ -8,6 +8,7 @@ from typing import Any
 
 from runtime.core.types import CallboardError
 from runtime.models import gemma, gpt2, llama, mistral, phi, qwen
+from runtime.models.config_checks import check_config
 from runtime.models.layout import Layout
 from runtime.models.spec import DecoderSpec
 
@@ -72,6 +73,7 @@ def describe(config: Mapping[str, Any]) -> tuple[DecoderSpec, Layout]:
     if name not in FAMILIES:
         raise CallboardError(f"The model's architecture is {name}; supported are {', '.join(sorted(FAMILIES))}.")
     family = FAMILIES[name]
+    check_config(config)
     try:
         return family.decoder_spec(config), family.layout
     except KeyError as e:

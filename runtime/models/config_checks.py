@@ -1,0 +1,76 @@
+"""What a config.json may say: a table of the fields that become sizes, counts and factors, with their bounds.
+
+A model's folder comes from anywhere. Without this, a wrong value is a traceback, or gigabytes of names of layers, or
+weights that load and give garbage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.core.types import CallboardError
+
+_ANY = math.inf
+# Name: (least, most, whole number). Where the least is None, any value above 0 will do.
+_NUMBERS: dict[str, tuple[float | None, float, bool]] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, 1000, True)),
+    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), (1, 1 << 20, True)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), (1, 1 << 16, True)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (1, 1 << 12, True)),
+    **dict.fromkeys(("vocab_size",), (1, 1 << 24, True)),
+    **dict.fromkeys(("n_positions", "max_position_embeddings", "n_inner"), (1, 1 << 30, True)),
+    **dict.fromkeys(("original_max_position_embeddings",), (1, 1 << 30, False)),
+    **dict.fromkeys(("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"), (1, 1 << 30, True)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), (0, 1, False)),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "factor", "query_pre_attn_scalar"), (None, _ANY, False)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (None, _ANY, False)),
+    **dict.fromkeys(("partial_rotary_factor",), (0, 1, False)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0, _ANY, False)),
+}
+_MAY_BE_NULL = {
+    "num_key_value_heads", "head_dim", "n_inner", "sliding_window", "attn_logit_softcapping", "factor",
+    "final_logit_softcapping", "partial_rotary_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+}  # fmt: skip
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+_OBJECTS = ("text_config", "rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises CallboardError with one sentence for the first field that no model can have."""
+    if (found := config.get("quantization_config")) is not None:
+        method = found.get("quant_method") if isinstance(found, Mapping) else found
+        raise CallboardError(
+            f"The model's weights are quantized ({str(method)[:40]}), which safetensors models may not be here; choose "
+            "the model's own weights, or a GGUF file."
+        )
+    for name, value in config.items():
+        if name in _NUMBERS and not (value is None and name in _MAY_BE_NULL):
+            _check_number(name, value)
+        elif name in _FLAGS and not isinstance(value, bool | None):
+            raise CallboardError(f"The model's config.json has {name} {_shown(value)}; it must be true or false.")
+        elif name in _OBJECTS and value is not None:
+            if not isinstance(value, Mapping):
+                raise CallboardError(f"The model's config.json has {name} {_shown(value)}; it must be an object.")
+            check_config(value)
+    for heads, width in (("num_attention_heads", "hidden_size"), ("n_head", "n_embd")):
+        if heads in config and width in config and config[heads] > config[width] and not config.get("head_dim"):
+            raise CallboardError(
+                f"The model's config.json has {heads} {config[heads]} for a {width} of {config[width]}; a head needs a "
+                "dimension at least."
+            )
+
+
+def _check_number(name: str, value: object) -> None:
+    least, most, is_whole = _NUMBERS[name]
+    is_number = type(value) is int or (type(value) is float and not is_whole and math.isfinite(value))
+    if is_number and (value > 0 if least is None else value >= least) and value <= most:  # type: ignore[operator]
+        return
+    kind = "whole number" if is_whole else "number"
+    bounds = f"{'above 0' if least is None else f'from {least}'}{'' if most == _ANY else f' to {int(most)}'}"
+    raise CallboardError(f"The model's config.json has {name} {_shown(value)}; it must be a {kind} {bounds}.")
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:40]
