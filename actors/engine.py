@@ -67,7 +67,7 @@ class EngineActor:
     async def open_link(self, node_id: str) -> tuple[LinkAddress, ModelInfo]:
         """An address for one connection of a replica on `node_id`; raises EngineLoading while there is none."""
         if not self._loaded:
-            phases = await self.phases() if self._runners else []
+            phases = await self.phases()
             last = phases[-1].splitlines()[0].partition(" s  ")[2] if phases else "starting the model runners"
             raise EngineLoading(f"The engine is loading its model ({last}).")
         same_node = node_id == ray.get_runtime_context().get_node_id()
@@ -87,7 +87,7 @@ class EngineActor:
 
     async def phases(self) -> list[str]:
         """How the runner of rank 0 started: the plan of its memory, and seconds."""
-        lines: list[str] = await self._runners[0].phases.remote()
+        lines: list[str] = await self._runners[0].phases.remote() if self._runners else []
         return lines
 
     async def runner_pids(self) -> list[int]:

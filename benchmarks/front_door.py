@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from actors.environment import SINGLE_MACHINE, freeze_garbage, private_haproxy
+from actors.environment import freeze_garbage, single_machine
 
 _folder = tempfile.TemporaryDirectory(prefix="callboard-")
-os.environ.update(SINGLE_MACHINE | private_haproxy(_folder.name))
+os.environ.update(single_machine(_folder.name))
 
 import ray  # noqa: E402
 from ray import serve  # noqa: E402

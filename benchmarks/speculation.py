@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.environment import SINGLE_MACHINE
+from actors.environment import SINGLE_MACHINE, ray_token
 
-os.environ.update(SINGLE_MACHINE)  # before `import ray`
+os.environ.update(SINGLE_MACHINE | ray_token())  # before `import ray`
 
 import ray
 

@@ -184,9 +184,9 @@ def main() -> None:
 def start_ray() -> None:
     import os
 
-    from actors.environment import SINGLE_MACHINE
+    from actors.environment import SINGLE_MACHINE, ray_token
 
-    os.environ.update(SINGLE_MACHINE)  # before `import ray`
+    os.environ.update(SINGLE_MACHINE | ray_token())  # before `import ray`
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)

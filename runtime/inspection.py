@@ -10,8 +10,8 @@ from typing import Any, get_args
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from runtime.loading.folder import read_json
-from runtime.loading.gguf import GGML_TYPES
-from runtime.loading.gguf_architectures import ARCHITECTURES
+from runtime.loading.gguf import GGML_TYPES, GgufFile
+from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
 from runtime.loading.resolve import resolve
 from runtime.models import FAMILIES, describe
 from runtime.models.spec import DecoderSpec, RopeType
@@ -60,6 +60,16 @@ def model_report(config: EngineConfig) -> str:
         *_text(config, path),
     ]
     return "\n".join(lines)
+
+
+def check_model(config: EngineConfig) -> None:
+    """Raises CallboardError if the model cannot be had, is not supported or cannot do what `config` asks. It fetches
+    the model, reads what describes it and nothing else, and needs neither torch nor a second."""
+    path = resolve(config.model, config.revision)
+    spec, _ = describe(read_json(path / "config.json") if path.is_dir() else read_gguf_model(GgufFile(path)).config)
+    spec.check(config)
+    load_tokenizer(path, config.chat_template)
+    SamplingDefaults.load(path, config.generation_config)
 
 
 def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:

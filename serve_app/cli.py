@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="callboard", description="An LLM inference runtime made of Ray actors.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model over OpenAI-compatible HTTP", formatter_class=_Formatter)
@@ -91,6 +92,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine_flags(generate)
     generate.set_defaults(run=_generate)
     return parser
+
+
+class _Version(argparse.Action):
+    """Asks for the version only when it is wanted: that reads the metadata of installed packages."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"callboard {version('callboard')}")
+        parser.exit()
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -57,7 +57,7 @@ def build_http_app(
 
     async def health(request: HttpRequest) -> Response:
         if reason := service.health():
-            return _json({"status": "unavailable", "reason": without_places(reason)}, 503, {"retry-after": "1"})
+            return _unavailable(reason, status="unavailable", reason=without_places(reason))
         return _json({"status": "ok"})
 
     async def ready(request: HttpRequest) -> Response:
@@ -65,7 +65,7 @@ def build_http_app(
         if not reason:
             return _json({"status": "ready"})
         status = "loading" if service.loading else "unavailable"
-        return _json({"status": status, "phase": without_places(reason)}, 503, {"retry-after": "1"})
+        return _unavailable(reason, status=status, phase=without_places(reason))
 
     async def version_(request: HttpRequest) -> Response:
         return _json({"version": version("callboard")})
@@ -256,6 +256,12 @@ _INTERNAL_ERROR = ApiError(
 
 def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(encode_json(body), status, headers, "application/json")
+
+
+def _unavailable(why: str, **fields: str) -> Response:
+    """A 503 of OpenAI's shape, with fields for those who watch the server."""
+    error = ApiError(503, why, type="server_error", code="engine_unavailable")
+    return _json(error.body() | fields, 503, {"retry-after": "1"})
 
 
 def _api_error(request: HttpRequest, error: Exception) -> Response:

@@ -106,24 +106,6 @@ class Health(BaseModel):
     status: Literal["ok"]
 
 
-class Unhealthy(BaseModel):
-    status: Literal["unavailable"]
-    reason: str
-
-
-class Ready(BaseModel):
-    status: Literal["ready"]
-
-
-class NotReady(BaseModel):
-    status: Literal["loading", "unavailable"]
-    phase: str
-
-
-class Version(BaseModel):
-    version: str
-
-
 class ErrorObject(BaseModel):
     message: str
     type: str
@@ -133,6 +115,24 @@ class ErrorObject(BaseModel):
 
 class Error(BaseModel):
     error: ErrorObject
+
+
+class Unhealthy(Error):
+    status: Literal["unavailable"]
+    reason: str
+
+
+class Ready(BaseModel):
+    status: Literal["ready"]
+
+
+class NotReady(Error):
+    status: Literal["loading", "unavailable"]
+    phase: str
+
+
+class Version(BaseModel):
+    version: str
 
 
 class Document(BaseModel):

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
-import signal
+import re
 import socket
-import sys
 import tempfile
-import threading
 import time
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, end_haproxy, private_haproxy
+from actors.environment import HAPROXY_COMMAND, LOOPBACK_WORKERS, quiet_port, single_machine, stop_haproxy
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
+from serve_app.console import Console
+from serve_app.process_tree import Parent, run
 from serve_app.settings import HttpSettings
 
 APP_NAME = "callboard"
-_POLL_S = 0.05
+_POLL_S = 0.1
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one: no tensor ever goes through it
+_MAX_TRIES = 3
+_MAX_TEMPORARY_LEN = 8  # of the path where HAProxy's Unix sockets lie, whose own may have 107 bytes
+_LAST_ANSWERS_S = 1.0  # for requests that HAProxy has read when all else has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,71 +44,101 @@ class ServerSettings:
 
 
 def serve(settings: ServerSettings) -> None:
-    """Serve a model until SIGINT or SIGTERM. Raises CallboardError if the server cannot start."""
-    config = settings.config
-    _check_port(settings.host, settings.port)
-    from runtime.loading.resolve import resolve
-    from runtime.text.chat import load_tokenizer
-    from runtime.text.sampling_defaults import SamplingDefaults
+    """Serve a model until SIGINT or SIGTERM. Raises CallboardError if the server cannot start or ends by itself."""
+    usual = tempfile.gettempdir()
+    place = usual if len(usual) <= _MAX_TEMPORARY_LEN else "/tmp"
+    with (
+        port_of_its_own(settings.host, settings.port),
+        tempfile.TemporaryDirectory(prefix="callboard-", dir=place) as folder,
+    ):
+        run(lambda parent: _live(settings, folder, parent))
 
-    path = resolve(config.model, config.revision)
-    load_tokenizer(path, config.chat_template)  # what cannot be read is told now, not by actors later
-    SamplingDefaults.load(path, config.generation_config)
-    stop = threading.Event()
-    with tempfile.TemporaryDirectory(prefix="callboard-") as folder:
-        for name, value in {**SINGLE_MACHINE, **private_haproxy(folder)}.items():
-            os.environ.setdefault(name, value)
+
+def _live(settings: ServerSettings, folder: str, parent: Parent) -> None:
+    """All that the server's process does."""
+    from runtime.inspection import check_model
+
+    console = Console()
+    check_model(settings.config)  # what cannot be is told now, not by actors later
+    console.phase("model checked")
+    _set_environment(settings, folder)
+    console.divert(Path(folder, "log"))
+    _start(settings, console, parent)
+    _announce(settings, console)
+    parent.tell(ready=True)
+    parent.wait_for_order()
+    console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
+    _drain(settings, parent)
+    stop_haproxy(folder, _LAST_ANSWERS_S)
+
+
+@contextmanager
+def port_of_its_own(host: str, port: int) -> Iterator[None]:
+    """Raises CallboardError if the server could not listen there. This comes before anything that takes time.
+
+    HAProxy binds the port seconds later. Until then, and as long as the server lives, other servers of this machine
+    find the name of a Unix socket taken; the kernel frees it with the process."""
+    with socket.socket(socket.AF_UNIX) as name:
         try:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-            _start(settings)
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: stop.set())
-            _announce(settings)
-            stop.wait()
-            _drain(settings)
-        finally:
-            _stop()
-            end_haproxy(folder)
+            name.bind(f"\0callboard/{host}:{port}")
+        except OSError as e:
+            raise _port_error(host, port, "another callboard serve starts there or runs") from e
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen(1)
+        except socket.gaierror as e:
+            raise CallboardError(f"{host!r} is no address of this machine ({e.strerror}); pass another --host.") from e
+        except OSError as e:
+            raise _port_error(host, port, e.strerror) from e
+        yield
 
 
-def _check_port(host: str, port: int) -> None:
-    """Raises CallboardError if the server could not listen there. This comes before anything that takes time."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except socket.gaierror as e:
-        raise CallboardError(f"{host!r} is no address of this machine ({e.strerror}); pass another --host.") from e
-    except OSError as e:
-        raise CallboardError(
-            f"Port {port} on {host} cannot be used ({e.strerror}); stop what has it or pass another --port."
-        ) from e
+def _port_error(host: str, port: int, reason: str | None) -> CallboardError:
+    return CallboardError(f"Port {port} on {host} cannot be used ({reason}); stop what has it or pass another --port.")
 
 
-def _start(settings: ServerSettings) -> None:
+def _set_environment(settings: ServerSettings, folder: str) -> None:
+    """What Ray and its processes read from the environment; the user's own values stay."""
+    os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())
+    os.environ["TMPDIR"] = folder  # what actors leave behind ends with the server
+    tempfile.tempdir = None
+    own = single_machine(folder, bind=f"{settings.host}:{settings.port}")
+    if "RAY_AUTH_TOKEN_PATH" in os.environ:
+        del own["RAY_AUTH_TOKEN"]
+    for name, value in own.items():
+        os.environ.setdefault(name, value)
+    os.environ[HAPROXY_COMMAND] = own[HAPROXY_COMMAND]  # it runs the user's
+
+
+def _start(settings: ServerSettings, console: Console, parent: Parent) -> None:
     """Ray, Serve and the application; returns when the model answers through every front."""
-    import logging
-
     import ray
-    from ray import serve as ray_serve
+    from ray import serve
 
-    from serve_app.app import AppArgs, build_app, failure_of
+    from serve_app.app import AppArgs, build_app
 
     num_actors = settings.num_replicas * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, num_actors),  # logical: they place actors, they do not limit threads
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        runtime_env=LOOPBACK_WORKERS,
-    )
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    http_options = {"host": settings.host, "port": settings.port}
-    ray_serve.start(http_options=http_options, logging_config={"enable_access_log": False})
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, num_actors),  # logical: they place actors, they do not limit threads
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            runtime_env=LOOPBACK_WORKERS,
+        )
+    except Exception as e:  # of many kinds
+        raise CallboardError(f"Ray did not start: {_last_line(str(e))}") from e
+    logs = Path(context.address_info["session_dir"], "logs")
+    console.divert(logs / "callboard-serve.log")
+    parent.tell(log=str(logs))
+    parent.end_with("gcs_server", "raylet")  # nothing works without them, and Ray would wait for them for ever
+    console.phase("Ray started")
+    _open_door(settings, logs)
+    console.phase("front door open")
     app = build_app(
         AppArgs(
             **asdict(settings.config),
@@ -112,14 +148,82 @@ def _start(settings: ServerSettings) -> None:
             num_fronts=settings.num_fronts,
         )
     )
-    try:
-        ray_serve.run(app, name=APP_NAME)
-    except RuntimeError as e:
-        raise CallboardError(failure_of(APP_NAME) or str(e)) from e
-    while not _fronts_are_connected(settings):
+    serve.run_many(
+        [serve.RunTarget(app, name=APP_NAME)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+    _wait_until_up(settings, console)
+
+
+def _open_door(settings: ServerSettings, logs: Path) -> None:
+    """Starts Serve with its HAProxy, and again if the port of Serve's own proxy, which has no users, is taken."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    # HAProxy alone listens where the user wants it (actors/haproxy.py); Serve's other ports stay on this machine.
+    options: dict[str, Any] = {
+        "http_options": {"host": "127.0.0.1", "port": settings.port},
+        "logging_config": {"enable_access_log": False},
+    }
+    for _ in range(_MAX_TRIES):
+        try:
+            serve.start(**options)
+            return
+        except (RayError, RuntimeError, TimeoutError) as e:
+            reason = str(e)
+        if found := re.search(r"http_frontend: cannot bind socket \((.+?)\)", reason):
+            raise _port_error(settings.host, settings.port, found[1])
+        if "Failed to bind to address" not in reason:
+            break
+        serve.shutdown()
+        environment = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(quiet_port())}
+        options["controller_options"] = {"runtime_env": {"env_vars": environment}}
+    raise CallboardError(f"Ray Serve did not start ({_last_line(reason)}); see {logs}.")
+
+
+def _wait_until_up(settings: ServerSettings, console: Console) -> None:
+    """Returns when all fronts have all engines and HAProxy has the fronts; meanwhile tells how the model is loaded."""
+    from ray import serve
+
+    from serve_app.app import failure_of
+
+    phases = _EnginePhases(console)
+    while True:
+        application = serve.status().applications[APP_NAME]
         if reason := failure_of(APP_NAME):
             raise CallboardError(reason)
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise CallboardError(f"The application did not start: {_last_line(application.message)}")
+        phases.show()
+        if application.status == "RUNNING" and _fronts_are_connected(settings) and _answers(settings):
+            return
         time.sleep(_POLL_S)
+
+
+class _EnginePhases:
+    """What the first engine tells of its start."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._asked: Any = None
+        self._num_shown = 0
+
+    def show(self) -> None:
+        """Prints what is new since the last call, and waits for nothing."""
+        import ray
+
+        if self._asked is None and (engines := _engines()):
+            self._asked = engines[0].phases.remote()
+        if self._asked is None or not ray.wait([self._asked], timeout=0)[0]:
+            return
+        lines: list[str] = []
+        with suppress(ray.exceptions.RayError):  # it has ended
+            lines = ray.get(self._asked)
+        self._asked = None
+        for line in lines[self._num_shown :]:
+            self._console.phase(line.partition(" s  ")[2])
+        self._num_shown = max(self._num_shown, len(lines))
 
 
 def _engines() -> list[Any]:
@@ -140,49 +244,56 @@ def _fronts_are_connected(settings: ServerSettings) -> bool:
     return len(stats) >= settings.num_replicas and all(s["connections"] >= num_fronts for s in stats)
 
 
-def _drain(settings: ServerSettings) -> None:
-    """No new requests, and time for those that run; a second signal ends the wait."""
+def _answers(settings: ServerSettings) -> bool:
+    """Whether a client would find the server ready."""
+    connection = http.client.HTTPConnection(_reachable(settings.host), settings.port, timeout=5)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _drain(settings: ServerSettings, parent: Parent) -> None:
+    """No new requests, and time for those that run; another order ends the wait."""
     import ray
     from ray import serve
 
     from actors.supervisor import DRAINING
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    print(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.", file=sys.stderr, flush=True)
     end = time.monotonic() + settings.http.drain_timeout_s
-    with suppress(KeyboardInterrupt, CallboardError, ray.exceptions.RayError):  # an engine that is dead has none
+    with suppress(CallboardError, ray.exceptions.RayError):  # an engine that is dead has none
         engines = _engines()
         ray.get([engine.drain.remote(DRAINING) for engine in engines])
-        while any(ray.get([engine.num_live.remote() for engine in engines])) and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        # The fronts still write what their readers have not taken; HAProxy lives until Serve itself is shut down.
+        while any(ray.get([engine.num_live.remote() for engine in engines])):
+            if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
+                return
+        # The fronts still write what their readers have not taken; HAProxy lives until they are done.
         serve.delete(APP_NAME, _blocking=False)
-        while APP_NAME in serve.status().applications and time.monotonic() < end:
-            time.sleep(_POLL_S)
+        while APP_NAME in serve.status().applications:
+            if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
+                return
 
 
-def _stop() -> None:
-    """Serve first: it is what stops HAProxy. A second Ctrl-C interrupts this."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if (ray := sys.modules.get("ray")) is not None and ray.is_initialized():
-        # Ray prints that the controller's last task was not answered, since that task ends the controller.
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            sys.modules["ray.serve"].shutdown()
-            ray.shutdown()
-
-
-def _announce(settings: ServerSettings) -> None:
-    """How the engine started, on stderr, and how to use it."""
-    import ray
-
-    for line in ray.get(_engines()[0].phases.remote()):
-        print(line, file=sys.stderr, flush=True)
-    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+def _announce(settings: ServerSettings, console: Console) -> None:
+    """How to use the server."""
+    host = _reachable(settings.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
     name = settings.served_model_name or settings.config.model
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     draft = f" (draft: {settings.config.draft})" if settings.config.draft else ""
-    print(f"Callboard serves {name}{draft} at {url}/v1", flush=True)
-    print(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
+    console.announce(f"Callboard serves {name}{draft} at {url}/v1")
+    console.announce(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+
+
+def _reachable(host: str) -> str:
+    """An address of this machine at which a server that listens on `host` answers."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _last_line(text: str) -> str:
+    """Where a traceback says what happened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "Ray gives no reason"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from actors.environment import LOOPBACK_WORKERS, SINGLE_MACHINE, private_haproxy
+from actors.environment import LOOPBACK_WORKERS, single_machine
 from runtime.loading.resolve import resolve
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.pieces import BYTE_OF_CHAR
@@ -79,7 +79,7 @@ def interpreted(
 
 # Ray reads its environment when it is imported, which test modules do while they are collected.
 RAY_FOLDER = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
-os.environ.update(SINGLE_MACHINE | private_haproxy(RAY_FOLDER))
+os.environ.update(single_machine(RAY_FOLDER))
 
 
 def pytest_unconfigure() -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -21,10 +22,10 @@ import uvicorn
 import yaml
 from fake_engine import MODEL, FakeEngine, byte_tokenizer
 
-from actors.environment import FAST_SERVE, end_haproxy
+from actors.environment import FAST_SERVE, ray_token
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
-from serve_app import cli
+from serve_app import cli, server
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -125,6 +126,43 @@ def test_usage_errors(argv: list[str], says: str):
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_version():
+    done = callboard("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"callboard {version('callboard')}\n", "")
+
+
+def test_the_later_of_two_servers_on_one_port_is_told_before_the_other_listens():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with server.port_of_its_own("127.0.0.1", port):
+        done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"callboard: Port {port} on 127.0.0.1 cannot be used (another callboard serve starts there or runs); "
+        "stop what has it or pass another --port."
+    ]
+    with server.port_of_its_own("127.0.0.1", port):  # it is free again
+        pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-model-len", "129"], "max_model_len is 129; the model's context is 128 tokens at most."),
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size is 2; only 1 is supported."),
+    ],
+)
+def test_what_the_model_cannot_do_is_told_without_ray_and_torch(write_tiny_gguf, tmp_path: Path, flags, says):
+    for name in ("ray", "torch"):  # to import one of them would be an error
+        (tmp_path / f"{name}.py").write_text("raise AssertionError")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "serve_app.cli", "serve", str(write_tiny_gguf()), "--port", port, *flags]
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | path, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"callboard: {says}\n")
 
 
 def test_port_in_use_is_told_before_anything_else():
@@ -277,7 +315,7 @@ def test_cluster_yaml_is_what_ray_up_accepts():
 def private_ray(tmp_path: Path):
     """Environment for Ray clusters of a test's own: no settings and no folders shared with others of this machine."""
     directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
-    ray = {"RAY_TMPDIR": directory, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    ray = {"RAY_TMPDIR": directory, "RAY_USAGE_STATS_ENABLED": "0", **ray_token()}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     yield {**inherited, "HOME": str(tmp_path), **ray}
     shutil.rmtree(directory, ignore_errors=True)
@@ -365,13 +403,3 @@ def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
         if process.poll() is None:
             process.terminate()
             process.wait(timeout=30)
-
-
-def test_an_orphaned_haproxy_is_ended_by_its_own_folder_and_no_other(tmp_path: Path):
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    ours, other = (subprocess.Popen([*sleep, str(tmp_path / name / "haproxy.cfg")]) for name in ("ours", "other"))
-    end_haproxy(str(tmp_path / "ours"))
-    assert ours.wait(timeout=5) == -signal.SIGTERM
-    assert other.poll() is None
-    other.kill()
-    other.wait()

@@ -68,7 +68,7 @@ async def _start_storm_and_drain(process: subprocess.Popen, url: str, environmen
                     assert refused.status_code == 200 or refused.json()["error"]["code"] == "engine_unavailable"
             await asyncio.sleep(0.1)
         assert answer.status_code == 200
-        assert {phase["status"] for phase in phases} == {"loading"}
+        assert "loading" in {phase["status"] for phase in phases} <= {"loading", "unavailable"}
         assert any("loading its model" in phase["phase"] for phase in phases)
 
         # 200 clients that give up after half a second.

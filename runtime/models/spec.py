@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.core.config import EngineConfig
+from runtime.core.types import CallboardError
+
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
@@ -88,6 +91,15 @@ class DecoderSpec:
             "gate_up": (gate_up if self.gated else {"up": (ffn, hidden)}, self.ffn_bias),
             "down": ({"down": (hidden, ffn)}, self.ffn_bias),
         }
+
+    def check(self, config: EngineConfig) -> None:
+        """Raises CallboardError if `config` asks what this model cannot do; no weight is needed to know."""
+        if config.tensor_parallel_size != 1:
+            raise CallboardError(f"tensor_parallel_size is {config.tensor_parallel_size}; only 1 is supported.")
+        if config.max_model_len is not None and config.max_model_len > self.max_positions:
+            raise CallboardError(
+                f"max_model_len is {config.max_model_len}; the model's context is {self.max_positions} tokens at most."
+            )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter by its unfused name, `layers.3.q.weight` say, and its shape."""

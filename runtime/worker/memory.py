@@ -49,6 +49,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     """Weights + KV + working memory; on a GPU the KV cache gets all that is left.
 
     `config` is one that is `sized_for` a device. Raises CallboardError, with the flag to change, if they do not fit."""
+    spec.check(config)
     weights = sum(math.prod(shape) for shape in spec.shapes().values())
     if numerics.packed and spec.tied_head:
         weights += spec.vocab_size * spec.hidden_size  # the packed head is a second copy of the embedding
@@ -57,8 +58,6 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     weights *= 4 if in_float32 else numerics.dtype.itemsize
     token_bytes = _token_bytes(spec, numerics)
     wanted = config.max_model_len
-    if wanted is not None and wanted > spec.max_positions:
-        raise CallboardError(f"max_model_len is {wanted}; the model's context is {spec.max_positions} tokens at most.")
     working = _working_bytes(config, spec, numerics, wanted or spec.max_positions)
     room = available - weights - working
     budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB)

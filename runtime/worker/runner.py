@@ -105,8 +105,6 @@ class ModelRunner:
 
     def _prepare(self, config: EngineConfig, spec: DecoderSpec, rank: int, world_size: int) -> None:
         """What is decided before weights are read: numerics and the memory plan."""
-        if world_size != 1:
-            raise CallboardError(f"tensor_parallel_size is {world_size}; only 1 is supported.")
         self.numerics = numerics = choose_numerics(config)
         self.config = config = config.sized_for(numerics.device.type)
         self.rank, self.world_size = rank, world_size

@@ -1,0 +1,73 @@
+"""HAProxy as Callboard wants it: a program that adapts the configuration which Serve has written, and becomes HAProxy.
+
+Serve runs it in place of HAProxy (RAY_SERVE_HAPROXY_BINARY_PATH), at the start and at each reload, because it has no
+setting for what is changed here. It runs without any package, so only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+# HAProxy's own answers when no front is there yet or any more, or when one dies. (What is not HTTP gets a page of HTML,
+# which nothing can change.)
+_UNAVAILABLE = "The server is starting, restarting or stopping; try again in a moment."
+ANSWERS = {
+    500: ("Internal Server Error", "HAProxy met an internal error; try again.", "internal_error"),
+    502: ("Bad Gateway", "The server's process ended before it answered; try again.", "engine_unavailable"),
+    503: ("Service Unavailable", _UNAVAILABLE, "engine_unavailable"),
+    504: ("Gateway Timeout", "The server did not answer in time; try again later.", "engine_unavailable"),
+}
+_HEADERS_TIMEOUT = "30s"  # for all headers of a request; Serve limits only the pauses between their parts
+
+
+def answer(status: int) -> str:
+    """A whole HTTP answer in OpenAI's shape, with what readers of /health and /ready look for."""
+    reason, message, code = ANSWERS[status]
+    error = {"message": message, "type": "server_error", "param": None, "code": code}
+    body = json.dumps({"error": error, "status": "unavailable", "reason": message, "phase": message})
+    lines = [f"HTTP/1.1 {status} {reason}", "content-type: application/json", f"content-length: {len(body)}"]
+    return "\r\n".join([*lines, "cache-control: no-cache", "connection: close", "retry-after: 1", "", body])
+
+
+def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
+    """Serve's configuration with answers of OpenAI's shape out of `folder`, and a limit for slow headers.
+
+    A private one belongs to `callboard serve` and has only one port: not Serve's pages of statistics and metrics, which
+    would take two more of all interfaces, and not Serve's slower proxy as the last resort, which would let requests
+    wait where there is no front. It listens on `bind`, if that is not empty."""
+    sections = re.split(r"^(?=\S)", config, flags=re.MULTILINE)
+    if private:
+        sections = [s for s in sections if not s.startswith(("frontend prometheus", "listen stats"))]
+    config = "".join(sections).replace("mode 666", "mode 600")
+    config = re.sub(r"^ *errorfile .*\n", "", config, flags=re.MULTILINE)
+    files = "".join(f"    errorfile {status} {folder / f'{status}.json.http'}\n" for status in ANSWERS)
+    config = config.replace(
+        "    option httplog\n", f"    option httplog\n    timeout http-request {_HEADERS_TIMEOUT}\n{files}"
+    )
+    if private:
+        config = re.sub(r"^ *server .* check backup\n", "", config, flags=re.MULTILINE)
+        # A backend without a server answers 503; Serve's would answer 404 until there is an application.
+        config = re.sub(r"(?<=^backend default_backend\n) *http-request return .*\n", "", config, flags=re.MULTILINE)
+    if bind:
+        config = re.sub(r"(?<=^frontend http_frontend\n) *bind .*", f"    bind {bind}", config, flags=re.MULTILINE)
+    return config
+
+
+def main(binary: str, private: str, bind: str, *arguments: str) -> None:
+    """`private`: "private" or "shared". `arguments` are Serve's own for HAProxy."""
+    if "-f" in arguments:
+        path = Path(arguments[arguments.index("-f") + 1])
+        for status in ANSWERS:
+            (path.parent / f"{status}.json.http").write_text(answer(status))
+        path.write_text(adapted(path.read_text(), path.parent, private == "private", bind))
+    # Without -dS, HAProxy 2.8 moves data by splice() and no longer reads from a client whose body came in a packet of
+    # its own, as OpenAI's client sends it: if that client leaves, nobody learns of it and its request is computed on.
+    os.execv(binary, [binary, "-dS", *arguments])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,206 @@
+"""A child process in a session of its own, all of whose offspring ends with it.
+
+Ray starts a dozen processes, replaces signal handlers, writes to stderr and may end the process that it is in. So the
+command's own process has nothing of Ray: it forks, passes signals on as orders to stop, tells why the child ended, and
+kills whatever is left then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+from runtime.core.types import CallboardError
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SAME_SIGNAL_S = 0.5  # `timeout` and others send a signal to a process and to its group
+_INTERRUPT_S = 1.0  # for what a child that is not ready yet puts in order
+_MAX_FAULT_CHARS = 300
+_KILL_S = 10.0  # the kernel ends no process that is within a system call of some kinds
+
+
+class Parent:
+    """What a child has of its parent."""
+
+    def __init__(self, orders: int, news: int) -> None:
+        self._orders, self._news = orders, news
+
+    def tell(self, **news: str | bool) -> None:
+        """`ready=True`: signals are orders from now on. `log`: where to look if this process ends without a word."""
+        os.write(self._news, json.dumps(news).encode() + b"\n")
+
+    def wait_for_order(self, timeout_s: float | None = None) -> bool:
+        """Waits for one more order to stop; False if none has come in time. A parent that is gone wants a stop, too."""
+        if not select.select([self._orders], [], [], timeout_s)[0]:
+            return False
+        os.read(self._orders, 1)
+        return True
+
+    def end_with(self, *names: str) -> None:
+        """Ends this process, with the reason, as soon as one of its own children with these names ends."""
+        ends = select.poll()
+        watched = {}
+        for pid in _children().get(os.getpid(), []):
+            with suppress(OSError):
+                if (name := Path(f"/proc/{pid}/comm").read_text().strip()) in names:
+                    watched[descriptor := os.pidfd_open(pid)] = name
+                    ends.register(descriptor, select.POLLIN)
+
+        def wait() -> None:
+            (descriptor, _), *_ = ends.poll()
+            self.tell(fault=f"its {watched[descriptor]} ended")
+            os._exit(1)
+
+        threading.Thread(target=wait, name="end-with", daemon=True).start()
+
+
+def run(work: Callable[[Parent], None]) -> None:
+    """Runs `work` in a child until it returns, and ends all that descends from it.
+
+    A signal before the child is ready interrupts it; then the first one orders it to stop, a second one to hurry, and a
+    third one kills it. Raises CallboardError as `work` does, and if the child just ends, and KeyboardInterrupt."""
+    strangers = _descendants()
+    # Who loses its parent becomes a child of this process, where it is found.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    (orders_out, orders), (news, news_in) = os.pipe(), os.pipe()
+    with _signals() as (signals, restore_handlers):
+        if (pid := os.fork()) == 0:
+            restore_handlers()
+            os.close(orders)
+            os.close(news)
+            _be_child(work, Parent(orders_out, news_in))
+        os.close(orders_out)
+        os.close(news_in)
+        try:
+            _watch(pid, signals, orders, news)
+        finally:
+            _end(strangers)
+            os.close(orders)
+            os.close(news)
+
+
+def _watch(pid: int, signals: int, orders: int, news: int) -> None:
+    """Until the child has ended."""
+    known: dict[str, str | bool] = {}
+    unread, num_orders, last = b"", 0, -_SAME_SIGNAL_S
+    while True:
+        readable = select.select([signals, news], [], [])[0]
+        if signals in readable:
+            os.read(signals, 64)
+            if time.monotonic() - last < _SAME_SIGNAL_S:
+                continue
+            last, num_orders = time.monotonic(), num_orders + 1
+            if "ready" not in known:
+                _interrupt(pid)
+                raise KeyboardInterrupt
+            if num_orders > 2:
+                raise KeyboardInterrupt
+            with suppress(BrokenPipeError):  # it ends by itself
+                os.write(orders, b"s")
+        if news in readable:
+            if not (new := os.read(news, 1 << 16)):
+                break
+            *lines, unread = (unread + new).split(b"\n")
+            for line in lines:
+                known |= json.loads(line)
+    if "error" in known:
+        raise CallboardError(str(known["error"]))
+    if "done" not in known:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        how = known.get("fault") or (f"signal {-code}" if code < 0 else f"exit code {code}")
+        where = f"; see {known['log']}" if "log" in known else ""
+        raise CallboardError(f"The server's process ended by itself ({how}){where}.")
+
+
+def _interrupt(pid: int) -> None:
+    """Ctrl-C for a child, and the time that it has for what it puts in order."""
+    os.kill(pid, signal.SIGINT)
+    end = time.monotonic() + _INTERRUPT_S
+    while time.monotonic() < end and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        time.sleep(0.01)
+
+
+def _be_child(work: Callable[[Parent], None], parent: Parent) -> NoReturn:
+    try:
+        os.setsid()  # Ctrl-C, a closed terminal and `timeout` reach the parent alone
+        try:
+            work(parent)
+            parent.tell(done=True)
+        except CallboardError as e:
+            parent.tell(error=str(e))
+        except KeyboardInterrupt:
+            pass
+        except BaseException as e:
+            traceback.print_exc()
+            parent.tell(fault=f"{type(e).__name__}: {' '.join(str(e).split())[:_MAX_FAULT_CHARS]}")
+    finally:
+        os._exit(1)
+
+
+@contextmanager
+def _signals() -> Iterator[tuple[int, Callable[[], None]]]:
+    """A file descriptor with a byte for each signal that asks this process to end, and what sets all back again."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    wakeup = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+
+    def restore() -> None:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    try:
+        yield readable, restore
+    finally:
+        restore()
+        os.close(readable)
+        os.close(writable)
+
+
+def _end(strangers: set[int]) -> None:
+    """Kills all descendants of this process but `strangers`, and waits for them."""
+    end = time.monotonic() + _KILL_S
+    while (pids := _descendants() - strangers) and time.monotonic() < end:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            with suppress(ChildProcessError):  # not a child yet: its parent is about to end
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def _children() -> dict[int, list[int]]:
+    """The children of every process, by its id."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended since
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    return children
+
+
+def _descendants() -> set[int]:
+    """Process ids of all that descend from this process."""
+    children = _children()
+    found: set[int] = set()
+    todo = [os.getpid()]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found.update(new)
+        todo += new
+    return found

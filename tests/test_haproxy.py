@@ -1,0 +1,186 @@
+"""HAProxy with the configuration that Serve writes, as actors/haproxy.py adapts it: the real binary, without Ray."""
+
+import os
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from jinja2 import Environment
+from openai import APIStatusError, OpenAI
+
+from actors.environment import haproxy_command, quiet_port, single_machine, stop_haproxy
+from actors.haproxy import ANSWERS, answer
+
+
+def serve_config(folder: Path, port: int, servers: list[int], fallback: int | None) -> str:
+    """What Serve's HAProxyManager writes for one application whose replicas listen on `servers`."""
+    from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+    from ray.serve.config import HTTPOptions
+
+    config = HAProxyConfig(
+        http_options=HTTPOptions(host="0.0.0.0", port=port),
+        socket_path=str(folder / "admin.sock"),
+        metrics_socket_path=str(folder / "metrics.sock"),
+        server_state_base=str(folder),
+        server_state_file=str(folder / "state"),
+        stats_port=quiet_port(),
+        metrics_port=quiet_port(),
+        is_head=True,
+    )
+    replicas = [ServerConfig(f"r{i}", "127.0.0.1", replica) for i, replica in enumerate(servers)]
+    proxy = None if fallback is None else ServerConfig("fallback", "127.0.0.1", fallback)
+    backend = BackendConfig(name="http-callboard", path_prefix="/", app_name="callboard", servers=replicas,
+                            fallback_server=proxy)  # fmt: skip
+    api = HAProxyApi(config, {backend.name: backend} if servers or proxy else {}, str(folder / "haproxy.cfg"))
+    assert Environment is not None  # Serve renders with it
+    api._generate_config_file_internal()
+    return api.config_file_path
+
+
+def listening_ports(pid: int) -> set[tuple[str, int]]:
+    """(address, port) of every TCP socket on which a process listens."""
+    found, inodes = set(), set()
+    with suppress(OSError):  # it has ended
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):  # it is closed
+                inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                words = struct.unpack(f"<{len(address) // 8}I", bytes.fromhex(address))
+                family = socket.AF_INET if table == "tcp" else socket.AF_INET6
+                text = socket.inet_ntop(family, struct.pack(f">{len(words)}I", *words))
+                found.add((text.removeprefix("::ffff:"), int(port, 16)))
+    return found
+
+
+class Running:
+    def __init__(self, command: str, config: str) -> None:
+        self.process = subprocess.Popen([command, "-db", "-f", config, "-dR"], stderr=subprocess.PIPE, text=True)
+
+    def ports(self) -> set[tuple[str, int]]:
+        return listening_ports(self.process.pid)
+
+    def wait_until_it_answers(self, port: int) -> None:
+        """All its sockets listen then."""
+        end = time.monotonic() + 10
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/")
+                return
+            except httpx.TransportError:
+                assert self.process.poll() is None, self.process.stderr.read()
+                assert time.monotonic() < end
+                time.sleep(0.01)
+
+
+@pytest.fixture
+def haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")  # that of this session's own Ray, which is adapted already
+    started = []
+
+    def start(servers: list[int], fallback: int | None = None, private: bool = True, host: str = "127.0.0.1"):
+        port = quiet_port()
+        config = serve_config(tmp_path, port, servers, fallback)
+        command = haproxy_command(str(tmp_path), private=private, bind=f"{host}:{port}" if private else "")
+        started.append(Running(command, config))
+        started[-1].wait_until_it_answers(port)
+        return started[-1], port
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+        each.process.stderr.close()
+
+
+def dead_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def test_a_servers_own_haproxy_has_one_port(haproxy):
+    running, port = haproxy([])
+    assert running.ports() == {("127.0.0.1", port)}
+
+
+def test_one_that_others_share_keeps_serves_pages(haproxy):
+    running, port = haproxy([], private=False)
+    assert ("0.0.0.0", port) in running.ports()
+    assert len(running.ports()) == 3
+
+
+@pytest.mark.parametrize("path", ["/ready", "/health", "/v1/models", "/nonsense"])
+def test_before_there_is_an_application_all_is_a_503_of_openais_shape(haproxy, path):
+    _, port = haproxy([])
+    response = httpx.get(f"http://127.0.0.1:{port}{path}")
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    body = response.json()
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == "engine_unavailable"
+    assert body["status"] == "unavailable"
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_openais_client_reads_that_no_replica_is_there(haproxy, private):
+    """Neither a hang in Serve's own proxy, which would wait for a replica, nor a page of text."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        _, port = haproxy([dead_port()], silent.getsockname()[1] if private else None, private)
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10)
+        with pytest.raises(APIStatusError, match="starting, restarting or stopping") as error:
+            client.models.list()
+    assert error.value.status_code == 503
+    assert error.value.code == "engine_unavailable"
+
+
+def test_headers_that_do_not_come_are_not_waited_for(haproxy, tmp_path: Path):
+    haproxy([])
+    assert "    timeout http-request 30s\n" in (tmp_path / "haproxy.cfg").read_text()
+
+
+@pytest.mark.parametrize("status", ANSWERS)
+def test_lengths_of_the_answers(status: int):
+    head, _, body = answer(status).partition("\r\n\r\n")
+    assert f"content-length: {len(body.encode())}" in head.split("\r\n")
+
+
+@pytest.mark.parametrize(("host", "address"), [("*", "0.0.0.0"), ("localhost", "127.0.0.1")])
+def test_it_listens_where_the_user_wants(haproxy, host, address):
+    running, port = haproxy([], host=host)
+    assert running.ports() == {(address, port)}
+
+
+def test_all_interfaces_of_ipv6(haproxy):
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6")
+    _, port = haproxy([], host="::")
+    for address in ("::1", "127.0.0.1"):
+        socket.create_connection((address, port), timeout=5).close()
+
+
+def test_a_stop_answers_what_was_read_and_ends_no_other(haproxy, tmp_path: Path):
+    running, _ = haproxy([])
+    other = subprocess.Popen(["sh", "-c", "read x", str(tmp_path / "other" / "haproxy.cfg")], stdin=subprocess.PIPE)
+    stop_haproxy(str(tmp_path / "mine"), timeout_s=0.1)
+    assert running.process.poll() is None
+    stop_haproxy(str(tmp_path) + "/haproxy.cfg", timeout_s=5)
+    assert running.process.wait(timeout=5) == 0
+    assert other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_side_ports_are_not_those_of_connections(tmp_path: Path):
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = {int(single_machine(str(tmp_path))["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]) for _ in range(20)}
+    assert len(ports) > 10
+    assert not any(first <= port <= last or 30_000 <= port < 31_000 for port in ports)
