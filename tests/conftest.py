@@ -92,6 +92,7 @@ def ray_session() -> Iterator[None]:
     import ray
 
     ray.init(
+        "local",  # also where RAY_ADDRESS names another one
         num_cpus=4,  # logical ones: they limit placement, not threads
         include_dashboard=False,
         log_to_driver=False,
