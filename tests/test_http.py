@@ -7,6 +7,7 @@ import httpx
 import pytest
 from fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 
+from actors.engine_client import RequestRefused
 from serve_app.errors import ApiError
 from serve_app.requests import choice_seed
 from serve_app.settings import HttpSettings
@@ -312,6 +313,24 @@ async def test_busy_engine(stream: bool, n: int):
     assert_error(response, 429, None, "queue is full", "engine_busy")
     assert response.headers["retry-after"] == "2"
     assert engine.num_running == 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_that_no_engine_can_serve_is_the_clients_fault(n: int):
+    """Its engine ended as it came, and the others have a shorter context, say."""
+    engine = FakeEngine()
+
+    async def refuse(request):
+        raise RequestRefused("The prompt has 600 tokens; shorten the prompt.")
+        yield
+
+    engine.generate = refuse
+    async with client_of(engine) as client:
+        answer = await client.post("/v1/completions", json={"prompt": "a", "n": n})
+        samples = (await client.get("/metrics")).text
+    assert_error(answer, 400, None, "shorten the prompt")
+    assert f'callboard:requests_refused_total{{engine="0",model_name="{MODEL}",reason="never"}}' in samples
+    assert f'callboard:requests_refused_total{{engine="0",model_name="{MODEL}",reason="never"}} 0.0' not in samples
 
 
 @pytest.mark.parametrize("stream", [False, True])
