@@ -1,5 +1,8 @@
 """Offline Python on a tiny random model: no toggle changes a token of deterministic mode (C6); texts, stops, seeds."""
 
+import json
+
+import jsonschema
 import numpy as np
 import pytest
 from conftest import TINY_TOKENS
@@ -7,6 +10,7 @@ from fake_runner import FixedShare
 
 from runtime.core.types import CallboardError, FinishReason, SamplingParams
 from runtime.llm import LLM
+from runtime.structured.grammar import grammar_of
 
 BASE = {"deterministic": True, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4, "num_kv_blocks": 80}
 SHARED = [5, 9, 33, 7, 8, 41, 3, 3, 9]
@@ -150,3 +154,15 @@ def test_bad_calls_say_what_to_change(load, tmp_path):
         LLM("x", tensor_parallel_size=2)
     with pytest.raises(CallboardError, match="nothing"):
         LLM(str(tmp_path / "nothing.gguf"))
+
+
+def test_an_answer_bound_to_a_schema(load):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}},
+        "required": ["ok", "n"],
+    }
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, grammar=grammar_of(schema))
+    (answer,) = load().generate([SHARED], params)
+    assert answer.finish_reason is FinishReason.STOP
+    assert jsonschema.validators.validator_for(schema)(schema).is_valid(json.loads(answer.text))

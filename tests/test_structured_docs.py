@@ -26,8 +26,8 @@ _NOTES = {
     "minProperties": "up to the number of required properties, to 1, or where all names are listed",
     "multipleOf": "exactly, in decimals: whole numbers to 10,000, and fractions like 0.01, 0.25, 2.5 that divide 10ⁿ",
     "nullable": "with `type`: null as well (OpenAPI)",
-    "oneOf": "where no value fits two options, or each option requires a property that others can be without",
-    "pattern": "ECMA-262 without look-around, back-references, `\\b`, `\\p` and flags; `^` and `$` at its ends",
+    "oneOf": "where no value fits two options, or objects have a tag, or a property that the others can be without",
+    "pattern": "ECMA-262; lookaheads only after its `^`; no back-references, `\\b`, `\\p` or flags; `^`, `$` at ends",
     "patternProperties": "a free name matches just one pattern",
     "properties": "in the order of the schema",
     "propertyNames": "an `enum`, or what strings may have",
@@ -71,6 +71,19 @@ way on. Log-probabilities are those of the model alone.
 White space is at most one space after each comma and colon. In strings, characters stand for themselves, and what JSON
 does not allow is escaped in the shortest way. Integers have up to 19 digits.
 A model that reasons does so first; the structure begins after `</think>`.
+
+In Python, without a server, a grammar is a field of `SamplingParams`:
+
+```python
+from runtime.core.types import SamplingParams
+from runtime.llm import LLM
+from runtime.structured.grammar import grammar_of
+
+schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+answers = LLM().generate(["The capital of France as JSON: "], SamplingParams(max_tokens=64, grammar=grammar_of(schema)))
+```
+
+`compiled(GrammarSpec("regex", "[a-z]+"))` of the same module makes one of an expression.
 
 ## JSON Schema (drafts 4 to 2020-12, and OpenAPI's)
 

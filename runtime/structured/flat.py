@@ -31,7 +31,7 @@ from runtime.structured.pattern import GrammarError, quoted, search, shown, whol
 from runtime.structured.references import pointed
 from runtime.structured.rules import Terminal
 
-_MAX_ONE_OF = 64  # options
+_MAX_ONE_OF = 128  # options
 _MAX_OPTIONS = 500  # of one anyOf, after allOf has multiplied it
 _ADVICE = {"uniqueItems": "it can for items with an enum; "}
 

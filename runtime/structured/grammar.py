@@ -40,6 +40,12 @@ class Calls(msgspec.Struct):
     answer: str = ""  # a JSON Schema: the output may be such a value instead
 
 
+def grammar_of(json_schema: object) -> Grammar:
+    """What `SamplingParams.grammar` takes for a JSON Schema; raises GrammarError. For schemas of one's own: one that
+    means harm can take long and much memory."""
+    return compiled(GrammarSpec("json", json.dumps(json_schema)))
+
+
 def compiled(spec: GrammarSpec) -> Grammar:
     """Raises GrammarError, a sentence about the specification without its subject."""
     if len(spec.text) > MAX_BYTES:

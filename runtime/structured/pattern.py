@@ -334,9 +334,12 @@ class _Parser:
             if self._peek() == "-" and self._source[self._at + 1 : self._at + 2] not in ("]", ""):
                 self._take()
                 high = self._set_item()
-                if len(low) != 1 or len(high) != 1 or low[0][0] > high[0][1] or low[0][0] != low[0][1]:
+                if any(len(end) != 1 or end[0][0] != end[0][1] for end in (low, high)):
+                    pairs += [*low, *_of("-"), *high]  # of a class there is no range: the hyphen is itself
+                elif low[0][0] > high[0][1]:
                     raise self._error("has a range in brackets that is none")
-                pairs.append((low[0][0], high[0][1]))
+                else:
+                    pairs.append((low[0][0], high[0][1]))
             else:
                 pairs += low
         self._negated = outside

@@ -116,20 +116,33 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
                 return Repeat(prune(part), least, most) if can_end(part) else NOTHING
         return rule
 
-    found, names = -1, list(rules)
+    def is_whole(rule: Rule) -> bool:
+        """Whether nothing is to be pruned."""
+        match rule:
+            case Row(parts):
+                return all(map(is_whole, parts))
+            case Choice(parts):
+                return bool(parts) and all(map(is_whole, parts))
+            case Repeat(part):
+                return is_whole(part)
+            case Name(name):
+                return name in alive
+        return True
+
+    found, names = -1, list(rules)[::-1]  # most rules stand before those that they need
     while found < len(alive):
         found = len(alive)
         for name in names:
             if name not in alive and can_end(rules[name]):
                 alive.add(name)
-        names.reverse()  # a rule stands before or after most of those that it needs
+        names.reverse()
     if "start" not in alive:
         raise GrammarError("cannot be satisfied: no text fits it")
     kept: dict[str, Rule] = {}
     todo = ["start"]
     while todo:
         if (name := todo.pop()) not in kept:
-            kept[name] = prune(rules[name])
+            kept[name] = rules[name] if is_whole(rules[name]) else prune(rules[name])
             todo += _names(kept[name])
     return kept
 

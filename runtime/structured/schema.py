@@ -361,9 +361,10 @@ def _count(schema: Schema, name: str) -> int | None:
 
 def _bounds(schema: Schema, of: str, where: str) -> tuple[int, int | None]:
     least, most = schema.get(f"min{of}", 0), schema.get(f"max{of}")
-    for name, count in ((f"min{of}", least), (f"max{of}", most or 0)):
-        if count > MAX_REPEAT:
-            raise at(where, f"has {name!r} as {count}; the limit is {MAX_REPEAT} repetitions")
+    if least > MAX_REPEAT:
+        raise at(where, f"has 'min{of}' as {least}; the limit is {MAX_REPEAT} repetitions")
+    if most is not None and most > MAX_REPEAT:
+        most = MAX_REPEAT  # so much need not be said
     if most is not None and least > most:
         raise at(where, f"has min{of} {least} above max{of} {most}, so nothing fits")
     return least, most
