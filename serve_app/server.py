@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import tempfile
 import time
@@ -45,6 +46,7 @@ class ServerSettings:
 
 def serve(settings: ServerSettings) -> None:
     """Serve a model until SIGINT or SIGTERM. Raises CallboardError if the server cannot start or ends by itself."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     usual = tempfile.gettempdir()
     place = usual if len(usual) <= _MAX_TEMPORARY_LEN else "/tmp"
     with (
