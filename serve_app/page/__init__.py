@@ -1,5 +1,8 @@
 """The page at `GET /`: this folder's static files, read once. They ask nothing but the server's own API.
 
+`vendor` holds libraries of others as they are (vendor/LICENSES.txt): markdown-it and Temml make markup of what a model
+writes, and DOMPurify lets through what is harmless. Nothing else may make any: the browser enforces it.
+
 The routes need no engine and no key: a page that cannot load could neither show the phase of a start nor ask for a key.
 """
 
@@ -13,17 +16,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_TYPES = {
+    "html": "text/html",
+    "css": "text/css",
+    "js": "text/javascript",
+    "svg": "image/svg+xml",
+    "woff2": "font/woff2",
+    "txt": "text/plain",
+}
 _HEADERS = {
     "cache-control": "no-cache",  # kept by the browser, but asked about each time: a new version shows at once
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'",  # the last one: no innerHTML, so a model's text never becomes markup
+    "require-trusted-types-for 'script'; trusted-types dompurify",  # only DOMPurify makes markup of text
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
 
 
-def _route(file: Traversable) -> Route:
+def _route(folder: str, file: Traversable) -> Route:
     name, content = file.name, file.read_bytes()
     media_type = _TYPES[name.rpartition(".")[2]]
     headers = {**_HEADERS, "etag": f'"{blake2b(content, digest_size=8).hexdigest()}"'}
@@ -33,7 +43,13 @@ def _route(file: Traversable) -> Route:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=media_type)
 
-    return Route("/" if name == "index.html" else f"/page/{name}", answer, include_in_schema=False)
+    return Route("/" if name == "index.html" else f"/page/{folder}{name}", answer, include_in_schema=False)
 
 
-ROUTES = [_route(file) for file in files(__name__).iterdir() if file.name.rpartition(".")[2] in _TYPES]
+_PAGE = files(__name__)
+ROUTES = [
+    _route(folder, file)
+    for folder in ("", "vendor/")
+    for file in (_PAGE / folder).iterdir()
+    if file.name.rpartition(".")[2] in _TYPES
+]

@@ -61,12 +61,12 @@ byId('key').addEventListener('submit', event => {
   connect();
 });
 
-const openSettings = () => document.querySelectorAll('.settings').forEach(box => (box.open = wide.matches));
+const openSettings = () => document.querySelectorAll('aside > details').forEach(box => (box.open = wide.matches));
 wide.addEventListener('change', openSettings);
 openSettings();
 startChat(() => served);
 startCompletion(() => served);
-startEngine();
+startEngine(() => served);
 show(byId(`tab-${location.hash.slice(2)}`) ?? tabs[0]);
 if (!matchMedia('(pointer: coarse)').matches) byId('message').focus(); // there it would open the screen's keyboard
 connect();

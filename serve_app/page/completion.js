@@ -1,7 +1,12 @@
 // The playground: a prompt, its completion, how likely each token was, and what of it a draft had guessed.
 
 import { Pace, stream } from './api.js';
-import { composer, copyButton, element, following, settings } from './dom.js';
+import { Composer } from './composer.js';
+import { copyButton, element, following } from './dom.js';
+import { buildSettings, settings } from './settings.js';
+import { Tokens, chances } from './tokens.js';
+
+const SETTINGS = { temperature: '0.7', max_tokens: '64' };
 
 export function startCompletion(served) {
   const panel = document.getElementById('completion');
@@ -9,10 +14,20 @@ export function startCompletion(served) {
   const [note, alternatives] = [document.getElementById('output-note'), document.getElementById('alternatives')];
   const legend = document.getElementById('draft-legend');
 
-  composer(panel.querySelector('.composer'), async (prompt, signal) => {
+  const form = panel.querySelector('.settings form');
+  buildSettings(form, 'completion-settings', SETTINGS);
+  form.elements.max_tokens.placeholder = '16';
+
+  new Composer(panel.querySelector('.composer'), async (prompt, signal) => {
     document.getElementById('blank').hidden = true;
     const { id: model, draft } = served();
-    const fields = { ...settings(panel.querySelector('.settings form')), ...(draft && { return_draft_spans: true }) };
+    const fields = {};
+    try {
+      Object.assign(fields, settings(form), draft && { return_draft_spans: true });
+    } catch (error) {
+      note.replaceChildren(element('span', { className: 'error', role: 'alert' }, error.message));
+      return;
+    }
     output.replaceChildren(element('span', { className: 'given' }, prompt));
     legend.hidden = !draft;
     legend.querySelector('span').textContent = draft;
@@ -20,7 +35,7 @@ export function startCompletion(served) {
     note.replaceChildren();
     alternatives.hidden = !fields.logprobs;
     alternatives.textContent = 'Point at a token, or reach it with the arrow keys, to see what else it could have been.';
-    const pace = new Pace();
+    const [pace, tokens] = [new Pace(), new Tokens(output)];
     let [end, completion, length] = ['', '', 0]; // its length is in characters, as the server counts them
     try {
       for await (const chunk of stream('v1/completions', { model, prompt, ...fields }, signal)) {
@@ -31,7 +46,7 @@ export function startCompletion(served) {
         const spans = (choice?.draft_spans ?? []).map(span => span.map(place => place - length));
         completion += choice?.text ?? '';
         following(scroll, () => {
-          if (choice?.logprobs) output.append(...tokensOf(choice.logprobs, choice.draft_spans ?? []));
+          if (choice?.logprobs) tokens.add(choice.logprobs, choice.draft_spans ?? []);
           else appendText(output, chars, spans);
         });
         length += chars.length;
@@ -40,6 +55,7 @@ export function startCompletion(served) {
       if (signal.aborted) end = 'stopped';
       else note.append(element('span', { className: 'error', role: 'alert' }, error.message));
     }
+    tokens.finish();
     output.ariaBusy = 'false';
     const first = output.querySelector('.token');
     if (first) first.tabIndex = 0;
@@ -59,7 +75,7 @@ export function startCompletion(served) {
     next.focus();
   });
   for (const kind of ['focusin', 'pointerover', 'click']) {
-    output.addEventListener(kind, ({ target }) => target.top && alternatives.replaceChildren(...target.top.map(chance)));
+    output.addEventListener(kind, ({ target }) => target.top && alternatives.replaceChildren(...chances(target)));
   }
 }
 
@@ -78,26 +94,4 @@ function appendText(output, chars, spans) {
     at = end;
   }
   append(at, chars.length);
-}
-
-/**
- * A `logprobs` object's tokens, shaded by how unlikely they were; `top` holds what else was likely. Those that begin
- * within `spans` are marks.
- */
-function tokensOf({ tokens, token_logprobs: logprobs, top_logprobs: tops, text_offset: offsets }, spans) {
-  return tokens.map((token, at) => {
-    const top = Object.entries({ ...tops?.[at], [token]: logprobs[at] }).sort((a, b) => b[1] - a[1]);
-    const isGuessed = spans.some(([start, end]) => start <= offsets[at] && offsets[at] < end);
-    const shown = element(isGuessed ? 'mark' : 'span', { className: 'token', tabIndex: -1, top }, token.replace(/^\n+$/, '↵$&'));
-    shown.style.setProperty('--p', Math.exp(logprobs[at]));
-    return shown;
-  });
-}
-
-/** One alternative: its text, a bar and its probability. */
-function chance([token, logprob]) {
-  const p = Math.exp(logprob);
-  const bar = element('span', { className: 'bar' });
-  bar.style.setProperty('--p', p);
-  return element('span', { className: 'chance' }, element('code', {}, JSON.stringify(token).slice(1, -1)), bar, `${(p * 100).toFixed(1)} %`);
 }

@@ -1,58 +1,47 @@
-// The engine's figures, from its Prometheus page (vLLM's names), asked for only while someone looks.
+// The engine view: what the engines do, asked for only while someone looks.
 
 import { request } from './api.js';
+import { element } from './dom.js';
+import { COLUMNS, FIGURES, refusals, summary } from './figures.js';
+import { Metrics } from './metrics.js';
+import { NUM_SAMPLES, Sparkline } from './sparkline.js';
 
 const PERIOD_MS = 2000;
-const NUM_SAMPLES = 60;
 
-export function startEngine() {
+export function startEngine(served) {
   const panel = document.getElementById('engine');
-  const [note, cards] = [document.getElementById('engine-note'), panel.querySelector('dl')];
-  const lines = Object.fromEntries([...cards.children].map(card => [card.id, new Sparkline(card)]));
+  const [note, state] = [document.getElementById('engine-note'), document.getElementById('engine-state')];
+  const [cards, table] = [panel.querySelector('dl'), panel.querySelector('table')];
+  const figures = FIGURES.map(figure => new Card(cards, figure));
   const isWatched = () => !panel.hidden && !document.hidden;
-  let [polling, before] = [false, null];
+  let [polling, readings] = [false, []]; // the readings of the last two minutes
 
-  function draw(id, value, text, detail) {
-    const [figure, caption] = document.getElementById(id).querySelectorAll('dd');
-    figure.textContent = text;
-    if (detail) caption.textContent = detail;
-    lines[id].push(value);
-  }
+  table.tHead.append(element('tr', {}, ...COLUMNS.map(([title]) => element('th', { scope: 'col' }, title))));
 
   async function poll() {
     try {
       const now = new Metrics(await (await request('metrics')).text());
-      draw('running', now.sum('vllm:num_requests_running'), String(now.sum('vllm:num_requests_running')));
-      draw('waiting', now.sum('vllm:num_requests_waiting'), String(now.sum('vllm:num_requests_waiting')));
-      const kv = now.largest('vllm:kv_cache_usage_perc');
-      draw('kv', kv, `${(kv * 100).toFixed(kv < 0.1 ? 1 : 0)} %`);
-      if (before) {
-        const rate = name => now.since(before, name) / ((now.time - before.time) / 1000);
-        for (const [id, name] of [['generated', 'vllm:generation_tokens_total'], ['prompt-rate', 'vllm:prompt_tokens_total']]) {
-          draw(id, rate(name), rate(name).toFixed(rate(name) < 10 ? 1 : 0));
-        }
-      }
-      const [name, count] = ['vllm:time_to_first_token_seconds', now.sum('vllm:time_to_first_token_seconds_count')];
-      const recent = before ? now.since(before, `${name}_count`) : count;
-      if (recent) {
-        const mean = (before ? now.since(before, `${name}_sum`) : now.sum(`${name}_sum`)) / recent;
-        const of = before ? `mean of the last ${recent}` : `mean of ${count}`;
-        draw('ttft', mean, duration(mean), `${of}; 95 % within ${duration(now.quantile(name, 0.95))}`);
-      }
-      before = now;
+      const [before, first] = [readings.at(-1), readings[0]];
+      const seconds = before && (now.time - before.time) / 1000;
+      for (const figure of figures) figure.show({ now, before, first, seconds, draft: served().draft });
+      table.tBodies[0].replaceChildren(...now.engines.map(engine =>
+        element('tr', {}, ...COLUMNS.map(([, read]) => element('td', {}, String(read(now, before, engine)))))));
+      state.textContent = summary(now);
+      document.getElementById('refusals').textContent = refusals(now);
+      readings = [...readings, now].slice(-NUM_SAMPLES);
       note.textContent = '';
     } catch (error) {
-      before = null;
+      readings = [];
       note.textContent = error.message;
     }
     note.className = note.textContent && 'error';
-    cards.className = note.textContent && 'stale';
+    panel.classList.toggle('stale', Boolean(note.textContent));
   }
 
   async function watch() {
     if (polling) return;
     polling = true;
-    before = null; // rates begin anew: nobody looked
+    readings = []; // rates begin anew: nobody looked
     while (isWatched()) {
       await poll();
       await new Promise(resolve => setTimeout(resolve, PERIOD_MS));
@@ -63,70 +52,22 @@ export function startEngine() {
   document.addEventListener('visibilitychange', watch);
 }
 
-/** One reading of a Prometheus text: name -> samples, whatever their labels. */
-class Metrics {
-  time = performance.now();
-  #samples = new Map();
-
-  constructor(text) {
-    for (const [, name, labels, value] of text.matchAll(/^([^\s{#]+)(?:\{(.*)\})? (\S+)/gm)) {
-      if (!this.#samples.has(name)) this.#samples.set(name, []);
-      this.#samples.get(name).push({ value: Number(value), le: labels?.match(/(?:^|,)le="([^"]+)"/)?.[1] });
-    }
+/** One figure: its value, what it is of, its line, and what it means. */
+class Card {
+  constructor(cards, figure) {
+    this.figure = figure;
+    [this.value, this.caption] = [element('dd', {}, '–'), element('dd', {}, 'nothing to tell yet')];
+    this.element = element('div', { id: figure.id, hidden: Boolean(figure.isOptional) },
+      element('dt', {}, figure.title), this.value, this.caption, element('dd', { className: 'about' }, figure.about));
+    this.line = new Sparkline(this.element);
+    cards.append(this.element);
   }
 
-  #of(name) {
-    return this.#samples.get(name) ?? [];
-  }
-
-  sum(name) {
-    return this.#of(name).reduce((sum, { value }) => sum + value, 0);
-  }
-
-  largest(name) {
-    return Math.max(0, ...this.#of(name).map(({ value }) => value));
-  }
-
-  /** How far a counter has come since an `earlier` reading; 0 if the server has started anew. */
-  since(earlier, name) {
-    return Math.max(0, this.sum(name) - earlier.sum(name));
-  }
-
-  /** The upper bound of the histogram's bucket that `share` of its values do not exceed. */
-  quantile(name, share) {
-    const counts = new Map();
-    for (const { le, value } of this.#of(`${name}_bucket`)) {
-      const bound = le === '+Inf' ? Infinity : Number(le);
-      counts.set(bound, (counts.get(bound) ?? 0) + value);
-    }
-    const wanted = share * this.sum(`${name}_count`);
-    const bounds = [...counts.keys()].sort((a, b) => a - b);
-    return bounds.find(bound => counts.get(bound) >= wanted) ?? Infinity;
-  }
-}
-
-function duration(seconds) {
-  if (seconds === Infinity) return 'the largest bucket';
-  return seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-}
-
-/** The last readings of one card as a line from the card's lower edge up. */
-class Sparkline {
-  #values = [];
-  #line = document.createElementNS('http://www.w3.org/2000/svg', 'polyline');
-
-  constructor(card) {
-    const svg = document.createElementNS('http://www.w3.org/2000/svg', 'svg');
-    svg.setAttribute('viewBox', `0 -1 ${NUM_SAMPLES - 1} 1`);
-    svg.setAttribute('preserveAspectRatio', 'none');
-    svg.setAttribute('aria-hidden', 'true');
-    svg.append(this.#line);
-    card.append(svg);
-  }
-
-  push(value) {
-    this.#values = [...this.#values, value].slice(-NUM_SAMPLES);
-    const [top, start] = [Math.max(...this.#values) || 1, NUM_SAMPLES - this.#values.length];
-    this.#line.setAttribute('points', this.#values.map((y, x) => `${start + x},${-y / top}`).join(' '));
+  show(readings) {
+    const read = this.figure.read(readings);
+    if (!read) return;
+    this.element.hidden = false;
+    [this.value.textContent, this.caption.textContent] = [read.text, read.caption];
+    this.line.push(read.value);
   }
 }

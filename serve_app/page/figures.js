@@ -1,0 +1,159 @@
+// What the engine view shows: each figure with how it is read and what it means, in words.
+
+const share = value => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
+const perSecond = value => value.toFixed(value < 10 ? 1 : 0);
+
+export function duration(seconds) {
+  if (seconds === Infinity) return 'the largest bucket';
+  return seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+}
+
+/**
+ * `read({ now, before, first, seconds, draft })` gives `{ value, text, caption }`, or nothing if there is nothing to tell;
+ * `now` is this reading, `before` the last one, `first` the oldest one kept, and `seconds` the time since the last one.
+ */
+export const FIGURES = [
+  {
+    id: 'running',
+    title: 'Running',
+    about: 'Requests that are being answered. Each step of an engine gives every one of its requests the next token.',
+    read: ({ now }) => count(now, 'vllm:num_requests_running', 'requests in the batch'),
+  },
+  {
+    id: 'waiting',
+    title: 'Waiting',
+    about: 'Requests in the queue. They begin when there is a place in the batch and memory for their tokens.',
+    read({ now, first }) {
+      const { count: begun, mean } = now.mean(first, 'vllm:request_queue_time_seconds');
+      return count(now, 'vllm:num_requests_waiting', begun ? `the last ${begun} waited ${duration(mean)} on average` : 'requests in the queue');
+    },
+  },
+  {
+    id: 'kv',
+    title: 'KV cache in use',
+    about: 'Memory for the tokens of running requests. When it is full, requests wait, or the last one gives up its place and is computed again later.',
+    read({ now }) {
+      const [used, lost] = [now.largest('vllm:kv_cache_usage_perc'), now.sum('vllm:num_preemptions_total')];
+      const places = lost ? `, ${lost} place${lost > 1 ? 's' : ''} given up so far` : '';
+      return { value: used, text: share(used), caption: `of the fullest engine${places}` };
+    },
+  },
+  {
+    id: 'prefix',
+    title: 'Prefix cache',
+    about: 'Prompt tokens that an earlier request had in the same places, such as a system prompt or the chat so far: they are not computed again.',
+    read({ now, first }) {
+      const [hits, queries] = ['vllm:prefix_cache_hits_total', 'vllm:prefix_cache_queries_total'];
+      const from = now.since(first, queries) ? first : null;
+      const asked = now.since(from, queries);
+      if (!asked) return null;
+      const found = now.since(from, hits);
+      return { value: found / asked, text: share(found / asked), caption: `of ${asked} prompt tokens were known` };
+    },
+  },
+  {
+    id: 'generated',
+    title: 'Generated',
+    about: 'Tokens of all answers together.',
+    read: figures => rate(figures, 'vllm:generation_tokens_total'),
+  },
+  {
+    id: 'prompt-rate',
+    title: 'Prompts read',
+    about: 'Tokens of the prompts of requests that began.',
+    read: figures => rate(figures, 'vllm:prompt_tokens_total'),
+  },
+  {
+    id: 'ttft',
+    title: 'Time to first token',
+    about: 'From a request’s arrival until its answer begins: its wait in the queue and the reading of its prompt.',
+    read({ now, before }) {
+      const name = 'vllm:time_to_first_token_seconds';
+      const { count, mean } = now.mean(before, name);
+      if (!count) return null;
+      const of = before ? `mean of the last ${count}` : `mean of ${count}`;
+      return { value: mean, text: duration(mean), caption: `${of}; 95 % within ${duration(now.quantile(name, 0.95))}` };
+    },
+  },
+  {
+    id: 'between',
+    title: 'Time between tokens',
+    about: 'How fast one answer goes on. It grows a little with the number of running requests.',
+    read({ now, before }) {
+      const { count, mean } = now.mean(before, 'vllm:inter_token_latency_seconds');
+      return count ? { value: mean, text: duration(mean), caption: `mean of ${count} token${count > 1 ? 's' : ''}` } : null;
+    },
+  },
+  {
+    id: 'draft',
+    title: 'Draft',
+    isOptional: true,
+    about: 'A quicker guesser proposes the next tokens and the model checks them all in one step. A wrong guess changes no answer; it only gains no time.',
+    read({ now, first, draft }) {
+      const names = ['num_drafts', 'num_draft_tokens', 'num_accepted_tokens'].map(name => `vllm:spec_decode_${name}_total`);
+      const from = now.since(first, names[1]) ? first : null;
+      const [rounds, guessed, accepted] = names.map(name => now.since(from, name));
+      if (!guessed) return draft ? { value: 0, text: '–', caption: `${draft}: no guesses yet` } : null;
+      const gain = (1 + accepted / rounds).toFixed(1);
+      const caption = `of ${guessed} guesses${draft ? ` of ${draft}` : ''} were right: ${gain} tokens a step`;
+      return { value: accepted / guessed, text: share(accepted / guessed), caption };
+    },
+  },
+  {
+    id: 'grammars',
+    title: 'Grammars',
+    isOptional: true,
+    about: 'Requests for structured output wait until their schema or expression is compiled; one that was used before is ready.',
+    read({ now }) {
+      const begun = now.sum('callboard:grammar_waits_total');
+      if (!begun) return null;
+      const waiting = Math.max(0, begun - now.sum('callboard:grammar_seconds_count'));
+      return { value: waiting, text: String(waiting), caption: `of ${begun} wait for theirs` };
+    },
+  },
+];
+
+/** The state of all in one sentence. */
+export function summary(now) {
+  const [running, waiting] = [now.sum('vllm:num_requests_running'), now.sum('vllm:num_requests_waiting')];
+  if (!now.engines.length) return 'No engine tells its figures now: it is starting or restarting, and requests wait or are refused.';
+  if (!running && !waiting) return 'Nothing to do: no request is running, and none waits.';
+  const are = `${running} request${running === 1 ? ' is' : 's are'} running`;
+  if (!waiting) return `${are}, and none waits.`;
+  const why = now.largest('vllm:kv_cache_usage_perc') > 0.85 ? 'the KV cache has no room for more' : 'the places in the batch are taken';
+  return `${are}; ${waiting} more wait${waiting === 1 ? 's' : ''}, as ${why}.`;
+}
+
+/** Requests that were not served, by the reason; empty if there are none. */
+export function refusals(now) {
+  const reasons = { busy: 'the queue was full', late: 'they had waited too long', draining: 'the engine was stopping', never: 'they were too long' };
+  const parts = Object.entries(reasons)
+    .map(([reason, why]) => [now.sum('callboard:requests_refused_total', { reason }), why])
+    .filter(([number]) => number)
+    .map(([number, why]) => `${number} because ${why}`);
+  return parts.length ? `Refused since the start: ${parts.join(', ')}.` : '';
+}
+
+/** The columns of the table of engines. */
+export const COLUMNS = [
+  ['Engine', (now, before, engine) => engine],
+  ['Running', (now, before, engine) => now.sum('vllm:num_requests_running', { engine })],
+  ['Waiting', (now, before, engine) => now.sum('vllm:num_requests_waiting', { engine })],
+  ['KV cache', (now, before, engine) => share(now.sum('vllm:kv_cache_usage_perc', { engine }))],
+  ['Tokens a second', (now, before, engine) => {
+    if (!before) return '–';
+    return perSecond(now.since(before, 'vllm:generation_tokens_total', { engine }) / ((now.time - before.time) / 1000));
+  }],
+  ['Engine restarts', (now, before, engine) => now.sum('callboard:restarts_total', { engine, actor: 'engine' })],
+  ['Runner restarts', (now, before, engine) => now.sum('callboard:restarts_total', { engine, actor: 'runners' })],
+];
+
+function count(now, name, caption) {
+  return { value: now.sum(name), text: String(now.sum(name)), caption };
+}
+
+function rate({ now, before, seconds }, name) {
+  if (!before) return null;
+  const value = now.since(before, name) / seconds;
+  return { value, text: perSecond(value), caption: 'tokens a second' };
+}

@@ -1,0 +1,75 @@
+// The sampling settings of a view: their form, their values as fields of an API request, and that they survive a reload.
+
+import { element } from './dom.js';
+import { load, save } from './store.js';
+
+const NUMBERS = [
+  ['temperature', 'Temperature', '1', '0 always takes the likeliest token; higher values vary more'],
+  ['top_p', 'Top p', '1', 'Only the likeliest tokens that make up this share'],
+  ['top_k', 'Top k', 'Off', 'Only so many of the likeliest tokens'],
+  ['min_p', 'Min p', '0', 'Only tokens with this share of the likeliest one’s probability'],
+  ['max_tokens', 'Max tokens', 'All that fit', 'The answer is cut there'],
+  ['seed', 'Seed', 'Random', 'The same seed gives the same answer'],
+];
+const MORE_NUMBERS = [
+  ['repetition_penalty', 'Repetition penalty', '1', 'Above 1: tokens of the prompt and the answer become less likely'],
+  ['min_tokens', 'Min tokens', '0', 'The answer does not end before'],
+  ['presence_penalty', 'Presence penalty', '0', 'Taken off each token that the answer has'],
+  ['frequency_penalty', 'Frequency penalty', '0', 'Taken off for each time that the answer has the token'],
+];
+const LISTS = [
+  ['stop', 'Stop at', 'One text a line; \\n is a line break', 'The answer ends before the first of them'],
+  ['logit_bias', 'Token bias', 'One a line: token id, bias', 'Added to a token’s logit; -100 rules it out'],
+];
+
+/** Builds the fields into `form`, behind those that it has, and gives each the value that it had last. */
+export function buildSettings(form, name, initial) {
+  const number = ([field, label, placeholder, title]) =>
+    element('label', { title }, `${label} `, element('input', { name: field, type: 'number', step: 'any', placeholder }));
+  const list = ([field, label, placeholder, title]) =>
+    element('label', { title, className: 'wide' }, `${label} `, element('textarea', { name: field, rows: 2, placeholder }));
+  const ignore = element('input', { name: 'ignore_eos', type: 'checkbox', value: 'true' });
+  const more = element('details', { className: 'wide more' }, element('summary', {}, 'More'), element('div', {},
+    ...MORE_NUMBERS.map(number), ...LISTS.map(list),
+    element('label', { className: 'wide check' }, ignore, ' Go on after the end token')));
+  const reset = element('button', { type: 'button', className: 'quiet reset' }, 'Back to the defaults');
+  form.append(...NUMBERS.map(number), more, reset);
+
+  const fields = [...form.elements].filter(field => field.name);
+  const fill = values => fields.forEach(field => {
+    if (field.type === 'checkbox') field.checked = Boolean(values[field.name]);
+    else field.value = values[field.name] ?? '';
+  });
+  const values = () => Object.fromEntries(fields.map(field => [field.name, field.type === 'checkbox' ? field.checked : field.value]));
+  fill(load(name, initial));
+  form.addEventListener('input', () => save(name, values()));
+  reset.addEventListener('click', () => {
+    fill(initial);
+    save(name, values());
+  });
+  return () => fill(initial);
+}
+
+/** The fields as those of an API request; empty ones are left to the server. Throws if one cannot be read. */
+export function settings(form) {
+  const fields = {};
+  for (const { name, type, value, checked, dataset } of form.elements) {
+    if (!name || dataset.own !== undefined || !value.trim() || (type === 'checkbox' && !checked)) continue;
+    if (name === 'logit_bias') fields[name] = biases(value);
+    else if (type === 'textarea') fields[name] = linesOf(value).map(line => line.replaceAll('\\n', '\n'));
+    else fields[name] = value === 'true' ? true : Number(value);
+  }
+  return fields;
+}
+
+const linesOf = text => text.split('\n').filter(Boolean);
+
+function biases(text) {
+  return Object.fromEntries(linesOf(text).filter(line => line.trim()).map(line => {
+    const [id, bias, ...rest] = line.trim().split(/[\s,:=]+/);
+    if (!/^\d+$/.test(id) || !bias || rest.length || Number.isNaN(Number(bias))) {
+      throw new Error(`Token bias: "${line}" is not a token id and a number, such as 1234 -2.`);
+    }
+    return [id, Number(bias)];
+  }));
+}

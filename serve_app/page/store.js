@@ -1,0 +1,36 @@
+// What survives a reload, in this browser only: the settings and the chats. The API key is not among it (api.js).
+
+const PREFIX = 'callboard-';
+const MOST_CHATS = 100;
+
+export function load(name, fallback) {
+  try {
+    return JSON.parse(localStorage.getItem(PREFIX + name)) ?? fallback;
+  } catch {
+    return fallback; // a browser that keeps nothing, or text that is not ours
+  }
+}
+
+export function save(name, value) {
+  try {
+    localStorage.setItem(PREFIX + name, JSON.stringify(value));
+    return true;
+  } catch {
+    return false; // full, or a browser that keeps nothing
+  }
+}
+
+/** All chats, the one last used first: `{ id, turns: [{ question, text, reasoning, end }] }`. */
+export const chats = () => load('chats', []);
+
+/** Puts a chat in front of the others; where there is no room, the oldest ones go. */
+export function saveChat(chat) {
+  let kept = [chat, ...chats().filter(({ id }) => id !== chat.id)].slice(0, MOST_CHATS);
+  while (!save('chats', kept) && kept.length > 1) kept = kept.slice(0, -1);
+}
+
+export const deleteChat = id => save('chats', chats().filter(chat => chat.id !== id));
+
+export function forgetAll() {
+  for (const key of Object.keys(localStorage)) if (key.startsWith(PREFIX)) localStorage.removeItem(key);
+}
