@@ -1,6 +1,7 @@
 """Paged attention kernels against their torch twin, under Triton's interpreter: a process of its own, since Triton
 decides at import whether it interprets. (bf16 is not supported there; tests/test_gpu_attention.py has it.)"""
 
+import importlib
 import importlib.util
 
 import pytest
@@ -9,7 +10,7 @@ from attention_cases import check, paged_case, rows_of
 
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.paged_attention import paged_attention_torch
+from runtime.kernels.paged_attention import PagedRows, paged_attention_torch
 from runtime.kernels.prefill_attention import prefill_attention
 
 in_process = pytest.mark.skipif(not INTERPRETED, reason="runs in the subprocess of test_under_the_interpreter")
@@ -34,6 +35,27 @@ def test_the_twin_is_softmax_over_each_tokens_past():
             for head in range(4):
                 weights = (k[head // 2] @ q[token, head] * 0.1).softmax(0)
                 torch.testing.assert_close(got[token, head * 64 : head * 64 + 64], weights @ v[head // 2])
+
+
+def test_the_grid_of_a_long_unchunked_prompt_is_one_that_devices_have(monkeypatch):
+    """A device takes at most 65,535 places in all dimensions of a grid but the first."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    module = importlib.import_module("runtime.kernels.prefill_attention")  # the package has the function by that name
+    monkeypatch.setattr(module, "_prefill_attention_kernel", Kernel())
+    monkeypatch.setattr(module, "use_pdl", lambda q: False)
+    q = torch.empty((1 << 17, 32, 64), device="meta")
+    ids = torch.empty(2, dtype=torch.int32, device="meta")
+    rows = PagedRows(ids[:1], ids[:1], ids, ids.view(1, 2), 1, 1 << 17, 1 << 17, 1 << 17)
+    prefill_attention(q, torch.empty((2, 2, 9000, 16, 64), device="meta"), rows, scale=1.0)
+    ((places, *others),) = grids
+    assert places >= 2 * (1 << 17) // 2
+    assert all(size <= 65_535 for size in others)
 
 
 @in_process

@@ -31,6 +31,7 @@ def _prefill_attention_kernel(
     scale_log2,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a kv head
     TILE_TOKENS: tl.constexpr,  # BLOCK_M // GROUP
     NUM_ROWS: tl.constexpr,  # power of two, at least num_rows
@@ -41,7 +42,8 @@ def _prefill_attention_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    kv_head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    place = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, tile = NUM_KV_HEADS - 1 - place % NUM_KV_HEADS, place // NUM_KV_HEADS
     row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
     q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
     count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
@@ -78,7 +80,7 @@ def _prefill_attention_kernel(
         q, q_positions, k_ptr, kv_stride, table_ptr, seen_by_all, start + count, m, total, acc, scale_log2,
         BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
     )  # fmt: skip
-    out_at = out_ptr + (q_tokens * (tl.num_programs(0) * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    out_at = out_ptr + (q_tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
 
 
@@ -108,10 +110,11 @@ def prefill_attention(
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
     pdl = use_pdl(q)
-    _prefill_attention_kernel[(num_kv_heads, num_tokens // tile_tokens + rows.num_rows)](
+    # One dimension of the grid: the others hold no more than 65,535 places each.
+    _prefill_attention_kernel[(num_kv_heads * (num_tokens // tile_tokens + rows.num_rows),)](
         q, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, scale * LOG2_E,
-        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, GROUP=group, TILE_TOKENS=tile_tokens,
+        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, NUM_KV_HEADS=num_kv_heads, GROUP=group, TILE_TOKENS=tile_tokens,
         NUM_ROWS=rows_searched(rows.num_rows), WINDOW=window, SOFT_CAP=soft_cap,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         PDL=pdl, **options, **({"launch_pdl": True} if pdl else {}),
