@@ -286,6 +286,7 @@ class EngineLink:
             if not connection.lost.done():
                 self._connection = connection
                 await self._watch(connection)
+            await asyncio.sleep(_RETRY_S)  # an engine that cuts it off at once is not asked without end
 
     async def _watch(self, connection: _Connection) -> None:
         """Returns when the connection is lost. Beats are counted, not seconds: when this process is late itself, it
