@@ -195,22 +195,31 @@ class _Writer:
 
     def _distinct(self, values: list[Any], least: int, most: int | None) -> Rule:
         """Some of `values`, each at most once."""
-        permuted = len(values) <= _MAX_PERMUTED
-        most = len(values) if most is None else min(most, len(values))
-        written: dict[tuple[tuple[int, ...], int], Rule] = {}
+        if len(values) <= _MAX_PERMUTED:
+            return self._permuted(tuple(values), 0, least, len(values) if most is None else most, {})
+        is_bound = most is not None and most < len(values)
+        cap = max(1, least, most if is_bound and most is not None else 0)  # values so far are counted up to here
+        after: list[Rule] = [NOTHING if n >= least else NEVER for n in range(cap + 1)]
+        for value in reversed(values):
+            states = []
+            for n in range(cap + 1):
+                taken = row(*([_COMMA] if n else []), _value(value), after[min(n + 1, cap)])
+                states.append(after[n] if is_bound and n == most else self._named(choice([taken, after[n]])))
+            after = states
+        return after[0]
 
-        def after(left: tuple[int, ...], count: int) -> Rule:
-            """What may follow `count` values, where those of `left` may still come."""
-            count = count if count < most or count == 0 else most
-            if (left, count) not in written:
-                options: list[Rule] = [NOTHING] if count >= least else []
-                for place, i in enumerate(left if count < most else ()):
-                    others = left[:place] + left[place + 1 :] if permuted else left[place + 1 :]
-                    options.append(row(*([_COMMA] if count else []), _value(values[i]), after(others, count + 1)))
-                written[left, count] = self._named(choice(options))
-            return written[left, count]
-
-        return after(tuple(range(len(values))), 0)
+    def _permuted(
+        self, left: tuple[Any, ...], count: int, least: int, most: int, written: dict[tuple[Any, ...], Rule]
+    ) -> Rule:
+        """What may follow `count` values, where those of `left` may still come in any order."""
+        key = tuple(map(id, left))
+        if key not in written:
+            options: list[Rule] = [NOTHING] if count >= least else []
+            for i, value in enumerate(left if count < most else ()):
+                others = self._permuted(left[:i] + left[i + 1 :], count + 1, least, most, written)
+                options.append(row(*([_COMMA] if count else []), _value(value), others))
+            written[key] = self._named(choice(options))
+        return written[key]
 
     # ---- objects ----------------------------------------------------------------------------------------------------
 
