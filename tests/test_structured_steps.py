@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import time
+from decimal import Decimal
 
 import jsonschema
 import numpy as np
@@ -40,7 +41,8 @@ RUNNER = runner_of()
 
 
 def check_fits(text: str, schema: object) -> None:
-    jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator, format_checker=CHECKER)
+    value, exact = (json.loads(each, parse_float=Decimal) for each in (text, json.dumps(schema)))  # 0.56 is 56 * 0.01
+    jsonschema.validate(value, exact, jsonschema.Draft202012Validator, format_checker=CHECKER)
 
 
 def schemas_with_grammars(num: int) -> list[tuple[dict, Grammar]]:
