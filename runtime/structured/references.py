@@ -49,7 +49,7 @@ class _Document:
         self._root = root
         draft = root.get("$schema")
         self._id = "id" if isinstance(draft, str) and _OLD.search(draft) else "$id"
-        self._ref_alone = isinstance(draft, str) and bool(_REF_ALONE.search(draft))
+        self._ref_alone = bool(_REF_ALONE.search(draft)) if isinstance(draft, str) else None
         self._places: dict[str, str] = {}  # by address, with or without an anchor: pointers from the root
         self._visited: set[int] = set()
         self._references: list[tuple[dict[str, Any], str, str]] = []  # schemas with $ref, their bases and pointers
@@ -82,6 +82,10 @@ class _Document:
                 continue
             has_ref = isinstance(schema.get("$ref"), str)
             name = schema.get(self._id)
+            if isinstance(name, str) and has_ref and self._ref_alone is None and where != "#":
+                raise at(
+                    where, "has '$id' beside '$ref', which drafts read in two ways; say which draft it is in $schema"
+                )
             if isinstance(name, str) and not (has_ref and self._ref_alone):
                 address, anchor = urldefrag(_joined(base, name))
                 if anchor and name.startswith("#"):
