@@ -1,7 +1,7 @@
 """Another Ray job calls a running Callboard through its Serve handle and streams tokens: no HTTP in between.
 
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...   # any secret, the same in two terminals of one machine
-callboard serve                                 # in the first one
+callboard serve                                 # in the first one; or: serve run serve_app.app:build_app
 python docs/handle_call.py "Hi!"                # in the second one
 
 Where several Ray clusters run on the machine, RAY_ADDRESS=HOST:PORT says which one; otherwise Ray takes any of them.
@@ -9,10 +9,16 @@ Where several Ray clusters run on the machine, RAY_ADDRESS=HOST:PORT says which 
 
 import os
 import sys
+from pathlib import Path
 
 from actors.environment import SINGLE_MACHINE
 
-os.environ.update(SINGLE_MACHINE)  # this process must talk to Ray as `callboard serve` does; before `import ray`
+# This process must talk to Ray as the server does, from before `import ray` on. A Ray that `serve run` has started
+# wants the token that it left in the home directory.
+os.environ.update(
+    {**SINGLE_MACHINE, "RAY_AUTH_MODE": "token" if Path("~/.ray/auth_token").expanduser().exists() else "disabled"}
+    | dict(os.environ)
+)
 
 import ray
 from ray import serve
@@ -20,7 +26,9 @@ from ray import serve
 
 def main() -> None:
     ray.init(address="auto", log_to_driver=False)
-    handle = serve.get_app_handle("callboard").options(stream=True)
+    applications = serve.status().applications.items()  # `callboard serve` names its own, `serve run` says "default"
+    name = next(name for name, application in applications if {"Front", "Engine"} <= application.deployments.keys())
+    handle = serve.get_app_handle(name).options(stream=True)
     prompt = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 64, "temperature": 0}
     for delta in handle.generate.remote(body):

@@ -340,11 +340,13 @@ def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_
         port = probe.getsockname()[1]
     config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
     config["http_options"]["port"] = port
+    config["applications"][0]["name"] = "default"  # as `serve run serve_app.app:build_app` has it
     config["applications"][0]["args"] |= {"model": str(smollm2_path), "num_threads": 2, "kv_cache_memory": 0.1}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
+    env = {name: value for name, value in private_ray.items() if "RAY_AUTH" not in name}  # Ray makes a token itself
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=private_ray, cwd=ROOT, preexec_fn=heed_ctrl_c)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT, preexec_fn=heed_ctrl_c)
     try:
         deadline, answer = time.monotonic() + 90, None
         while answer is None and time.monotonic() < deadline and process.poll() is None:
@@ -355,6 +357,13 @@ def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_
         assert answer is not None, (tmp_path / "log").read_text()[-3000:]
         assert answer["data"][0]["id"] == "smollm2"
         assert "For full speed set RAY_SERVE_ENABLE_HA_PROXY=1" in (tmp_path / "log").read_text()
+        (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
+        caller = subprocess.run(
+            [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            env={**env, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
+        )  # fmt: skip
+        assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
