@@ -223,7 +223,7 @@ def test_an_answer_that_a_reload_cut_off_is_kept_and_goes_on(visit, server):
     page.wait_for_selector(".text p:text('and more.')")
     body = asked.value.post_data_json
     assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
-    assert server.prompt() == f"<user>Talk.<assistant>{text}"
+    assert server.prompt() == f"<user>Talk.<assistant>{text.rstrip()}"
     is_answered(page, 1)
     assert page.locator("button:text('Continue')").count() == 0  # it has ended by itself
 

@@ -55,6 +55,7 @@ export function startChat(served) {
   async function answer({ turn, reply }, signal, before = {}) {
     const conversation = chat;
     const goesOn = Boolean(turn.text);
+    turn.text = turn.text.trimEnd(); // templates cut it off, and models write it with the next word
     reply.begin();
     update();
     scroll.scrollTop = scroll.scrollHeight;
