@@ -135,7 +135,7 @@ def test_a_chat_template_of_the_operators(write_tiny_gguf: Callable[..., Path], 
     ],
 )
 def test_a_chat_template_that_is_none(
-    content: bytes | None, says: str, write_tiny_gguf: Callable[..., Path], tmp_path: Path, capsys
+    content: bytes | None, says: str, write_tiny_gguf: Callable[..., Path], tmp_path: Path, capfd
 ):
     file = tmp_path / "t.jinja"
     if content is not None:
@@ -143,6 +143,6 @@ def test_a_chat_template_that_is_none(
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     assert cli.main(["serve", str(write_tiny_gguf()), "--port", port, "--chat-template", str(file)]) == 1
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert said.startswith(f"callboard: The chat template '{file}' {says}")
     assert said.count("\n") == 1
