@@ -207,7 +207,10 @@ def _integer_multiples(of: int, least: int | None, most: int | None) -> Rule | N
             return Terminal((ranged, "\\x{2d}?" + (_any_of(options) or "")))
     if of > _MOST_DIVISOR:
         return None
-    low, high = (max(-_MOST_MULTIPLE, least or -_MOST_MULTIPLE), min(_MOST_MULTIPLE, most or _MOST_MULTIPLE))
+    low = -_MOST_MULTIPLE if least is None else max(-_MOST_MULTIPLE, least)
+    high = _MOST_MULTIPLE if most is None else min(_MOST_MULTIPLE, most)
+    if low > high:
+        return NEVER
     return JsonSchema(json.dumps({"type": "integer", "multipleOf": of, "minimum": low, "maximum": high}))
 
 
