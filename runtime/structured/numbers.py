@@ -209,7 +209,7 @@ def _integer_multiples(of: int, least: int | None, most: int | None) -> Rule | N
         return None
     low = -_MOST_MULTIPLE if least is None else max(-_MOST_MULTIPLE, least)
     high = _MOST_MULTIPLE if most is None else min(_MOST_MULTIPLE, most)
-    if low > high:
+    if high // of * of < low:
         return NEVER
     return JsonSchema(json.dumps({"type": "integer", "multipleOf": of, "minimum": low, "maximum": high}))
 

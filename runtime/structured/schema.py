@@ -124,8 +124,8 @@ class _Writer:
             "object": self._object,
             "array": self._array,
             "string": self._string,
-            "number": numbers.rule,
-            "integer": numbers.rule,
+            "number": self._number,
+            "integer": self._number,
             "boolean": lambda *_: terminal("(?:true|false)"),
             "null": lambda *_: terminal("null"),
         }
@@ -137,6 +137,10 @@ class _Writer:
         """The values of its enum that fit all else that it says."""
         rest = Flat((k, v) for k, v in flat.items() if k != "enum")
         return [value for value in flat["enum"] if not rest or self._schemas.admits(rest, value, where)]
+
+    def _number(self, schema: Schema, where: str) -> Rule:
+        rule = numbers.rule(schema, where)
+        return self._fitting(rule) if isinstance(rule, Terminal) else rule
 
     # ---- strings ----------------------------------------------------------------------------------------------------
 
