@@ -344,6 +344,7 @@ class EngineLink:
             if (stream := streams.get(number)) is not None and not stream.received:
                 output = stream.output()
                 output.num_cached, output.queued_s, output.prefill_s = num_cached, queued_s, prefill_s
+                output.first_sampled_at = sampled_at
         for number, num_guessed, num_accepted in frame.verified:
             if (stream := streams.get(number)) is not None:
                 output = stream.output()

@@ -63,7 +63,7 @@ class Choice:
         if not output.sampled_at:  # an end without a token
             return
         if not self.first_at:
-            self.first_at, self.num_cached = output.sampled_at, output.num_cached
+            self.first_at, self.num_cached = output.first_sampled_at or output.sampled_at, output.num_cached
             self.queued_s, self.prefill_s = output.queued_s, output.prefill_s
         self.num_output += len(output.token_ids)
         self.last_at = output.sampled_at

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from dataclasses import replace
 
 import httpx
@@ -15,7 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_link import Engine, eventually, link_to
 
 from actors.metrics import METRICS, Figures, Histogram, length_bounds
+from runtime.core.types import Request, SamplingParams
 from serve_app.http import build_http_app
+from serve_app.metrics import Choice
 from serve_app.service import Service
 
 MODEL = "m"
@@ -141,6 +144,26 @@ async def test_a_known_load_gives_exact_counts(fronts):
     assert samples["callboard:step_seconds_count"] == samples["callboard:engine_wait_seconds_count"]
     assert samples["vllm:num_requests_running"] == samples["vllm:num_requests_waiting"] == 0
     assert samples["vllm:kv_cache_usage_perc"] == 0
+
+
+async def test_the_first_token_has_its_own_time_however_late_it_is_read():
+    engine = Engine(delay_s=0.01)
+    link = link_to(engine)
+    await link.start()
+    choice = Choice(Request("r", [1, 2, 3], 3, SamplingParams(max_tokens=20, ignore_eos=True)))
+    outputs = link.generate(choice.request)
+    try:
+        first = asyncio.ensure_future(anext(outputs))
+        await asyncio.sleep(0)  # the request is on its way
+        time.sleep(0.5)  # the event loop, and so the reader, stands still while tokens come
+        choice.note(await first)
+        async for output in outputs:
+            choice.note(output)
+        assert choice.num_output == 20
+        assert 0 < choice.first_at < choice.last_at
+    finally:
+        link.close()
+        engine.loop.close()
 
 
 def sequence(answer: httpx.Response) -> list[int]:

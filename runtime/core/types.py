@@ -186,6 +186,7 @@ class RequestOutput:
     prompt_logprobs: Sequence[TokenLogprobs] = ()
     queued_s: float = 0.0  # with the first token: from the engine's queue to a slot
     prefill_s: float = 0.0  # with the first token: from a slot to it
+    first_sampled_at: float = 0.0  # with the first token: when it was sampled, by the engine's wall clock
     sampled_at: float = 0.0  # when the last token here was sampled, by the engine's wall clock; 0: there is none
     verified: list[Verified] | None = None  # in order, if there was something to verify
 
