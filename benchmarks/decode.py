@@ -28,6 +28,7 @@ def main() -> None:
     largest = max(batch for batch, _, _ in cells)
     config = engine_config(args.set, **({"max_num_seqs": largest} if largest > 256 else {}))
     results = Results("decode", args.out)
+    greedy: dict[tuple[int, ...], float] = {}  # decode tok/s of a cell
     engine = Engine(args.model, config)
     cases = [(cell, text) for cell in cells for text in args.sampling]
     with tqdm(total=len(cases) * (args.repeats + 1), unit="run") as bar:
@@ -41,11 +42,14 @@ def main() -> None:
                 bar.update()
             decode, decode_range = middle([run.decode_rate for run in runs])
             output, output_range = middle([run.output_rate for run in runs])
+            if text == "temperature=0":
+                greedy[batch, prompt_len, output_len] = decode
+            rate = greedy.get((batch, prompt_len, output_len))
             steps = np.concatenate([np.diff(run.step_ends) for run in runs])
             results.add(
                 config, model=args.model, sampling=text, batch=batch, prompt_len=prompt_len, output_len=output_len,
-                repeats=args.repeats, decode_tok_s=decode, decode_range=decode_range, output_tok_s=output,
-                output_range=output_range, first_token_ms=middle([run.first * 1e3 for run in runs])[0],
+                repeats=args.repeats, decode_tok_s=decode, decode_range=decode_range, of_greedy=rate and decode / rate,
+                output_tok_s=output, output_range=output_range, first_token_ms=middle([run.first * 1e3 for run in runs])[0],
                 step_ms=percentiles(steps),
             )  # fmt: skip
 

@@ -120,11 +120,11 @@ def throughput(line: Line) -> Row | None:
 
 
 def sampled(line: Line) -> Row | None:
-    if "sampling" not in line:
+    if is_greedy(line):
         return None
     model, batch, sampling, ours = line["model"], line["batch"], line["sampling"], line["decode_tok_s"]
     cells = [model, str(batch), f"`{sampling}`", number(ours), span(line["decode_range"]), twice(line["step_ms"])]
-    return Row([*cells, settings(line)], f"{model} {batch} {sampling}", ours)
+    return Row([*cells, f"{line['of_greedy']:.1%}", settings(line)], f"{model} {batch} {sampling}", ours)
 
 
 def prefill(line: Line) -> Row:
@@ -194,8 +194,9 @@ SUBJECTS = {
         throughput,
     ),
     "sampled": Subject(
-        "Decode by ways of sampling", ("decode",), ("model", "batch", "sampling", "config"),
-        "model | batch | sampling | tok/s | range | step p50 / p99 ms | config", "tok/s", sampled,
+        "Decode, sampled: share of the greedy rate in the same run", ("decode",),
+        ("model", "batch", "sampling", "config"),
+        "model | batch | sampling | tok/s | range | step p50 / p99 ms | of greedy | config", "tok/s", sampled,
     ),
     "prefill": Subject(
         "Prefill to the first token, one request", ("prefill",), ("model", "prompt_len", "config"),
