@@ -49,8 +49,8 @@ def main() -> None:
             results.add(
                 config, model=args.model, sampling=text, batch=batch, prompt_len=prompt_len, output_len=output_len,
                 repeats=args.repeats, decode_tok_s=decode, decode_range=decode_range, of_greedy=rate and decode / rate,
-                output_tok_s=output, output_range=output_range, first_token_ms=middle([run.first * 1e3 for run in runs])[0],
-                step_ms=percentiles(steps),
+                output_tok_s=output, output_range=output_range, step_ms=percentiles(steps),
+                first_token_ms=middle([run.first * 1e3 for run in runs])[0],
             )  # fmt: skip
 
 
