@@ -25,6 +25,7 @@ from serve_app.settings import HttpSettings
 
 APP_NAME = "callboard"
 _POLL_S = 0.1
+_STATUS_POLL_S = 1.0
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one: no tensor ever goes through it
 _MAX_TRIES = 3
 _MAX_TEMPORARY_LEN = 8  # of the path where HAProxy's Unix sockets lie, whose own may have 107 bytes
@@ -190,16 +191,19 @@ def _wait_until_up(settings: ServerSettings, console: Console) -> None:
 
     from serve_app.app import failure_of
 
-    phases = _EnginePhases(console)
+    phases, due = _EnginePhases(console), 0.0
     while True:
-        application = serve.status().applications[APP_NAME]
-        if reason := failure_of(APP_NAME):
-            raise CallboardError(reason)
-        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise CallboardError(f"The application did not start: {_last_line(application.message)}")
         phases.show()
-        if application.status == "RUNNING" and _fronts_are_connected(settings) and _answers(settings):
-            return
+        if phases.ended or time.monotonic() >= due:  # Serve's status takes 20 ms of what the model's load needs
+            due = time.monotonic() + _STATUS_POLL_S
+            application = serve.status().applications[APP_NAME]
+            told = [application.message, *(deployment.message for deployment in application.deployments.values())]
+            if any(told) and (reason := failure_of(APP_NAME)):
+                raise CallboardError(reason)
+            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise CallboardError(f"The application did not start: {_last_line(application.message)}")
+            if application.status == "RUNNING" and _fronts_are_connected(settings) and _answers(settings):
+                return
         time.sleep(_POLL_S)
 
 
@@ -210,6 +214,7 @@ class _EnginePhases:
         self._console = console
         self._asked: Any = None
         self._num_shown = 0
+        self.ended = False  # whether the model is loaded
 
     def show(self) -> None:
         """Prints what is new since the last call, and waits for nothing."""
@@ -226,6 +231,7 @@ class _EnginePhases:
         for line in lines[self._num_shown :]:
             self._console.phase(line.partition(" s  ")[2])
         self._num_shown = max(self._num_shown, len(lines))
+        self.ended = bool(lines) and lines[-1].endswith("ready")
 
 
 def _engines() -> list[Any]:
