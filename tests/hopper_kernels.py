@@ -56,7 +56,8 @@ SERVED: list[tuple[str, dict[str, int], torch.dtype, bool, tuple[int, ...]]] = [
     ("mixtral-8x7b", {}, torch.bfloat16, True, (1, 64)),
     *(("qwen3-0.6b", {"head_dim": size}, torch.bfloat16, False, (64,)) for size in (80, 96, 256)),
 ]
-PREFILLS = (2048, 8192)  # tokens of one row
+# Tokens of one row, and its sampling: without filters, and with them and a second pass.
+PREFILLS = ((2048, SamplingParams(presence_penalty=0.5)), (8192, SamplingParams(top_p=0.9, presence_penalty=0.5)))
 
 
 class Hopper:
@@ -119,9 +120,9 @@ def main() -> None:
                 steps._decode(rows)
             case = f"{name}, 7 guesses"
             steps._decode(1, 8)
-            for tokens in PREFILLS:
+            for tokens, params in PREFILLS:
                 case = f"{name}, prefill of {tokens}"
-                new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, SamplingParams(top_p=0.9, presence_penalty=0.5))
+                new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, params)
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, starts=start, counts=count, samples=one)
                 steps._write(steps._staged(plan))
