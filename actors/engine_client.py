@@ -45,7 +45,7 @@ class QueueTimeout(EngineRefusal):
 
 
 class EngineClient(Protocol):
-    """What a front end needs of its engines, however far away they are."""
+    """The engines as a front end uses them, however far away they are."""
 
     info: ModelInfo  # of the engine with the longest context
 

@@ -119,7 +119,7 @@ class EngineLoop:
 
     @property
     def draft(self) -> DraftClient | None:
-        """What the step thread knows of the draft model, if there should be one."""
+        """The step thread's side of the draft model, if there should be one."""
         speculation = self.core.scheduler.speculation
         client = speculation.drafter if speculation is not None else None
         return client if isinstance(client, DraftClient) else None

@@ -119,7 +119,7 @@ class Stream:
 
 
 class LinkOwner(Protocol):
-    """Who is told of what happens to a link."""
+    """Receives the events of a link."""
 
     def on_status(self, link: EngineLink) -> None:
         """The link has become healthy, or ill, or its engine draining."""

@@ -281,7 +281,8 @@ def main() -> None:
             line["versions"]["commit"] = args.commit
     parts = [
         "# Results\n\nMade by `python -m benchmarks.report` from JSON lines; nothing here is written by hand. Random "
-        "weights of the published shapes, greedy, EOS ignored. The peer is vLLM 0.23.0 with its defaults on the same "
+        "weights of the published shapes, greedy where a table says nothing else, EOS ignored. The peer is vLLM "
+        "0.23.0 with its defaults on the same "
         "card type.\n"
     ]
     for name, subject in SUBJECTS.items():

@@ -27,7 +27,7 @@ class Admission:
         self._tables, self.lengths = tables, OutputLengthEstimator()
 
     def allows(self, state: RequestState, hits: Sequence[int], running: Sequence[RequestState]) -> bool:
-        """Whether a waiting request that finds the blocks `hits` in the cache fits beside those that run; alone, its
+        """True if a waiting request that finds the blocks `hits` in the cache fits beside those that run; alone, its
         known tokens have to."""
         pool = self._tables.pool
         room = pool.num_available - sum(pool.refs(b) == 0 for b in hits) + len(hits)

@@ -1,4 +1,4 @@
-"""Who kills the runners: a request whose rows do is found, and ended, by letting suspects run alone.
+"""Isolation of requests that kill the runners: one is found, and ended, by letting suspects run alone.
 
 A loss of the runners (a crashed kernel, a killed process, a hung step) is a pause for all requests, which are then
 recomputed (C8). One of them may be its cause, and would bring it back for ever:

@@ -30,7 +30,7 @@ _REST = 0.01  # a share of answers that is as good as none
 
 
 class _Curve:
-    """What was seen of the answers of one class, by span of lengths."""
+    """Counts of the answers of one class, by span of lengths."""
 
     __slots__ = ("stops", "tokens")
 
