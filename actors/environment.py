@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +39,7 @@ SINGLE_MACHINE = FAST_SERVE | {
 HAPROXY_COMMAND = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _QUIET_PORTS = 20_000, 65_536  # Ray's workers may be below
 _REPLICA_PORTS = range(30_000, 31_000)  # Serve gives them to its replicas
+_HAPROXY_POLL_S = 0.02
 
 # For ray.init(runtime_env=...) on one machine: called in each of Ray's worker processes before anything else.
 LOOPBACK_WORKERS = {"worker_process_setup_hook": "actors.environment.listen_on_loopback"}
@@ -117,14 +119,15 @@ def quiet_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def stop_haproxy(folder: str, timeout_s: float) -> None:
-    """Ends the HAProxy of `single_machine(folder)` as soon as it has answered what it has read."""
+def stop_haproxy(folder: str, wait: Callable[[float], bool], timeout_s: float) -> None:
+    """Ends the HAProxy of `single_machine(folder)` as soon as it has answered what it has read. `wait` sleeps for some
+    seconds, and returns True if this should wait no longer."""
     for pid in _haproxy_pids(folder):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     end = time.monotonic() + timeout_s
-    while _haproxy_pids(folder) and time.monotonic() < end:
-        time.sleep(0.02)
+    while _haproxy_pids(folder) and time.monotonic() < end and not wait(_HAPROXY_POLL_S):
+        pass
 
 
 def _haproxy_pids(folder: str) -> list[int]:

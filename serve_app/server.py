@@ -29,7 +29,9 @@ _STATUS_POLL_S = 1.0
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one: no tensor ever goes through it
 _MAX_TRIES = 3
 _MAX_TEMPORARY_LEN = 8  # of the path where HAProxy's Unix sockets lie, whose own may have 107 bytes
-_LAST_ANSWERS_S = 1.0  # for requests that HAProxy has read when all else has ended
+# For requests that HAProxy has read when all else has ended. It tries three more times, a second apart, to reach a
+# front that has closed its port, and then answers that the server is stopping.
+_LAST_ANSWERS_S = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def _live(settings: ServerSettings, folder: str, parent: Parent) -> None:
     parent.wait_for_order()
     console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
     _drain(settings, parent)
-    stop_haproxy(folder, _LAST_ANSWERS_S)
+    stop_haproxy(folder, parent.wait_for_order, _LAST_ANSWERS_S)
 
 
 @contextmanager

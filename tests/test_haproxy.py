@@ -4,9 +4,12 @@ import os
 import socket
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -16,6 +19,7 @@ from openai import APIStatusError, OpenAI
 
 from actors.environment import haproxy_command, quiet_port, single_machine, stop_haproxy
 from actors.haproxy import ANSWERS, answer
+from serve_app.server import _LAST_ANSWERS_S
 
 
 def serve_config(folder: Path, port: int, servers: list[int], fallback: int | None) -> str:
@@ -43,8 +47,8 @@ def serve_config(folder: Path, port: int, servers: list[int], fallback: int | No
     return api.config_file_path
 
 
-def listening_ports(pid: int) -> set[tuple[str, int]]:
-    """(address, port) of every TCP socket on which a process listens."""
+def listening_ports(pid: int, state: str = "0A") -> set[tuple[str, int]]:
+    """(address, port) of every TCP socket on which a process listens, or whose state is another one of the kernel's."""
     found, inodes = set(), set()
     with suppress(OSError):  # it has ended
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -53,7 +57,7 @@ def listening_ports(pid: int) -> set[tuple[str, int]]:
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
+            if fields[3] == state and fields[9] in inodes:
                 address, port = fields[1].split(":")
                 words = struct.unpack(f"<{len(address) // 8}I", bytes.fromhex(address))
                 family = socket.AF_INET if table == "tcp" else socket.AF_INET6
@@ -100,6 +104,26 @@ def haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
         each.process.kill()
         each.process.wait()
         each.process.stderr.close()
+
+
+ESTABLISHED = "01"
+
+
+class Healthy(BaseHTTPRequestHandler):
+    """A front that is ready."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
 
 
 def dead_port() -> int:
@@ -170,13 +194,39 @@ def test_all_interfaces_of_ipv6(haproxy):
 def test_a_stop_answers_what_was_read_and_ends_no_other(haproxy, tmp_path: Path):
     running, _ = haproxy([])
     other = subprocess.Popen(["sh", "-c", "read x", str(tmp_path / "other" / "haproxy.cfg")], stdin=subprocess.PIPE)
-    stop_haproxy(str(tmp_path / "mine"), timeout_s=0.1)
+    stop_haproxy(str(tmp_path / "mine"), _sleep, timeout_s=0.1)
     assert running.process.poll() is None
-    stop_haproxy(str(tmp_path) + "/haproxy.cfg", timeout_s=5)
+    stop_haproxy(str(tmp_path) + "/haproxy.cfg", _sleep, timeout_s=5)
     assert running.process.wait(timeout=5) == 0
     assert other.poll() is None
     other.kill()
     other.wait()
+
+
+def test_a_stop_answers_what_tries_to_reach_a_front_that_has_just_gone(haproxy, tmp_path: Path):
+    front = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
+    threading.Thread(target=front.serve_forever, daemon=True).start()
+    running, port = haproxy([front.server_port])
+    url = f"http://127.0.0.1:{port}/ready"
+    end = time.monotonic() + 10
+    while httpx.get(url).status_code != 200:
+        assert time.monotonic() < end
+    front.shutdown()
+    front.server_close()
+    with ThreadPoolExecutor() as pool:
+        response = pool.submit(httpx.get, url, timeout=10)
+        while not response.done() and ("127.0.0.1", port) not in listening_ports(running.process.pid, ESTABLISHED):
+            assert time.monotonic() < end
+        stop_haproxy(str(tmp_path) + "/haproxy.cfg", _sleep, _LAST_ANSWERS_S)
+        running.process.kill()
+        assert response.result().status_code == 503
+
+
+def test_an_order_ends_the_wait_for_last_answers(haproxy, tmp_path: Path):
+    running, port = haproxy([dead_port()])
+    with socket.create_connection(("127.0.0.1", port)):
+        stop_haproxy(str(tmp_path) + "/haproxy.cfg", lambda _: True, timeout_s=1000)
+    assert running.process.poll() is None
 
 
 def test_side_ports_are_not_those_of_connections(tmp_path: Path):
