@@ -1,0 +1,44 @@
+"""docs/invariants.md defines every contract that the tree cites, and names only what exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "invariants.md").read_text()
+CONTRACTS = dict(re.findall(r"^## (C\d+)\. .+\n((?:(?!## ).*\n)+)", PAGE, re.MULTILINE))
+CITATION = re.compile(r"\bC\d{1,2}\b")
+
+
+def cited() -> dict[str, list[str]]:
+    """The files that cite each contract."""
+    found: dict[str, list[str]] = {}
+    for folder in ("runtime", "actors", "serve_app", "tests", "benchmarks", "docs"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (".py", ".md") and path.name != "RESULTS.md":
+                for number in set(CITATION.findall(path.read_text())):
+                    found.setdefault(number, []).append(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_every_contract_that_is_cited_is_defined():
+    assert {number: paths for number, paths in cited().items() if number not in CONTRACTS} == {}
+    assert list(CONTRACTS) == [f"C{i}" for i in range(1, len(CONTRACTS) + 1)]
+
+
+@pytest.mark.parametrize("number", CONTRACTS)
+def test_what_it_names_exists(number: str):
+    text = CONTRACTS[number]
+    why, upheld, held = (text.partition(f"**{part}")[2].partition("- **")[0] for part in ("Why", "Upheld", "Held"))
+    assert why
+    files = re.findall(r"`([\w/]+\.py)`", upheld)
+    assert files
+    assert [path for path in files if not (ROOT / path).is_file()] == []
+    tests = re.findall(r"`([\w/]+\.py)::(\w+)`", held)
+    assert tests
+    assert [(path, name) for path, name in tests if not re.search(rf"def {name}\(", _text(path))] == []
+
+
+def _text(path: str) -> str:
+    return (ROOT / path).read_text() if (ROOT / path).is_file() else ""
