@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime.core.config import EngineConfig
+from runtime.core.kv_cache_spec import KVCacheSpec, KVGroupSpec
 from runtime.core.types import CallboardError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -100,6 +101,11 @@ class DecoderSpec:
             raise CallboardError(
                 f"max_model_len is {config.max_model_len}; the model's context is {self.max_positions} tokens at most."
             )
+
+    def kv_cache(self, dtype: str) -> KVCacheSpec:
+        """The KV cache of this model with values of `dtype`, "bfloat16" say. Sliding layers keep all keys, too."""
+        group = KVGroupSpec(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype)
+        return KVCacheSpec((group,))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter by its unfused name, `layers.3.q.weight` say, and its shape."""

@@ -1,0 +1,73 @@
+"""KVCacheSpec: the layout of a model's KV cache as plain data; memory plan, allocation and block tables derive from it.
+
+Layers whose keys and values have one shape and one lifetime are a group, and every group has block tables of its own.
+All groups draw from one pool: a block holds `block_size` tokens of one group's layers, so that it takes as many bytes
+as the largest group needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupSpec:
+    """Layers whose keys and values are stored alike and kept equally long."""
+
+    layers: tuple[int, ...]  # their numbers in the model, rising
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # of the stored values, a key of DTYPE_BYTES
+    scale_dtype: str | None = None  # of one scale for each token and head of K and of V; None: values are not scaled
+    window: int | None = None  # positions that a token attends to, itself included; None: all before it
+
+    @property
+    def kind(self) -> Literal["full", "window"]:
+        """A full group keeps a request's keys and values to its end, a window group those that can still be read."""
+        return "full" if self.window is None else "window"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Keys, values and their scales, in all layers of the group."""
+        scale = 0 if self.scale_dtype is None else DTYPE_BYTES[self.scale_dtype]
+        return 2 * len(self.layers) * self.num_kv_heads * (self.head_dim * DTYPE_BYTES[self.dtype] + scale)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of `block_size` tokens."""
+        return block_size * self.bytes_per_token
+
+    def num_dead_blocks(self, num_computed: int, block_size: int) -> int:
+        """Leading blocks that no row reads any more which starts at position `num_computed` or later."""
+        return 0 if self.window is None else max(0, num_computed - self.window + 1) // block_size
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """The groups of a model's KV cache, in the order in which block tables name them."""
+
+    groups: tuple[KVGroupSpec, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups."""
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in the cache, with a place in every group."""
+        return len(self.groups) * max(group.bytes_per_token for group in self.groups)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one block of the pool, which any group may hold."""
+        return max(group.bytes_per_block(block_size) for group in self.groups)
+
+    def total_bytes(self, num_blocks: int, block_size: int) -> int:
+        """Bytes of a pool of `num_blocks` blocks."""
+        return num_blocks * self.bytes_per_block(block_size)
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """The number of the group that a layer belongs to, and the layer's index in it."""
+        return next((g, group.layers.index(layer)) for g, group in enumerate(self.groups) if layer in group.layers)
