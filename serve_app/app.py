@@ -30,12 +30,12 @@ from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
-from serve_app.answers import encode_json
 from serve_app.http import build_http_app
-from serve_app.job import Job
 from serve_app.limits import beside_the_loop_if, is_long
+from serve_app.prepared_request import PreparedRequest
 from serve_app.ray_metrics import RayMetrics
 from serve_app.requests import ChatRequest, CompletionRequest, parse
+from serve_app.responses import encode_json
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
 
@@ -159,11 +159,11 @@ class Front:
         (pieces of them, as in a stream) where a chat has some; docs/handle_call.py shows a caller."""
         content = encode_json(body)
 
-        def prepare() -> Job:
+        def prepare() -> PreparedRequest:
             return self._service.prepare(parse(ChatRequest if "messages" in body else CompletionRequest, content))
 
-        job = await beside_the_loop_if(is_long(content), prepare)
-        async with aclosing(self._service.run(job)) as deltas:
+        prepared = await beside_the_loop_if(is_long(content), prepare)
+        async with aclosing(self._service.run(prepared)) as deltas:
             async for new in deltas:
                 for delta in new:
                     yield {
@@ -171,7 +171,7 @@ class Front:
                         "text": delta.text,
                         "token_ids": delta.token_ids,
                         "finish_reason": delta.finish_reason,
-                        **({} if delta.reply is None else delta.reply.delta_fields()),
+                        **({} if delta.message is None else delta.message.delta_fields()),
                     }
 
 

@@ -34,7 +34,7 @@ class ApiError(CallboardError):
     ) -> None:
         super().__init__(_capped(message, _MAX_MESSAGE_CHARS))
         self.status, self.type, self.code = status, type, code
-        self.param = None if param is None else echoed(param)
+        self.param = None if param is None else shortened(param)
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:  # to a caller in another process, by a Serve handle
@@ -42,21 +42,21 @@ class ApiError(CallboardError):
         return partial(ApiError, **rest), (self.status, str(self))
 
     def body(self) -> dict[str, Any]:
-        message = str(self) if self.status < 500 else without_places(str(self))
+        message = str(self) if self.status < 500 else redacted(str(self))
         return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def invalid(param: str, problem: str) -> ApiError:
     """The 400 for one field."""
-    return ApiError(400, f"{echoed(param)} {problem}.", param=param)
+    return ApiError(400, f"{shortened(param)} {problem}.", param=param)
 
 
-def echoed(text: str) -> str:
+def shortened(text: str) -> str:
     """A client's own text as a message may show it: not all of a long one."""
     return _capped(text, _MAX_ECHO_CHARS)
 
 
-def without_places(text: str) -> str:
+def redacted(text: str) -> str:
     """A sentence of the server's internals without its file paths and network addresses."""
     return _ADDRESS.sub("<address>", _PATH.sub("<path>", text))
 

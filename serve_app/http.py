@@ -19,15 +19,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from serve_app.answers import Delta, num_scores
-from serve_app.errors import ApiError, echoed, error_response, without_places
-from serve_app.gate import Cors, Gate, clean_id
-from serve_app.job import Job
+from serve_app.auth import AuthMiddleware, Cors, clean_id
+from serve_app.errors import ApiError, error_response, redacted, shortened
 from serve_app.limits import beside_the_loop_if, check_counts, deadline, is_long, read_json_body
-from serve_app.metrics import Origin
+from serve_app.metrics import RequestContext
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
+from serve_app.prepared_request import PreparedRequest
 from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest, parse, validated
+from serve_app.responses import Delta, num_scores
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
 from serve_app.sse import DONE, EventStream, encode_json, error_event, plain_answer
@@ -57,7 +57,7 @@ def build_http_app(
 
     async def health(request: HttpRequest) -> Response:
         if reason := service.health():
-            return _unavailable(reason, status="unavailable", reason=without_places(reason))
+            return _unavailable(reason, status="unavailable", reason=redacted(reason))
         return _json({"status": "ok"})
 
     async def ready(request: HttpRequest) -> Response:
@@ -65,7 +65,7 @@ def build_http_app(
         if not reason:
             return _json({"status": "ready"})
         status = "loading" if service.loading else "unavailable"
-        return _unavailable(reason, status=status, phase=without_places(reason))
+        return _unavailable(reason, status=status, phase=redacted(reason))
 
     async def version_(request: HttpRequest) -> Response:
         return _json({"version": version("callboard")})
@@ -112,7 +112,7 @@ def build_http_app(
         ],
         middleware=[
             *([Middleware(Cors, settings)] if settings.cors_origin else []),
-            Middleware(Gate, settings, echo_ids=echo_request_ids),
+            Middleware(AuthMiddleware, settings, echo_ids=echo_request_ids),
         ],
         exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _internal_error},
     )
@@ -142,48 +142,56 @@ class _Generation:
         self._service, self._kind, self._settings = service, kind, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        origin = Origin.of(scope["headers"])
+        context = RequestContext.of(scope["headers"])
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
-        request, job = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope))
-        async with _until_client_leaves(receive), aclosing(self._service.run(job, origin)) as deltas:
+        request, prepared = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope))
+        async with _until_client_leaves(receive), aclosing(self._service.run(prepared, context)) as deltas:
             if request.stream:
                 include_usage = request.stream_options is not None and request.stream_options.include_usage
-                await self._stream(job, deltas, include_usage, send)
+                await self._stream(prepared, deltas, include_usage, send)
             else:
-                await self._answer(job, deltas, scope, receive, send)
+                await self._answer(prepared, deltas, scope, receive, send)
 
-    def _prepare(self, body: bytes, scope: Scope) -> tuple[CompletionRequest | ChatRequest, Job]:
+    def _prepare(self, body: bytes, scope: Scope) -> tuple[CompletionRequest | ChatRequest, PreparedRequest]:
         request = parse(self._kind, body)
         check_counts(request, self._settings)
         request_id = clean_id(request.request_id or scope["request_id"])
         return request, self._service.prepare(request, request_id, scope["owner"])
 
     async def _answer(
-        self, job: Job, deltas: AsyncGenerator[list[Delta], None], scope: Scope, receive: Receive, send: Send
+        self,
+        prepared: PreparedRequest,
+        deltas: AsyncGenerator[list[Delta], None],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
-        choices = [Delta(i) for i in range(len(job.requests))]
+        choices = [Delta(i) for i in range(len(prepared.requests))]
         async with deadline(self._settings.request_timeout_s):
             async for new in deltas:
                 for delta in new:
                     choices[delta.index].add(delta)
-        render = partial(plain_answer, job, choices, self._service.model, self._service.tokenizer)
+        render = partial(plain_answer, prepared, choices, self._service.model, self._service.tokenizer)
         content = await beside_the_loop_if(num_scores(choices) > _MANY_SCORES, render)
-        await Response(content, headers=job.headers(), media_type="application/json")(scope, receive, send)
+        await Response(content, headers=prepared.headers(), media_type="application/json")(scope, receive, send)
 
     async def _stream(
-        self, job: Job, deltas: AsyncGenerator[list[Delta], None], include_usage: bool, send: Send
+        self, prepared: PreparedRequest, deltas: AsyncGenerator[list[Delta], None], include_usage: bool, send: Send
     ) -> None:
         """The status stays open until there is something to send, so that an engine that refuses gets its own."""
-        stream = EventStream(job, self._service.model, self._service.tokenizer, include_usage=include_usage)
+        stream = EventStream(prepared, self._service.model, self._service.tokenizer, include_usage=include_usage)
         has_begun = False
 
         async def write(events: bytes) -> None:
             nonlocal has_begun
             if not has_begun:
                 has_begun = True
-                headers = [*_EVENT_STREAM, *((name.encode(), value.encode()) for name, value in job.headers().items())]
+                headers = [
+                    *_EVENT_STREAM,
+                    *((name.encode(), value.encode()) for name, value in prepared.headers().items()),
+                ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": events, "more_body": True})
 
@@ -192,7 +200,7 @@ class _Generation:
                 new = await self._first(deltas, partial(write, _KEEP_ALIVE))
                 await write(stream.first() + await self._events(stream, new))
                 async for new in deltas:
-                    if events := await self._events(stream, new) if job.logprobs else stream.events(new):
+                    if events := await self._events(stream, new) if prepared.logprobs else stream.events(new):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             end = stream.last()
         except Exception as e:
@@ -200,7 +208,7 @@ class _Generation:
                 raise
             await deltas.aclose()  # at the deadline of a reader that takes nothing: it may never take this event either
             if not isinstance(e, ApiError):
-                logger.exception("request %s failed", job.id)
+                logger.exception("request %s failed", prepared.id)
             end = error_event(e if isinstance(e, ApiError) else _INTERNAL_ERROR) + DONE
         await send({"type": "http.response.body", "body": end})
 
@@ -272,7 +280,7 @@ def _api_error(request: HttpRequest, error: Exception) -> Response:
 def _http_error(request: HttpRequest, error: Exception) -> Response:
     """Starlette's own refusals: no such route, or not with this method."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {echoed(request.url.path)}"
+    what = f"{request.method} {shortened(request.url.path)}"
     message = {
         404: f"There is no {what} here; GET /openapi.json tells what there is.",
         405: f"{what} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}.",

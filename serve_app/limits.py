@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope
 
 from runtime.text.weight import TooHeavy, weight
-from serve_app.errors import ApiError, echoed, invalid
+from serve_app.errors import ApiError, invalid, shortened
 from serve_app.requests import ChatRequest, CompletionRequest
 from serve_app.settings import HttpSettings
 
@@ -45,7 +45,7 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
-        has = "no Content-Type" if not kind else f"the Content-Type {echoed(kind.decode('latin-1'))!r}"
+        has = "no Content-Type" if not kind else f"the Content-Type {shortened(kind.decode('latin-1'))!r}"
         text = f"The request has {has}; send it with the header 'Content-Type: application/json'."
         raise ApiError(415, text, code="unsupported_media_type")
     too_long = ApiError(413, f"The request body is over {max_bytes} bytes; send less.", code="body_too_large")

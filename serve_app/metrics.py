@@ -30,14 +30,14 @@ _CLIENT_LEFT = 499
 
 
 @dataclass(slots=True)
-class Origin:
+class RequestContext:
     """What is known of an API request before it is read."""
 
     arrived_at: float = field(default_factory=time.time)
     traceparent: str | None = None  # W3C Trace Context
 
     @classmethod
-    def of(cls, headers: list[tuple[bytes, bytes]]) -> Origin:
+    def of(cls, headers: list[tuple[bytes, bytes]]) -> RequestContext:
         """From an ASGI scope's headers."""
         return cls(
             traceparent=next((value.decode("latin-1") for name, value in headers if name == b"traceparent"), None)
@@ -45,7 +45,7 @@ class Origin:
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceStats:
     """One engine request as this replica saw it."""
 
     request: Request
@@ -69,23 +69,23 @@ class Choice:
         self.last_at = output.sampled_at
 
 
-class JobLog(Protocol):
+class RequestLog(Protocol):
     """What is told of every API request when it has ended."""
 
-    def __call__(self, job_id: str, origin: Origin, choices: list[Choice], status: int) -> None: ...
+    def __call__(self, request_id: str, context: RequestContext, choices: list[ChoiceStats], status: int) -> None: ...
 
 
-class JobRecord:
+class RequestRecord:
     """An API request while it runs: its choices are observed as each ends, the whole is told of at its end."""
 
-    def __init__(self, metrics: ServiceMetrics, origin: Origin) -> None:
-        self._metrics, self._origin = metrics, origin
-        self.choices: list[Choice] = []
+    def __init__(self, metrics: ServiceMetrics, context: RequestContext) -> None:
+        self._metrics, self._context = metrics, context
+        self.choices: list[ChoiceStats] = []
 
     @contextmanager
-    def choice(self, request: Request) -> Iterator[Choice]:
+    def choice(self, request: Request) -> Iterator[ChoiceStats]:
         """Around all that is done for one engine request. If it is not told otherwise, it was aborted."""
-        choice = Choice(request)
+        choice = ChoiceStats(request)
         self.choices.append(choice)
         submitted_at = time.time()
         try:
@@ -98,7 +98,7 @@ class JobRecord:
             choice.reason, choice.refusal = "refused", e.reason
             raise
         finally:
-            self._metrics.observe(choice, self._origin.arrived_at, submitted_at)
+            self._metrics.observe(choice, self._context.arrived_at, submitted_at)
 
 
 class ServiceMetrics:
@@ -107,17 +107,17 @@ class ServiceMetrics:
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self._model = client, model
         self._pending: dict[str, Figures] = {}  # by engine: not reported yet
-        self._sinks: list[JobLog] = [self._log]
+        self._sinks: list[RequestLog] = [self._log]
         self._ray: RaySink | None = None
 
-    def add_sink(self, sink: JobLog) -> None:
+    def add_sink(self, sink: RequestLog) -> None:
         """Tell `sink` too of every API request that has ended."""
         self._sinks.append(sink)
 
     @contextmanager
-    def job(self, job_id: str, origin: Origin, num_choices: int) -> Iterator[JobRecord]:
+    def request(self, request_id: str, context: RequestContext, num_choices: int) -> Iterator[RequestRecord]:
         """Around an API request that was accepted, with so many choices of each prompt."""
-        record, status = JobRecord(self, origin), 200
+        record, status = RequestRecord(self, context), 200
         try:
             yield record
         except ApiError as e:
@@ -133,10 +133,10 @@ class ServiceMetrics:
         finally:
             self._observe_prompts(record.choices, num_choices)
             for sink in self._sinks:
-                sink(job_id, origin, record.choices, status)
+                sink(request_id, context, record.choices, status)
 
-    def _observe_prompts(self, choices: list[Choice], num_choices: int) -> None:
-        longest: dict[int, Choice] = {}  # of each prompt
+    def _observe_prompts(self, choices: list[ChoiceStats], num_choices: int) -> None:
+        longest: dict[int, ChoiceStats] = {}  # of each prompt
         for choice in choices:
             if not choice.refusal:
                 prompt = int(choice.request.request_id.rpartition("-")[2]) // num_choices
@@ -147,7 +147,7 @@ class ServiceMetrics:
             figures.histogram("vllm:request_params_n", max_len).observe(num_choices)
             figures.histogram("vllm:request_max_num_generation_tokens", max_len).observe(choice.num_output)
 
-    def observe(self, choice: Choice, arrived_at: float, submitted_at: float) -> None:
+    def observe(self, choice: ChoiceStats, arrived_at: float, submitted_at: float) -> None:
         """A choice has ended; of a refused one there is little to tell."""
         request, max_len = choice.request, self._client.info.max_model_len
         figures = self._pending.setdefault(request.engine, Figures())
@@ -174,7 +174,7 @@ class ServiceMetrics:
             if choice.num_output > 1:
                 observe("vllm:request_time_per_output_token_seconds", decode_s / (choice.num_output - 1))
 
-    def delivered(self, choice: Choice) -> None:
+    def delivered(self, choice: ChoiceStats) -> None:
         """Whoever asked has taken the last of it: over HTTP, it has been written."""
         figures = self._pending.setdefault(choice.request.engine, Figures())
         lag = figures.histogram("callboard:delivery_lag_seconds", self._client.info.max_model_len)
@@ -225,27 +225,27 @@ class ServiceMetrics:
             elif self._pending:
                 await self.report()
 
-    def _log(self, job_id: str, origin: Origin, choices: list[Choice], status: int) -> None:
+    def _log(self, request_id: str, context: RequestContext, choices: list[ChoiceStats], status: int) -> None:
         """One line: never a prompt nor a text, which may be private."""
         if not logger.isEnabledFor(logging.INFO):
             return
         began = [choice for choice in choices if choice.first_at]
         first = min(began, key=lambda choice: choice.first_at, default=None)
         fields = {
-            "id": job_id,
+            "id": request_id,
             "model": self._model,
             "status": status,
             "finish_reason": ",".join(choice.reason for choice in choices),
             "prompt_tokens": sum(choice.request.prompt_len for choice in choices),
             "cached_tokens": sum(choice.num_cached for choice in choices),
             "output_tokens": sum(choice.num_output for choice in choices),
-            "total_s": f"{time.time() - origin.arrived_at:.4f}",
+            "total_s": f"{time.time() - context.arrived_at:.4f}",
         }
         if first is not None:
             fields |= {
                 "queue_s": f"{first.queued_s:.4f}",
                 "prefill_s": f"{first.prefill_s:.4f}",
-                "ttft_s": f"{first.first_at - origin.arrived_at:.4f}",
+                "ttft_s": f"{first.first_at - context.arrived_at:.4f}",
                 "decode_s": f"{max(choice.last_at for choice in began) - first.first_at:.4f}",
             }
         logger.info("request %s", " ".join(f"{name}={value}" for name, value in fields.items()))

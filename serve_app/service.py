@@ -1,7 +1,7 @@
 """From an API request to engine requests, and from the engine's tokens to text: all of the front end but HTTP.
 
-A plain class over an EngineClient, so that it runs in a test without Ray. `CompletionRequest | ChatRequest` -> `Job` ->
-lists of `Delta`.
+A plain class over an EngineClient, so that it runs in a test without Ray: an API request -> `PreparedRequest` -> lists
+of `Delta`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings, TextStream
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import HERMES, LLAMA3
-from serve_app.answers import Delta, Echo, delta_of, text_stream
-from serve_app.errors import ApiError, echoed, invalid
-from serve_app.job import Job
+from serve_app.errors import ApiError, invalid, shortened
 from serve_app.limits import check_template_values
-from serve_app.metrics import JobRecord, Origin, ServiceMetrics
+from serve_app.message_parser import MessageFormat, MessageParser
+from serve_app.metrics import RequestContext, RequestRecord, ServiceMetrics
+from serve_app.prepared_request import PreparedRequest
 from serve_app.prompt_ids import prompt_ids
-from serve_app.reply import ReplyFormat, ReplyReader
 from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
-from serve_app.structure import Structure
+from serve_app.response_format import RequestedGrammar
+from serve_app.responses import Delta, Echo, delta_of, text_stream
 
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
@@ -99,7 +99,7 @@ class Service:
         if name is not None and name != self.model:
             raise ApiError(
                 404,
-                f"There is no model {echoed(name)!r} here; this server has {self.model!r}.",
+                f"There is no model {shortened(name)!r} here; this server has {self.model!r}.",
                 param="model",
                 code="model_not_found",
             )
@@ -116,7 +116,9 @@ class Service:
             "draft": self.draft,
         }
 
-    def prepare(self, request: CompletionRequest | ChatRequest, request_id: str = "", owner: str = "") -> Job:
+    def prepare(
+        self, request: CompletionRequest | ChatRequest, request_id: str = "", owner: str = ""
+    ) -> PreparedRequest:
         """Template, tokenise and check one API request; raises ApiError naming the field at fault.
 
         `request_id` becomes a part of the answer's id; without one it is random. Of those who ask, only `owner` can
@@ -125,9 +127,9 @@ class Service:
         self.check_model(request.model)
         chat = isinstance(request, ChatRequest)
         default = None if chat else 16
-        reply = None
+        message_format = None
         if isinstance(request, ChatRequest):
-            prompt, reply = self.chat_prompt(request)
+            prompt, message_format = self.chat_prompt(request)
             prompts, where = [prompt], "messages"
         else:
             prompts, where = self._prompts(request), "prompt"
@@ -135,15 +137,15 @@ class Service:
         if (last := request.truncate_prompt_tokens) is not None:
             room = max(1, self.max_model_len - (default or 1 if asked is None else asked))
             prompts = [prompt[-(room if last == -1 else last) :] for prompt in prompts]
-        job_id = ("chatcmpl-" if chat else "cmpl-") + (request_id or secrets.token_hex(12))
+        answer_id = ("chatcmpl-" if chat else "cmpl-") + (request_id or secrets.token_hex(12))
         max_tokens = [self._max_tokens(asked, default, len(prompt), where) for prompt in prompts]
         _check_work(request, sum(map(len, prompts)), where)
         for at, prompt in enumerate(prompts):
             self._check_token_ids(where if len(prompts) == 1 else f"{where}.{at}", prompt)
-        requests = self._requests(request, _owned(job_id, owner), prompts, max_tokens)
+        requests = self._requests(request, _owned(answer_id, owner), prompts, max_tokens)
         options = request.stream_options
-        return Job(
-            id=job_id,
+        return PreparedRequest(
+            id=answer_id,
             chat=chat,
             logprobs=request.num_logprobs() is not None,
             requests=requests,
@@ -157,8 +159,8 @@ class Service:
             continuous_usage=options is not None and options.continuous_usage_stats,
             speculates=self.draft is not None,
             ignored_fields=request.ignored_fields(),
-            reply=reply,
-            structure=self._structure(request, reply),
+            message_format=message_format,
+            structure=self._requested_grammar(request, message_format),
         )
 
     def _requests(
@@ -186,23 +188,25 @@ class Service:
                 )
         return requests
 
-    async def run(self, job: Job, origin: Origin | None = None) -> AsyncGenerator[list[Delta], None]:
+    async def run(
+        self, prepared: PreparedRequest, context: RequestContext | None = None
+    ) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
 
         Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
         are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
-        with self.metrics.job(job.id, origin or Origin(), job.num_choices) as record:
+        with self.metrics.request(prepared.id, context or RequestContext(), prepared.num_choices) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
-            if job.structure is not None:
-                await self._give_grammar(job, job.structure)
+            if prepared.structure is not None:
+                await self._give_grammar(prepared, prepared.structure)
             try:
-                if len(job.requests) == 1:
-                    async with aclosing(self._choice(job, 0, record)) as choice:
+                if len(prepared.requests) == 1:
+                    async with aclosing(self._choice(prepared, 0, record)) as choice:
                         async for delta in choice:
                             yield [delta]
                 else:
-                    async with aclosing(self._merged(job, record)) as choices:
+                    async with aclosing(self._merged(prepared, record)) as choices:
                         async for deltas in choices:
                             yield deltas
             except EngineBusy as e:
@@ -218,14 +222,14 @@ class Service:
             except CallboardError as e:
                 raise ApiError(500, str(e), type="server_error", code="engine_error") from e
 
-    async def _merged(self, job: Job, record: JobRecord) -> AsyncGenerator[list[Delta], None]:
+    async def _merged(self, prepared: PreparedRequest, record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
         """All choices side by side."""
-        num_open = len(job.requests)
+        num_open = len(prepared.requests)
         ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=2 * num_open)
 
         async def pump(index: int) -> None:
             try:
-                async with aclosing(self._choice(job, index, record)) as choice:
+                async with aclosing(self._choice(prepared, index, record)) as choice:
                     async for delta in choice:
                         await ready.put(delta)
             except Exception as e:
@@ -235,7 +239,7 @@ class Service:
 
         async def start() -> None:
             burst = 0
-            for i, request in enumerate(job.requests):
+            for i, request in enumerate(prepared.requests):
                 burst += request.prompt_len + _CHOICE_COST
                 if burst > _BURST:  # others have their turn; below it, all choices come to the engine's same step
                     await asyncio.sleep(0)
@@ -260,26 +264,28 @@ class Service:
             for task in pumps:
                 task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
 
-    async def _choice(self, job: Job, index: int, record: JobRecord) -> AsyncGenerator[Delta, None]:
+    async def _choice(
+        self, prepared: PreparedRequest, index: int, record: RequestRecord
+    ) -> AsyncGenerator[Delta, None]:
         """One choice. Closing it, a stop string or the last call allowed closes the engine's generator, which aborts
         the request."""
-        request, echo, reply = job.requests[index], job.echo(index), job.reply
+        request, echo, message_format = prepared.requests[index], prepared.echo(index), prepared.message_format
         params = request.params
-        kept = frozenset() if reply is None else reply.kept_special_ids
-        text = text_stream(self.tokenizer, request, job.stops, params.include_stop_str_in_output, kept)
-        reader = None if reply is None else ReplyReader(reply)
+        kept = frozenset() if message_format is None else message_format.kept_special_ids
+        text = text_stream(self.tokenizer, request, prepared.stops, params.include_stop_str_in_output, kept)
+        parser = None if message_format is None else MessageParser(message_format)
         with record.choice(request) as seen:
             async with aclosing(self._client.generate(request)) as outputs:
                 async for output in outputs:
                     seen.note(output)
                     if output.finish_reason is FinishReason.GRAMMAR:
-                        field = None if job.structure is None else job.structure.field
+                        field = None if prepared.structure is None else prepared.structure.field
                         raise ApiError(400, output.error, param=field, code="grammar_failed")
                     delta = delta_of(index, text, output, params.include_stop_str_in_output)
                     if echo is not None:
                         delta.text, echo = echo.text + delta.text, None
-                    if reader is not None:
-                        reader.read(delta)
+                    if parser is not None:
+                        parser.read(delta)
                     if delta.finish_reason is not None:
                         seen.reason = delta.finish_reason
                     yield delta
@@ -287,9 +293,9 @@ class Service:
                         self.metrics.delivered(seen)
                         return
 
-    async def _give_grammar(self, job: Job, structure: Structure) -> None:
+    async def _give_grammar(self, prepared: PreparedRequest, structure: RequestedGrammar) -> None:
         asked_at = time.monotonic()
-        self.metrics.waits_for_grammar(job.requests[0])
+        self.metrics.waits_for_grammar(prepared.requests[0])
         try:
             grammar = await self.grammars.compile(structure.spec)
         except GrammarError as e:
@@ -297,16 +303,16 @@ class Service:
         except CompilerBusy as e:
             raise _too_many(e, e.retry_after_s, "grammars_busy") from e
         finally:
-            self.metrics.waited_for_grammar(job.requests[0], time.monotonic() - asked_at)
+            self.metrics.waited_for_grammar(prepared.requests[0], time.monotonic() - asked_at)
         paths = grammar.ignored[:_MAX_IGNORED]
-        job.ignored_fields.extend(quote(f"{structure.field}{path}", safe="/#$.")[:128] for path in paths)
+        prepared.ignored_fields.extend(quote(f"{structure.field}{path}", safe="/#$.")[:128] for path in paths)
         grammar = replace(grammar, ignored=())
-        for request in job.requests:
+        for request in prepared.requests:
             request.params = replace(request.params, grammar=grammar)
 
     # ---- preparing --------------------------------------------------------------------------------------------------
 
-    def chat_prompt(self, request: ChatRequest) -> tuple[list[int], ReplyFormat | None]:
+    def chat_prompt(self, request: ChatRequest) -> tuple[list[int], MessageFormat | None]:
         """A chat as token ids, and how what comes after them is read; raises ApiError if the model's template refuses
         it."""
         tokenizer, template = self.tokenizer, self._template
@@ -329,7 +335,7 @@ class Service:
             )
         except CallboardError as e:
             raise ApiError(400, str(e), param="messages") from e
-        reply = None
+        message_format = None
         if form is not None or template.thinks:
             begun = request.begun_call()
             in_reasoning = template.thinks and _in_reasoning(request, text)
@@ -337,7 +343,7 @@ class Service:
                 if in_reasoning:
                     text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
                 text += form.opening(begun)
-            reply = ReplyFormat(
+            message_format = MessageFormat(
                 thinks=template.thinks and begun is None,
                 in_reasoning=in_reasoning,
                 shows_reasoning=request.include_reasoning,
@@ -349,18 +355,20 @@ class Service:
             )
         truncated = request.truncate_prompt_tokens is not None
         special = bool(request.add_special_tokens)
-        return prompt_ids(tokenizer, text, special, self.max_model_len, "messages", truncated), reply
+        return prompt_ids(tokenizer, text, special, self.max_model_len, "messages", truncated), message_format
 
-    def _structure(self, request: CompletionRequest | ChatRequest, reply: ReplyFormat | None) -> Structure | None:
+    def _requested_grammar(
+        self, request: CompletionRequest | ChatRequest, message_format: MessageFormat | None
+    ) -> RequestedGrammar | None:
         """What the output must match, counted from where the prompt ends."""
         structure = request.structure()
-        if structure is not None and reply is not None and reply.in_reasoning:
+        if structure is not None and message_format is not None and message_format.in_reasoning:
             if self.tokenizer.token_to_id(reasoning.CLOSE) in self.tokenizer.special_ids:
                 raise invalid(structure.field, "cannot follow reasoning of this model; turn its reasoning off")
             structure = replace(structure, spec=replace(structure.spec, after=reasoning.CLOSE))
         if isinstance(request, ChatRequest):
-            marks_are_text = reply is None or not reply.kept_special_ids
-            structure = request.bound_structure(structure, reply and reply.tools, marks_are_text)
+            marks_are_text = message_format is None or not message_format.kept_special_ids
+            structure = request.bound_grammar(structure, message_format and message_format.tools, marks_are_text)
         if structure is not None and not self._client.info.eos_token_ids:
             raise invalid(structure.field, "needs a model with an end-of-sequence token, and this one has none")
         return structure

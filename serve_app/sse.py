@@ -9,7 +9,9 @@ import time
 from typing import Any
 
 from runtime.text.tokenizer import Tokenizer
-from serve_app.answers import (
+from serve_app.errors import ApiError
+from serve_app.prepared_request import PreparedRequest
+from serve_app.responses import (
     CompletionLogprobs,
     Delta,
     DraftSpans,
@@ -19,8 +21,6 @@ from serve_app.answers import (
     prompt_logprobs,
     usage,
 )
-from serve_app.errors import ApiError
-from serve_app.job import Job
 
 DONE = b"data: [DONE]\n\n"
 
@@ -30,96 +30,102 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + encode_json(error.body()) + b"\n\n"
 
 
-def plain_answer(job: Job, choices: list[Delta], model: str, tokenizer: Tokenizer) -> bytes:
+def plain_answer(prepared: PreparedRequest, choices: list[Delta], model: str, tokenizer: Tokenizer) -> bytes:
     """The whole response of a request that is not streamed; `choices` hold all of each choice's deltas."""
     of_prompt: dict[str, Any] = {}
     rendered, guesses = [], Guesses()
-    for choice, request in zip(choices, job.requests, strict=True):
-        if not job.logprobs:
+    for choice, request in zip(choices, prepared.requests, strict=True):
+        if not prepared.logprobs:
             logprobs = None
-        elif job.chat:
+        elif prepared.chat:
             logprobs = chat_logprobs(choice.logprobs, tokenizer)
         else:
-            logprobs = CompletionLogprobs(tokenizer, request, job.echo(choice.index)).render(choice)
-        if job.prompt_logprobs is not None:
-            of_prompt["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, tokenizer, job.prompt_logprobs)
-        if job.return_token_ids:
+            logprobs = CompletionLogprobs(tokenizer, request, prepared.echo(choice.index)).render(choice)
+        if prepared.prompt_logprobs is not None:
+            of_prompt["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, tokenizer, prepared.prompt_logprobs)
+        if prepared.return_token_ids:
             of_prompt["prompt_token_ids"] = request.token_ids
         guesses.add(choice.verified or ())
-        if job.return_draft_spans:
-            spans = DraftSpans(tokenizer, request, job.echo(choice.index)).render(choice)
+        if prepared.return_draft_spans:
+            spans = DraftSpans(tokenizer, request, prepared.echo(choice.index)).render(choice)
         rendered.append(
             {
                 "index": choice.index,
-                **({"message": _message(choice)} if job.chat else {"text": choice.text}),
+                **({"message": _message(choice)} if prepared.chat else {"text": choice.text}),
                 "logprobs": logprobs,
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
-                **({"token_ids": choice.token_ids} if job.return_token_ids else {}),
-                **({"draft_spans": spans} if job.return_draft_spans else {}),
-                **({} if job.chat else of_prompt),
+                **({"token_ids": choice.token_ids} if prepared.return_token_ids else {}),
+                **({"draft_spans": spans} if prepared.return_draft_spans else {}),
+                **({} if prepared.chat else of_prompt),
             }
         )
     num_output, num_cached = [len(choice.token_ids) for choice in choices], [choice.num_cached for choice in choices]
-    counts = job.usage(num_output, num_cached, guesses)
+    counts = prepared.usage(num_output, num_cached, guesses)
     return encode_json(
         {
-            **_header(job, model, "chat.completion" if job.chat else "text_completion"),
+            **_header(prepared, model, "chat.completion" if prepared.chat else "text_completion"),
             "choices": rendered,
             "usage": counts,
-            **(of_prompt if job.chat else {}),  # a chat has one prompt
+            **(of_prompt if prepared.chat else {}),  # a chat has one prompt
         }
     )
 
 
 def _message(choice: Delta) -> dict[str, Any]:
-    if choice.reply is None:
+    if choice.message is None:
         return {"role": "assistant", "content": choice.text, "refusal": None}
-    return {"role": "assistant", "content": choice.text or None, "refusal": None, **choice.reply.fields()}
+    return {"role": "assistant", "content": choice.text or None, "refusal": None, **choice.message.fields()}
 
 
-def _header(job: Job, model: str, kind: str) -> dict[str, Any]:
+def _header(prepared: PreparedRequest, model: str, kind: str) -> dict[str, Any]:
     created = int(time.time())
-    return {"id": job.id, "object": kind, "created": created, "model": model, "system_fingerprint": job.fingerprint}
+    return {
+        "id": prepared.id,
+        "object": kind,
+        "created": created,
+        "model": model,
+        "system_fingerprint": prepared.fingerprint,
+    }
 
 
 class EventStream:
-    """Renders one job's deltas as they come: `first()`, `events()` any number of times, `last()`."""
+    """Renders one request's deltas as they come: `first()`, `events()` any number of times, `last()`."""
 
-    def __init__(self, job: Job, model: str, tokenizer: Tokenizer, *, include_usage: bool) -> None:
-        self._job, self._tokenizer, self._include_usage = job, tokenizer, include_usage
-        num_choices = len(job.requests)
+    def __init__(self, prepared: PreparedRequest, model: str, tokenizer: Tokenizer, *, include_usage: bool) -> None:
+        self._prepared, self._tokenizer, self._include_usage = prepared, tokenizer, include_usage
+        num_choices = len(prepared.requests)
         self._num_output, self._num_cached = [0] * num_choices, [0] * num_choices
-        self._guesses = [Guesses() for _ in job.requests]
+        self._guesses = [Guesses() for _ in prepared.requests]
         self._completion_logprobs = (
-            [CompletionLogprobs(tokenizer, request, job.echo(i)) for i, request in enumerate(job.requests)]
-            if job.logprobs and not job.chat
+            [CompletionLogprobs(tokenizer, request, prepared.echo(i)) for i, request in enumerate(prepared.requests)]
+            if prepared.logprobs and not prepared.chat
             else []
         )
         self._draft_spans = (
-            [DraftSpans(tokenizer, request, job.echo(i)) for i, request in enumerate(job.requests)]
-            if job.return_draft_spans
+            [DraftSpans(tokenizer, request, prepared.echo(i)) for i, request in enumerate(prepared.requests)]
+            if prepared.return_draft_spans
             else []
         )
-        self._continuous_usage = include_usage and job.continuous_usage
-        self._all_rare = job.return_token_ids or job.return_draft_spans or self._continuous_usage
+        self._continuous_usage = include_usage and prepared.continuous_usage
+        self._all_rare = prepared.return_token_ids or prepared.return_draft_spans or self._continuous_usage
         self._prompts = (  # still to be shown
-            {i: request.token_ids for i, request in enumerate(job.requests)} if job.return_token_ids else {}
+            {i: request.token_ids for i, request in enumerate(prepared.requests)} if prepared.return_token_ids else {}
         )
-        chunk = _header(job, model, "chat.completion.chunk" if job.chat else "text_completion")
-        opening = b',"delta":{"content":' if job.chat else b',"text":'
+        chunk = _header(prepared, model, "chat.completion.chunk" if prepared.chat else "text_completion")
+        opening = b',"delta":{"content":' if prepared.chat else b',"text":'
         self._head = b"data: " + encode_json(chunk)[:-1] + b',"choices":['
         self._prefixes = [self._head + b'{"index":%d' % i + opening for i in range(num_choices)]
-        self._close_text = b"}" if job.chat else b""
+        self._close_text = b"}" if prepared.chat else b""
         self._close = (b',"usage":null}' if include_usage else b"}") + b"\n\n"
         self._unfinished = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
         self._suffix = self._close_text + self._unfinished + self._close
 
     def first(self) -> bytes:
         """What comes before any text: the roles of a chat's choices."""
-        if not self._job.chat:
+        if not self._prepared.chat:
             return b""
-        content = b'""' if self._job.reply is None else b"null"  # there may be none, only calls
+        content = b'""' if self._prepared.message_format is None else b"null"  # there may be none, only calls
         role = b',"delta":{"role":"assistant","content":' + content + b"}" + self._unfinished
         if self._prompts:
             role += b',"prompt_token_ids":' + encode_json(self._prompts[0])
@@ -135,8 +141,8 @@ class EventStream:
                 self._num_cached[delta.index] = delta.num_cached
             if delta.verified is not None:
                 self._guesses[delta.index].add(delta.verified)
-            if delta.finish_reason is not None or delta.logprobs or delta.reply is not None or self._all_rare:
-                parts.append(self._rare(delta) if self._job.reply is None else self._read(delta))
+            if delta.finish_reason is not None or delta.logprobs or delta.message is not None or self._all_rare:
+                parts.append(self._rare(delta) if self._prepared.message_format is None else self._read(delta))
             elif delta.text:
                 parts.append(self._prefixes[delta.index] + encode_json(delta.text) + self._suffix)
         return b"".join(parts)
@@ -146,7 +152,7 @@ class EventStream:
         if not self._include_usage:
             return DONE
         total = Guesses(sum(g.num_guessed for g in self._guesses), sum(g.num_accepted for g in self._guesses))
-        counts = self._job.usage(self._num_output, self._num_cached, total)
+        counts = self._prepared.usage(self._num_output, self._num_cached, total)
         return self._head + b'],"usage":' + encode_json(counts) + b"}\n\n" + DONE
 
     def _rare(self, delta: Delta) -> bytes:
@@ -162,7 +168,7 @@ class EventStream:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        if self._job.return_token_ids:
+        if self._prepared.return_token_ids:
             rest["token_ids"] = delta.token_ids
             if (prompt := self._prompts.pop(delta.index, None)) is not None:
                 rest["prompt_token_ids"] = prompt
@@ -174,14 +180,14 @@ class EventStream:
         """The end of an event, with the usage of this choice so far if that was asked for."""
         if not self._continuous_usage:
             return self._close
-        num_prompt, num_output = self._job.requests[index].prompt_len, self._num_output[index]
-        guesses = self._guesses[index] if self._job.speculates else None
+        num_prompt, num_output = self._prepared.requests[index].prompt_len, self._num_output[index]
+        guesses = self._guesses[index] if self._prepared.speculates else None
         counts = usage(num_prompt, num_output, self._num_cached[index], guesses)
         return b',"usage":' + encode_json(counts) + b"}\n\n"
 
     def _read(self, delta: Delta) -> bytes:
         """The same of a choice whose text was read: each piece of a call is an event, as clients expect."""
-        fields = {} if delta.reply is None else delta.reply.delta_fields()
+        fields = {} if delta.message is None else delta.message.delta_fields()
         calls = fields.pop("tool_calls", ())
         if delta.text:
             fields["content"] = delta.text

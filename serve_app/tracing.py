@@ -15,11 +15,11 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from serve_app.metrics import Choice, Origin
+from serve_app.metrics import ChoiceStats, RequestContext
 
 
 class Tracing:
-    """A JobLog that exports spans."""
+    """A RequestLog that exports spans."""
 
     def __init__(self, model: str, exporter: SpanExporter) -> None:
         self._model = model
@@ -35,18 +35,18 @@ class Tracing:
 
         return cls(model, OTLPSpanExporter(endpoint))
 
-    def __call__(self, job_id: str, origin: Origin, choices: list[Choice], status: int) -> None:
-        parent = self._propagator.extract({"traceparent": origin.traceparent} if origin.traceparent else {})
+    def __call__(self, request_id: str, context: RequestContext, choices: list[ChoiceStats], status: int) -> None:
+        parent = self._propagator.extract({"traceparent": context.traceparent} if context.traceparent else {})
         began = [choice for choice in choices if choice.first_at]
-        end = max((choice.last_at for choice in began), default=origin.arrived_at)
+        end = max((choice.last_at for choice in began), default=context.arrived_at)
         span = self._tracer.start_span(
             "llm_request",
             parent,
             kind=trace.SpanKind.SERVER,
-            start_time=_ns(origin.arrived_at),
+            start_time=_ns(context.arrived_at),
             attributes={
                 "gen_ai.request.model": self._model,
-                "gen_ai.request.id": job_id,
+                "gen_ai.request.id": request_id,
                 "gen_ai.usage.prompt_tokens": sum(choice.request.prompt_len for choice in choices),
                 "gen_ai.usage.completion_tokens": sum(choice.num_output for choice in choices),
                 "gen_ai.response.finish_reasons": [choice.reason for choice in choices],

@@ -7,13 +7,13 @@ from fake_engine import MODEL, FakeEngine, byte_tokenizer
 from test_scheduler import Session
 
 from runtime.core.types import Request
-from serve_app.answers import Guesses
-from serve_app.job import Job
+from serve_app.prepared_request import PreparedRequest
 from serve_app.requests import CompletionRequest
+from serve_app.responses import Guesses
 from serve_app.service import Service
 
 
-def prepare(n: int) -> Job:
+def prepare(n: int) -> PreparedRequest:
     request = CompletionRequest(prompt=[1 + i % 7 for i in range(22)], n=n, max_tokens=6, ignore_eos=True, seed=1)
     return Service(FakeEngine(), byte_tokenizer(), MODEL).prepare(request)
 
@@ -30,8 +30,8 @@ def submit(session: Session, requests: list[Request]) -> list:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int):
     session = Session(block_size=4, max_num_batched_tokens=64, pipeline_depth=depth)
-    job = prepare(n=4)
-    states = submit(session, job.requests)
+    prepared = prepare(n=4)
+    states = submit(session, prepared.requests)
     tables = [state.blocks[:5] for state in states]  # of 22 tokens, those of 5 blocks
     assert tables == [tables[0]] * 4
     pool = session.core.scheduler.pool
@@ -39,7 +39,7 @@ def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int
     held = Counter(block for state in states for block in state.blocks)
     assert len(held) == 5 + 4  # alone, each would hold 6
     assert [state.num_cached for state in states] == [0, 20, 20, 20]
-    assert job.usage([6] * 4, [state.num_cached for state in states], Guesses()) == {
+    assert prepared.usage([6] * 4, [state.num_cached for state in states], Guesses()) == {
         "prompt_tokens": 22,
         "completion_tokens": 24,
         "total_tokens": 46,

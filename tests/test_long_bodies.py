@@ -81,8 +81,8 @@ async def test_arguments_with_half_a_character_are_a_text():
     template += "{% endfor %}{% endfor %}"
     service = Service(engine, byte_tokenizer(template), MODEL)
     body = json.dumps({"messages": messages}).encode()
-    job = service.prepare(parse(ChatRequest, body))
-    assert bytes(job.requests[0].token_ids) == b'hi{"a":"\\ud800"}'
+    prepared = service.prepare(parse(ChatRequest, body))
+    assert bytes(prepared.requests[0].token_ids) == b'hi{"a":"\\ud800"}'
 
 
 async def test_many_values_in_arguments():

@@ -18,7 +18,7 @@ from test_link import Engine, eventually, link_to
 from actors.metrics import METRICS, Figures, Histogram, length_bounds
 from runtime.core.types import Request, SamplingParams
 from serve_app.http import build_http_app
-from serve_app.metrics import Choice
+from serve_app.metrics import ChoiceStats
 from serve_app.service import Service
 
 MODEL = "m"
@@ -150,7 +150,7 @@ async def test_the_first_token_has_its_own_time_however_late_it_is_read():
     engine = Engine(delay_s=0.01)
     link = link_to(engine)
     await link.start()
-    choice = Choice(Request("r", [1, 2, 3], 3, SamplingParams(max_tokens=20, ignore_eos=True)))
+    choice = ChoiceStats(Request("r", [1, 2, 3], 3, SamplingParams(max_tokens=20, ignore_eos=True)))
     outputs = link.generate(choice.request)
     try:
         first = asyncio.ensure_future(anext(outputs))

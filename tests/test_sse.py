@@ -14,9 +14,9 @@ from fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, events_of, post
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.answers import Delta
 from serve_app.http import build_http_app
 from serve_app.requests import CompletionRequest
+from serve_app.responses import Delta
 from serve_app.service import Service
 from serve_app.sse import EventStream
 

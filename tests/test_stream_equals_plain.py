@@ -12,8 +12,8 @@ from test_text_stream import TOKENIZERS
 
 from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
 from runtime.text.tokenizer import Tokenizer
-from serve_app.answers import Delta
 from serve_app.requests import CompletionRequest
+from serve_app.responses import Delta
 from serve_app.service import Service
 from serve_app.sse import EventStream, plain_answer
 

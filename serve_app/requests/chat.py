@@ -15,7 +15,7 @@ from serve_app.requests.messages import ChatMessage
 from serve_app.requests.sampling import SamplingFields
 from serve_app.requests.shapes import or_default, shown
 from serve_app.requests.tools import ChosenTool, Tool, ToolChoice
-from serve_app.structure import Structure
+from serve_app.response_format import RequestedGrammar
 
 _NOT_KWARGS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 
@@ -92,9 +92,9 @@ class ChatRequest(SamplingFields):
                 return names.pop() if len(names) == 1 else ""
         return None
 
-    def bound_structure(
-        self, answer: Structure | None, form: ToolFormat | None, marks_are_text: bool
-    ) -> Structure | None:
+    def bound_grammar(
+        self, answer: RequestedGrammar | None, form: ToolFormat | None, marks_are_text: bool
+    ) -> RequestedGrammar | None:
         """What the output must be, where `answer` is what its content must be; None: nothing is enforced.
 
         Calls are bound from the opening on with which the prompt ends, or, where the model may choose and some function
@@ -136,7 +136,7 @@ class ChatRequest(SamplingFields):
             calls.begin, after, free = form.opening("").removeprefix(form.mark).strip(), form.mark, True
         strictness = None if answer is None else answer.spec.strict
         spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, free, strictness)
-        return Structure(spec, "tools" if answer is None else answer.field)
+        return RequestedGrammar(spec, "tools" if answer is None else answer.field)
 
     def most_calls(self) -> int | None:
         """How many calls the answer may have; None: any number."""

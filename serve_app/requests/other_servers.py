@@ -31,7 +31,7 @@ _COMPLETIONS = "send it to /v1/completions"
 _TOOLS = "use tools, tool_choice and tool_calls instead of OpenAI's old fields"
 _THINKING = "send what the model's template knows, such as chat_template_kwargs.enable_thinking"
 
-OTHER_SERVERS: dict[str, Refused | None] = {
+UNSUPPORTED_FIELDS: dict[str, Refused | None] = {
     # ---- of the other endpoint, or of OpenAI's other interfaces
     "messages": _no(instead=_CHAT),
     "prompt": _no(instead=_COMPLETIONS),

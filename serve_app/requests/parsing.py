@@ -12,7 +12,7 @@ import msgspec
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from serve_app.errors import ApiError, echoed, invalid
+from serve_app.errors import ApiError, invalid, shortened
 from serve_app.requests.sampling import MAX_CHOICES, SamplingFields
 from serve_app.requests.shapes import MAX_VALUES, RequestModel, TokenIds, has_too_many_values, shown
 
@@ -119,7 +119,7 @@ def _plain(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['ctx']['error']}.", code="invalid_json")
-    path = echoed(".".join(str(at) for at in first["loc"] if not str(at).startswith("<")))
+    path = shortened(".".join(str(at) for at in first["loc"] if not str(at).startswith("<")))
     if not path:
         return ApiError(400, "The request body must be a JSON object.")
     if first["type"] == "missing":

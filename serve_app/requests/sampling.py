@@ -13,9 +13,9 @@ from pydantic_core import PydanticCustomError
 from runtime.core.types import SamplingParams
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.errors import invalid
-from serve_app.requests.other_servers import OTHER_SERVERS
+from serve_app.requests.other_servers import UNSUPPORTED_FIELDS
 from serve_app.requests.shapes import RequestModel, TokenId, shown, text_or_list
-from serve_app.structure import ResponseFormat, Structure, StructuredOutputs, asked_structure
+from serve_app.response_format import RequestedGrammar, ResponseFormat, StructuredOutputs, requested_grammar
 
 MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
 MAX_CHOICES = 1024  # of one request: its prompts times n
@@ -106,7 +106,7 @@ class SamplingFields(RequestModel):
     def check(self) -> None:
         """Rules between fields, and fields that are known elsewhere; raises ApiError."""
         for name, value in (self.model_extra or {}).items():
-            if (refused := OTHER_SERVERS.get(name)) is not None and value not in refused.harmless:
+            if (refused := UNSUPPORTED_FIELDS.get(name)) is not None and value not in refused.harmless:
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
                 raise invalid(name, f"{problem}; {refused.instead}")
         if self.truncate_prompt_tokens == 0:
@@ -120,9 +120,9 @@ class SamplingFields(RequestModel):
                 if asks:
                     raise invalid(name, f"cannot be combined with {structure.field}, which says where the output ends")
 
-    def structure(self) -> Structure | None:
+    def structure(self) -> RequestedGrammar | None:
         """What the output must match; None if it is free."""
-        return asked_structure(self.response_format, self.structured_outputs)
+        return requested_grammar(self.response_format, self.structured_outputs)
 
     @cached_property
     def _bias(self) -> tuple[tuple[int, float], ...]:

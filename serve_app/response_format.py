@@ -50,7 +50,7 @@ class StructuredOutputs(_Form):
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class RequestedGrammar:
     """What was asked for, and the path of the field that asked for it."""
 
     spec: GrammarSpec
@@ -64,7 +64,7 @@ def json_spec(schema: object, strict: bool | None = None) -> GrammarSpec:
     return GrammarSpec("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")), strict=strict)
 
 
-def asked_structure(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> Structure | None:
+def requested_grammar(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
     """None if the output is free; raises ApiError."""
     first = None if form is None else _of_response_format(form)
     second = None if outputs is None else _of_structured_outputs(outputs)
@@ -73,31 +73,31 @@ def asked_structure(form: ResponseFormat | None, outputs: StructuredOutputs | No
     return first or second
 
 
-def _of_response_format(form: ResponseFormat) -> Structure | None:
+def _of_response_format(form: ResponseFormat) -> RequestedGrammar | None:
     given = {name for name in ("json_schema", "schema_", "regex") if getattr(form, name) is not None}
     allowed = {"json_schema": {"json_schema", "schema_"}, "regex": {"regex"}}.get(form.type, set())
     if unfit := given - allowed:
         raise invalid(f"response_format.{min(unfit).rstrip('_')}", f"has no meaning where the type is {form.type!r}")
     match form.type:
         case "json_object":
-            return Structure(ANY_OBJECT, "response_format")
+            return RequestedGrammar(ANY_OBJECT, "response_format")
         case "regex":
             if form.regex is None:
                 raise _missing("response_format.regex", "a regular expression that the whole output matches")
-            return Structure(GrammarSpec("regex", form.regex), "response_format.regex")
+            return RequestedGrammar(GrammarSpec("regex", form.regex), "response_format.regex")
         case "json_schema":
             if len(given) > 1:
                 raise invalid("response_format.schema", "is given twice, there and in json_schema; send it once")
             if form.schema_ is not None:
-                return Structure(json_spec(form.schema_), "response_format.schema")
+                return RequestedGrammar(json_spec(form.schema_), "response_format.schema")
             field = "response_format.json_schema.schema"
             if form.json_schema is None or form.json_schema.schema_ is None:
                 raise _missing(field, "a JSON Schema")
-            return Structure(json_spec(form.json_schema.schema_, form.json_schema.strict), field)
+            return RequestedGrammar(json_spec(form.json_schema.schema_, form.json_schema.strict), field)
     return None
 
 
-def _of_structured_outputs(outputs: StructuredOutputs) -> Structure | None:
+def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar | None:
     given = [name for name, value in outputs if value not in (None, False)]
     if len(given) != 1:
         raise invalid("structured_outputs", f"has {len(given)} of json, regex, choice and json_object; send just one")
@@ -110,7 +110,7 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> Structure | None:
         spec = GrammarSpec("choice", json.dumps(outputs.choice, ensure_ascii=False))
     else:
         spec = ANY_OBJECT
-    return Structure(spec, field)
+    return RequestedGrammar(spec, field)
 
 
 def _missing(field: str, what: str) -> ApiError:

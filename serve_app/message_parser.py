@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from runtime.text.reasoning import ReasoningSplitter
 from runtime.text.tool_calls import ToolCallParser, ToolFormat
-from serve_app.answers import Delta, Reply
+from serve_app.responses import Delta, ParsedMessage
 
 
 @dataclass(frozen=True, slots=True)
-class ReplyFormat:
+class MessageFormat:
     """What the text of one request's choices may hold beside content, and with what its prompt has begun it."""
 
     thinks: bool  # it may begin with reasoning
@@ -24,10 +24,10 @@ class ReplyFormat:
     kept_special_ids: frozenset[int]  # tokens that mark reasoning and calls
 
 
-class ReplyReader:
+class MessageParser:
     """Reads one choice."""
 
-    def __init__(self, form: ReplyFormat) -> None:
+    def __init__(self, form: MessageFormat) -> None:
         self._shows_reasoning = form.shows_reasoning
         self._splitter = ReasoningSplitter(form.in_reasoning) if form.thinks else None
         self._calls = None
@@ -36,8 +36,8 @@ class ReplyReader:
         self._has_called = False
 
     def read(self, delta: Delta) -> None:
-        """Leaves content alone in the text of a choice's next delta; the rest becomes its `reply`."""
-        text, reasoning, reply = delta.text, "", Reply()
+        """Leaves content alone in the text of a choice's next delta; the rest becomes its `message`."""
+        text, reasoning, message = delta.text, "", ParsedMessage()
         finished = delta.finish_reason is not None
         if self._splitter is not None:
             reasoning, text = self._splitter.push(text)
@@ -45,15 +45,15 @@ class ReplyReader:
                 rest = self._splitter.finish()
                 reasoning, text = reasoning + rest[0], text + rest[1]
         if self._calls is not None:
-            text, reply.calls = self._calls.push(text)
+            text, message.calls = self._calls.push(text)
             if finished:
                 rest_text, rest_calls = self._calls.finish()
-                text, reply.calls = text + rest_text, reply.calls + rest_calls
-            self._has_called = self._has_called or bool(reply.calls)
+                text, message.calls = text + rest_text, message.calls + rest_calls
+            self._has_called = self._has_called or bool(message.calls)
             if self._calls.done or (self._has_called and delta.finish_reason == "stop"):
                 delta.finish_reason, delta.stop_reason = "tool_calls", None
         delta.text = text
         if self._shows_reasoning:
-            reply.reasoning = reasoning
-        if reply.reasoning or reply.calls:
-            delta.reply = reply
+            message.reasoning = reasoning
+        if message.reasoning or message.calls:
+            delta.message = message

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import ApiError, echoed, error_response
+from serve_app.errors import ApiError, error_response, shortened
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.settings import HttpSettings
 
@@ -35,7 +35,7 @@ def clean_id(text: str) -> str:
     return _UNFIT_FOR_AN_ID.sub("_", text[:_MAX_ID_CHARS])
 
 
-class Gate:
+class AuthMiddleware:
     """ASGI middleware. It leaves the request's id in the scope as "request_id", and who asks as "owner": a name for the
     API key, empty where none is needed."""
 
@@ -78,7 +78,7 @@ class Gate:
                 code="headers_too_large",
             )
         if scope["path"] not in _PROBES and (host := self._unknown_host(headers)):
-            text = f"This server does not answer as {echoed(host)!r}; pass that name to --allowed-host if it should."
+            text = f"This server does not answer as {shortened(host)!r}; pass that name to --allowed-host if it should."
             return ApiError(403, text, code="host_not_allowed")
         if not self._digests or scope["path"] in _OPEN_PATHS:
             return None

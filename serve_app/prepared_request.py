@@ -7,13 +7,13 @@ from typing import Any
 
 from runtime.core.types import Request
 from runtime.text.stream import StopStrings
-from serve_app.answers import Echo, Guesses, usage
-from serve_app.reply import ReplyFormat
-from serve_app.structure import Structure
+from serve_app.message_parser import MessageFormat
+from serve_app.response_format import RequestedGrammar
+from serve_app.responses import Echo, Guesses, usage
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PreparedRequest:
     """An API request, checked and tokenised: one engine request per choice, in the order of the choices' indices."""
 
     id: str
@@ -30,8 +30,8 @@ class Job:
     continuous_usage: bool  # in every chunk of a stream that shows its usage
     speculates: bool  # a draft may guess: the usage tells how well
     ignored_fields: list[str]
-    reply: ReplyFormat | None  # how a chat's text is read; None: all of it is content
-    structure: Structure | None  # what the output must match; the requests get its grammar when they run
+    message_format: MessageFormat | None  # how a chat's text is read; None: all of it is content
+    structure: RequestedGrammar | None  # what the output must match; the requests get its grammar when they run
 
     def headers(self) -> dict[str, str]:
         """What a client should know that the answer's shape has no place for."""

@@ -17,13 +17,13 @@ from serve_app.errors import ApiError
 
 
 @dataclass(slots=True)
-class Reply:
+class ParsedMessage:
     """What a chat choice says beside its content."""
 
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
-    def add(self, new: Reply) -> None:
+    def add(self, new: ParsedMessage) -> None:
         self.reasoning += new.reasoning
         for call in new.calls:
             if call.name:
@@ -82,7 +82,7 @@ class Delta:
     num_cached: int = 0  # prompt tokens served from the prefix cache
     stop_reason: str | int | None = None  # the stop string or the stop id that ended it
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens but the first, if asked for
-    reply: Reply | None = None  # if the text was read for reasoning or tool calls and has some
+    message: ParsedMessage | None = None  # if the text was read for reasoning or tool calls and has some
     verified: list[Verified] | None = None  # if a draft has guessed; right guesses are tokens of this delta
 
     def add(self, new: Delta) -> None:
@@ -96,9 +96,9 @@ class Delta:
         self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
         self.num_cached = max(self.num_cached, new.num_cached)
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
-        if new.reply is not None:
-            self.reply = self.reply or Reply()
-            self.reply.add(new.reply)
+        if new.message is not None:
+            self.message = self.message or ParsedMessage()
+            self.message.add(new.message)
 
 
 def num_scores(deltas: Iterable[Delta]) -> int:
