@@ -1,4 +1,4 @@
-"""When an automaton is worth its building: pure, so that it can be simulated."""
+"""The decision whether an automaton is worth building: pure, so that it can be simulated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class AutomatonPolicy:
         return len(expression) * self._seconds / self._bytes
 
     def pays(self, host_s: float, expression: str) -> bool:
-        """Whether to build now, `host_s` seconds having been spent on masks of this grammar."""
+        """True if an automaton should be built now: the host has spent `host_s` seconds on masks of this grammar."""
         return self._is_on and host_s >= (expected := self.expected_s(expression)) and expected <= self._most_s
 
     def built(self, expression: str, seconds: float) -> None:

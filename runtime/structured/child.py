@@ -25,7 +25,7 @@ class Child:
     """One child, started at once. One thread at a time runs work in it; `kill` may come from any."""
 
     def __init__(self, memory: int, niceness: int = 0) -> None:
-        """`memory` bytes of address space is all that it gets."""
+        """Starts a process with at most `memory` bytes of address space."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -38,8 +38,8 @@ class Child:
         self._connection = Connection(ours.detach())
 
     def run(self, deadline_s: float, function: Callable[..., _T], *args: Any) -> _T:
-        """`function(*args)`, all of which must be picklable. A deadline that passes, and memory that runs out, cost the
-        process its life: GrammarError then, as when the function itself raises one."""
+        """`function(*args)`, all of which must be picklable. The process is killed when
+        the deadline passes or its memory runs out: GrammarError then, as when the function itself raises one."""
         try:
             self._connection.send((deadline_s, function, args))
             if not self._connection.poll(deadline_s):
@@ -69,14 +69,14 @@ class Child:
 def _serve(connection: Connection) -> None:
     while True:
         deadline_s, function, args = connection.recv()
-        # If the owner is gone, nobody else ends this.
+        # A limit of CPU time: if the owner is gone, nothing else ends this process.
         used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         resource.setrlimit(resource.RLIMIT_CPU, (int(used + deadline_s) + 2, resource.RLIM_INFINITY))
         try:
             connection.send((function(*args), None))
         except MemoryError:
             connection.send((None, GrammarError(_NO_MEMORY)))
-        except Exception as e:  # the owner's to judge
+        except Exception as e:  # the owner decides about it
             connection.send((None, e))
 
 

@@ -1,4 +1,4 @@
-"""The replica's compiler: specifications in, grammars out, off the event loop and in processes that can be killed."""
+"""The front's compiler of grammars: it works off the event loop, in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from runtime.structured.pattern import GrammarError
 
 _MEMORY = 2 << 30  # of address space; a child at rest takes a tenth
 _START_S = 60.0  # at most, for a child to start
-_SMALL = 4096  # bytes of a specification that takes some milliseconds, without the words that may make it take long:
-_COSTLY = ("pattern", "allOf", "\\u")  # intersections and merged schemas, or an escape that may spell them
+# A small specification takes some milliseconds: it has at most so many bytes, and none of the words that stand for
+# intersections and merged schemas (or an escape that may spell them).
+_SMALL_BYTES = 4096
+_COSTLY_WORDS = ("pattern", "allOf", "\\u")
 
 
 class CompilerBusy(CallboardError):
@@ -41,12 +43,13 @@ class _Work:
 
 
 class GrammarCompiler:
-    """Belongs to one event loop. A grammar takes some milliseconds, or none if it is known; one that runs away loses
-    its child at the deadline, while others have children of their own: as long as there are fewer than `max_children`,
-    one is kept ready. One child is for small specifications alone, which no number of others can delay.
+    """Compiles grammars for one event loop. Each takes some milliseconds, or none if its specification is known. A
+    child that is not done at the deadline is killed, while other grammars have children of their own: an idle one is kept
+    ready as long as there are fewer than `max_children`. One child takes only small specifications, which therefore
+    never wait for large ones.
 
-    What finds no child waits, `max_queued` small ones and as many others, for as long as somebody waits for it. Answers
-    are kept, refusals too, by what was asked: at most `max_entries`, of `max_bytes` in all."""
+    Without a free child, up to `max_queued` small specifications and as many others wait, as long as a request waits
+    for them. Answers and refusals are kept by specification: at most `max_entries`, of `max_bytes` in all."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class GrammarCompiler:
             if queued >= self._max_queued:
                 raise CompilerBusy(
                     f"{queued} grammars wait to be compiled, the limit; come back in {self._deadline_s:g} seconds.",
-                    self._deadline_s,  # by then each child has ended what it does now
+                    self._deadline_s,  # by then each child has ended its present work
                 )
         self._open[spec] = self._queue[spec] = work
         self._begin()
@@ -118,7 +121,7 @@ class GrammarCompiler:
     async def _answer(self, work: _Work) -> Grammar | GrammarError:
         work.num_waiting += 1
         try:
-            return await asyncio.shield(work.answer)  # one that leaves does not take it from the others
+            return await asyncio.shield(work.answer)  # a client that leaves does not cancel it for the others
         finally:
             work.num_waiting -= 1
             if not work.num_waiting and self._queue.pop(work.spec, None) is not None:
@@ -130,7 +133,7 @@ class GrammarCompiler:
         return has_room and len(self._begun) < self._max_children
 
     def _begin(self) -> None:
-        """Whatever has waited longest of what finds a child."""
+        """Begins all queued work for which there is a child, in the order of arrival."""
         while (work := next(filter(self._may_begin, self._queue.values()), None)) is not None:
             del self._queue[work.spec]
             self._begun.append(work)
@@ -172,7 +175,7 @@ class GrammarCompiler:
             self._give_back(child)
 
     def _add_child(self) -> None:
-        child = Child(_MEMORY, niceness=5)  # those who stream go first
+        child = Child(_MEMORY, niceness=5)  # running streams go first
         with contextlib.suppress(GrammarError):
             child.run(_START_S, compiled, GrammarSpec("regex", "\\D"))  # Unicode digits are looked up once
         self._give_back(child)
@@ -188,8 +191,8 @@ class GrammarCompiler:
 
 
 def _is_small(spec: GrammarSpec) -> bool:
-    is_plain = spec.kind in ("regex", "choice") or not any(word in spec.text for word in _COSTLY)
-    return is_plain and len(spec.text) <= _SMALL
+    is_plain = spec.kind in ("regex", "choice") or not any(word in spec.text for word in _COSTLY_WORDS)
+    return is_plain and len(spec.text) <= _SMALL_BYTES
 
 
 def _size(spec: GrammarSpec, answer: Grammar | GrammarError) -> int:

@@ -1,4 +1,4 @@
-"""Which engine serves a grammar: the lazy one at once, the eager one where it pays and has come out small."""
+"""The choice of the engine that serves a grammar: the lazy one at once, the eager one where it pays and is small."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Engines:
         return self._lazy.fill(matchers, masks, numbers)
 
     def spent(self, grammar: Grammar, seconds: float) -> None:
-        """An output has ended; so much of the host's time went into its masks."""
+        """Tells that an output has ended, whose masks took `seconds` of the host's time."""
         with self._lock:
             if (entry := self._entries.get(grammar.key)) is not None:
                 entry.host_s += seconds
@@ -127,13 +127,13 @@ _loaded: list[Vocabulary] = []
 
 
 def load(vocabulary: Vocabulary) -> None:
-    """Before the first build: what all of them need."""
+    """Called before the first build: keeps what all builds need."""
     _loaded[:] = [vocabulary]
     build("a", vocabulary)
 
 
 def build_loaded(expression: str) -> tuple[Automaton, float]:
-    """And the CPU seconds that it took."""
+    """The automaton, and the CPU seconds that building it took."""
     start = time.process_time()
     automaton = build(expression, _loaded[0])
     return automaton, time.process_time() - start

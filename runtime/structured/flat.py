@@ -41,18 +41,18 @@ class Flat(dict[str, Any]):
 
 
 class Terms(Protocol):
-    """What an engine can tell about terminals. Raises GrammarError if a limit is in the way."""
+    """Answers about terminals that only an engine can give. Raises GrammarError if a limit is in the way."""
 
     def fits(self, terminal: Terminal) -> bool:
-        """Whether any text matches."""
+        """True if any text matches."""
 
     def matches(self, expression: str, text: str) -> bool:
-        """Whether a text matches an expression of JSON strings."""
+        """True if a text matches an expression of JSON strings."""
 
 
 class Flattener:
     def __init__(self, root: Any, terms: Terms, strict: bool | None, ignored: list[str]) -> None:
-        """What cannot be enforced is refused, or where `strict` allows it (core/types.py) added to `ignored`."""
+        """Refuses keywords that cannot be enforced, or adds them to `ignored` where `strict` (core/types.py) allows it."""
         self._root, self.terms, self._strict, self._ignored = root, terms, strict, ignored
 
     def cannot(self, where: str, keyword: str, problem: str = "") -> None:
@@ -175,7 +175,7 @@ class Flattener:
         return next((name for name, (a, b) in zip(names, both_, strict=False) if self.apart(a, b, where)), None)
 
     def apart(self, first: Flat | None, second: Flat | None, where: str, depth: int = 4) -> bool:
-        """Whether certainly nothing fits both."""
+        """True if certainly no value fits both."""
         if first is None or second is None:
             return True
         if depth == 0:
@@ -227,7 +227,7 @@ class Flattener:
     # ---- allOf ------------------------------------------------------------------------------------------------------
 
     def _merged(self, a: Flat | None, b: Flat | None, where: str) -> Flat | None:
-        """What fits both of two flat schemas."""
+        """The flat schema of the values that fit both of two."""
         if not a or not b:
             return b if a == {} else a if b == {} else None
         free = [s.get("additionalProperties", True) for s in (a, b)]
@@ -281,7 +281,7 @@ class Flattener:
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def string_terms(self, flat: Flat, where: str) -> Terminal:
-        """What its patterns and its format ask of a text; no expression at all where they ask nothing."""
+        """The expressions that its patterns and its format ask a text to match; empty where they ask nothing."""
         all_of: list[str] = []
         none_of: list[str] = []
         for pattern in flat.get("pattern", ()):
@@ -296,7 +296,7 @@ class Flattener:
         return Terminal(tuple(all_of), tuple(none_of))
 
     def admits(self, schema: Any, value: Any, where: str) -> bool:
-        """Whether a value is valid."""
+        """True if a value is valid."""
         flat = self.flat(schema, where)
         if flat is None:
             return False

@@ -1,6 +1,6 @@
-"""From what a client asks for to what the engines take, with every limit on the way.
+"""Compiles the grammar that a client asks for into the form that the engines take, and applies every limit.
 
-`compiled` can take long and much memory for a grammar that means harm: it belongs into a child process (child.py).
+`compiled` can take long and much memory for a hostile grammar: it belongs into a child process (child.py).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Calls(msgspec.Struct):
 
 
 def grammar_of(json_schema: object) -> Grammar:
-    """What `SamplingParams.grammar` takes for a JSON Schema; raises GrammarError. For schemas of one's own: one that
-    means harm can take long and much memory."""
+    """The value of `SamplingParams.grammar` for a JSON Schema; raises GrammarError. Only for trusted schemas: a
+    hostile one can take long and much memory."""
     return compiled(GrammarSpec("json", json.dumps(json_schema)))
 
 
@@ -110,7 +110,7 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
 
 
 class _Terms(Terms):
-    """What llguidance says about terminals; each is asked once."""
+    """Answers of llguidance about terminals; each is asked once."""
 
     def __init__(self) -> None:
         self._fits: dict[Terminal, bool] = {}
@@ -132,7 +132,7 @@ class _Terms(Terms):
 
 
 def _fault(lark: str) -> str:
-    """Why no output can even begin; "" if one can. Raises GrammarError if a limit is in the way."""
+    """The reason why no output can even begin; "" if one can. Raises GrammarError if a limit is in the way."""
     mask = np.zeros(BYTES.num_words, np.int32)
     try:
         _BYTES.matcher(lark).fill(mask)

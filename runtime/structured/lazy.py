@@ -1,7 +1,7 @@
 """The lazy engine: llguidance works a grammar out as far as an output goes, on the host.
 
 A matcher is ready in about a millisecond at any vocabulary. What a mask may cost is bounded by fuel, not by a clock, so
-that it is the same everywhere: at most some 15 ms, in grammars that mean harm.
+that it is the same everywhere: at most some 15 ms, in hostile grammars.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-_MOST_COPIES = 1000  # of a matcher: they share what they work out, which grows
-# Texts within strings that most tokens are: where all of them fit, a mask takes them at once. These are llguidance's
-# own, less the characters that "." does not mean, and the one that is never written.
+_MAX_COPIES = 1000  # of a matcher: they share lexer states, whose number grows
+# Slices of the vocabulary: texts within strings, which most tokens are. Where a whole slice is allowed, a mask takes it
+# at once. They are llguidance's own, less the characters that "." does not match, and the one that is never written.
 _IN_STRING = r"[^\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFFF}]"
 _SLICES = [r"[\x20\x0A\x0D\x09]+", _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
 
@@ -65,7 +65,7 @@ class LazyEngine:
         for i, error in enumerate(errors):
             if error is not None:
                 try:
-                    matchers[i].fill(masks[numbers[i]])  # which goes on alone where another output was at fault
+                    matchers[i].fill(masks[numbers[i]])  # it goes on with its own lexer if another output was at fault
                     errors[i] = None
                 except CallboardError as e:
                     errors[i] = e
@@ -81,9 +81,9 @@ class LazyEngine:
 
 @dataclass(slots=True)
 class _Lexer:
-    """What copies of a matcher share of llguidance: the states of the grammar's texts, as far as they are worked out.
+    """The part of llguidance that copies of a matcher share: the states of the grammar's texts, as far as computed.
 
-    One that comes to a limit is of no use to any copy any more, wherever it is in the grammar."""
+    A lexer that comes to a limit is of no use to any copy any more, wherever that copy is in the grammar."""
 
     num_copies: int = 0
     has_failed: bool = False
@@ -92,8 +92,8 @@ class _Lexer:
 class LazyMatcher(Matcher):
     """A matcher over llguidance's, which gives the GIL up while it computes a mask.
 
-    When a limit is in the way, the lexer that it shares with others may be what has come to it: it goes on once more
-    with one of its own, and fails only if that comes to the limit too."""
+    The lexer that it shares with its copies may come to a limit through them. The matcher then goes on with a lexer of
+    its own, and fails only if that comes to a limit too."""
 
     engine = "lazy"
 
@@ -106,11 +106,11 @@ class LazyMatcher(Matcher):
 
     @property
     def may_be_copied(self) -> bool:
-        """Whether copies can be made that work, and are not too many to share what they work out, which grows."""
-        return not self._lexer.has_failed and self._lexer.num_copies < _MOST_COPIES
+        """True while copies work and are few enough: the states that they share grow with each."""
+        return not self._lexer.has_failed and self._lexer.num_copies < _MAX_COPIES
 
     def copy(self) -> LazyMatcher:
-        """An output of its own from here on; the two share what has been worked out of the grammar."""
+        """A matcher at the same position, for another output; the two share the lexer states."""
         self._lexer.num_copies += 1
         copy = LazyMatcher(self._engine, self._lark, self.inner.deep_copy(), self._lexer)
         copy._tokens[:] = self._tokens
@@ -143,14 +143,14 @@ class LazyMatcher(Matcher):
             self._go_on_alone()
 
     def _recover(self) -> bool:
-        self.inner.compute_bitmask()  # a lexer at its limit refuses tokens without a word; a mask tells
+        self.inner.compute_bitmask()  # a lexer at its limit refuses tokens silently; computing a mask sets its error
         if self.error() is None:
             return False
         self._go_on_alone()
         return True
 
     def _go_on_alone(self) -> None:
-        """With a lexer that no other output has used; raises the error if there was none."""
+        """Goes on with a lexer that no other output has used; raises the error if it has such a one already."""
         if self._lexer.num_copies <= 1:
             self._check()
         self._lexer, self.inner = _Lexer(), self._engine.inner(self._lark)
@@ -158,7 +158,7 @@ class LazyMatcher(Matcher):
         self._check()
 
     def error(self) -> CallboardError | None:
-        """Why it is of no use any more."""
+        """The reason why it cannot be used any more; None if it can."""
         inner = self.inner
         if not (inner.is_error() or (inner.is_stopped() and not inner.is_accepting())):
             return None

@@ -1,4 +1,4 @@
-"""What the step needs of a grammar, whichever engine serves it."""
+"""The interface of a grammar to a step, whichever engine serves it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.core.types import CallboardError
 
 
 class Matcher(ABC):
-    """Where one output is in its grammar. One thread at a time; after a CallboardError it is of no use any more.
+    """The position of one output in its grammar. One thread at a time uses it, and none after a CallboardError.
 
     EOS is a token like any other here: allowed where the output may end, and after it there is nothing else."""
 
@@ -26,16 +26,16 @@ class Matcher(ABC):
     @property
     @abstractmethod
     def is_accepting(self) -> bool:
-        """Whether the output may end here."""
+        """True if the output may end here."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether EOS was taken."""
+        """True if EOS was taken."""
         return self._num_ended > 0
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but EOS may follow."""
+        """True if nothing but EOS may follow."""
         return self._num_ended > 0 or self._is_complete()
 
     def fill(self, mask: NDArray[np.int32]) -> None:
@@ -73,7 +73,7 @@ class Matcher(ABC):
             raise CallboardError(f"The token {tokens[taken]} is not what this request's grammar allows there.")
 
     def allowed(self, tokens: Sequence[int]) -> int:
-        """How many of them, from the first on, the grammar allows in a row."""
+        """The number of tokens, from the first on, that the grammar allows in a row."""
         taken = self._walk(tokens)
         self.rollback(taken)
         return taken
@@ -86,7 +86,7 @@ class Matcher(ABC):
             self._back(num_tokens - ends)
 
     def _walk(self, tokens: Sequence[int]) -> int:
-        """Takes tokens as long as they are allowed; how many."""
+        """Takes tokens as long as they are allowed, and returns their number."""
         for i, token in enumerate(tokens):
             if token in self._eos_ids:
                 if not self._num_ended and not self.is_accepting:
@@ -97,7 +97,7 @@ class Matcher(ABC):
         return len(tokens)
 
     def _recover(self) -> bool:
-        """Whether a limit, and not the grammar, refused a token, and is out of the way now."""
+        """True if a limit, and not the grammar, refused a token, and the matcher can go on without that limit now."""
         return False
 
     @abstractmethod

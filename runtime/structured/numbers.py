@@ -150,7 +150,7 @@ def _any_of(options: list[str]) -> str | None:
 
 
 def rule(schema: dict[str, Any], where: str) -> Rule:
-    """What a flat schema of the type number or integer allows; raises GrammarError."""
+    """The expression of the numbers that a flat schema of type number or integer allows; raises GrammarError."""
     low, high, low_open, high_open = _ends(schema, where)
     of = schema.get("multipleOf")
     if of is not None and of <= 0:

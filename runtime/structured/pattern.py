@@ -117,7 +117,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Where a pattern is tied to the beginning (^) or the end ($) of the text."""
+    """The places where a pattern is tied to the beginning (^) or the end ($) of the text."""
 
     at_end: bool
 
@@ -235,7 +235,7 @@ class _Parser:
         return pattern
 
     def group(self) -> Pattern:
-        """What stands before the next ")" that closes none of its own."""
+        """Parses up to the next ")" that closes no group of its own."""
         pattern = self._either()
         if not self._skip(")"):
             raise self._error("leaves a group open")

@@ -26,7 +26,7 @@ _POINTER = re.compile(r"#(/.*)?")
 
 
 def pointed(root: Any, pointer: str, where: str) -> Any:
-    """What a reference of the form `#/...` points to."""
+    """The schema to which a reference of the form `#/...` points."""
     found = root
     try:
         for step in pointer[1:].split("/")[1:]:

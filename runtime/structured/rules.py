@@ -117,7 +117,7 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
         return rule
 
     def is_whole(rule: Rule) -> bool:
-        """Whether nothing is to be pruned."""
+        """True if nothing is to be pruned."""
         match rule:
             case Row(parts):
                 return all(map(is_whole, parts))

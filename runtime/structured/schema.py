@@ -215,7 +215,7 @@ class _Writer:
     def _permuted(
         self, left: tuple[Any, ...], count: int, least: int, most: int, written: dict[tuple[Any, ...], Rule]
     ) -> Rule:
-        """What may follow `count` values, where those of `left` may still come in any order."""
+        """The rule of what follows `count` values, where those of `left` may still come in any order."""
         key = tuple(map(id, left))
         if key not in written:
             options: list[Rule] = [NOTHING] if count >= least else []
@@ -268,7 +268,7 @@ class _Writer:
             raise at(where, str(e)) from None
 
     def _property_names(self, schema: Schema, where: str) -> tuple[list[str] | None, Terminal]:
-        """What `propertyNames` leaves: a list of names (None: any), and what all keys match."""
+        """The keys that `propertyNames` allows: a list of names (None: any), and the expression that all match."""
         where = f"{where}/propertyNames"
         flat = self._schemas.flat(schema.get("propertyNames", True), where)
         if flat is None:

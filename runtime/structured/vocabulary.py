@@ -1,4 +1,4 @@
-"""What grammars need of a tokenizer: the bytes of each token, and which tokens end an output."""
+"""A tokenizer as grammars see it: the bytes of each token, and which tokens end an output."""
 
 from __future__ import annotations
 
