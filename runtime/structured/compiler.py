@@ -44,9 +44,9 @@ class _Work:
 
 class GrammarCompiler:
     """Compiles grammars for one event loop. Each takes some milliseconds, or none if its specification is known. A
-    child that is not done at the deadline is killed, while other grammars have children of their own: an idle one is kept
-    ready as long as there are fewer than `max_children`. One child takes only small specifications, which therefore
-    never wait for large ones.
+    child that is not done at the deadline is killed, while other grammars have children of their own: an idle one is
+    kept ready as long as there are fewer than `max_children`. One child takes only small specifications, which
+    therefore never wait for large ones.
 
     Without a free child, up to `max_queued` small specifications and as many others wait, as long as a request waits
     for them. Answers and refusals are kept by specification: at most `max_entries`, of `max_bytes` in all."""
