@@ -1,7 +1,7 @@
 """The step channel: plans to every rank, results of rank 0 back, in order, with nothing of Ray on the way.
 
-Three executors (runtime.core.executor) for one engine core: `InProcess` around a runner of the same process,
-`SocketExecutor` for runner processes, `RayRpc` as the fallback that needs nothing but Ray.
+`SocketExecutor` is the executor (runtime.core.executor) of runner processes, as `InProcess` is that of a runner in the
+engine's own.
 
     engine                                     runner of rank r
     SocketExecutor.address(r) --- Ray call --> serve_steps(address, runner)
@@ -26,9 +26,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from actors.wires import Address, Meeting, Wire, connect
 from runtime.core.executor import Runner
@@ -206,49 +205,3 @@ def _sentence(error: BaseException) -> str:
     """What it says in its first line; a fault that is no CallboardError is named, since its text may say little."""
     first = next(iter(str(error).splitlines()), "").removesuffix(".")
     return f"{first}." if isinstance(error, CallboardError) else f"{type(error).__name__}: {first}."
-
-
-class RayRpc:
-    """Plans and results as Ray actor calls: 50 times a socket's cost, and nothing to set up."""
-
-    def __init__(self, runners: list[Any]) -> None:
-        """`runners` are handles of actors with `execute(bytes) -> bytes`, by rank."""
-        self._runners = runners
-        self._steps: deque[Future[bytes]] = deque()  # rank 0's results
-        self._news: queue.SimpleQueue[tuple[int, Future[bytes]] | None] = queue.SimpleQueue()  # None: closed
-
-    def submit(self, plan: StepPlan) -> None:
-        frame = encode_plan(plan)
-        calls = [runner.execute.remote(frame).future() for runner in self._runners]
-        self._steps.append(calls[0])
-        for rank, call in enumerate(calls):
-            call.add_done_callback(partial(self._tell, rank))
-
-    def _tell(self, rank: int, call: Future[bytes]) -> None:
-        self._news.put((rank, call))
-
-    def collect(self) -> StepResult:
-        """Raises RunnersLost when any rank is gone, RunnerFault when one could not execute its plan."""
-        oldest = self._steps.popleft()
-        while not oldest.done() or not self._news.empty():
-            news = self._news.get()
-            if news is None:
-                self._news.put(None)
-                raise RunnersLost("The step channel was closed.")
-            _rpc_result(*news)
-        return decode_result(_rpc_result(0, oldest))
-
-    def close(self) -> None:
-        """May be called from any thread: a collect, blocked or to come, raises RunnersLost."""
-        self._news.put(None)
-
-
-def _rpc_result(rank: int, call: Future[bytes]) -> bytes:
-    from ray.exceptions import RayError, RayTaskError
-
-    try:
-        return call.result()
-    except RayTaskError as e:
-        raise RunnerFault(f"The runner of rank {rank} failed: {_sentence(e.cause)}", rank) from e
-    except RayError as e:
-        raise RunnersLost(f"Rank {rank} is gone: {type(e).__name__}.", rank) from e

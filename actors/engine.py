@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
-from actors.channel import RayRpc, SocketExecutor
+from actors.channel import SocketExecutor
 from actors.draft import DraftActor, DraftKeeper, SocketDraft
 from actors.engine_loop import EngineLoop
 from actors.environment import freeze_garbage
@@ -136,15 +136,14 @@ class EngineActor:
             for rank in range(config.tensor_parallel_size)
         ]
         infos: list[ModelInfo] = _all([r.load.remote(config, rank) for rank, r in enumerate(self._runners)])
-        executor = RayRpc(self._runners) if config.channel == "rpc" else SocketExecutor(len(self._runners))
+        executor = SocketExecutor(len(self._runners))
         for runner in self._runners:  # a closed executor wakes whoever waits for it, here and in the step thread
             runner.forever.remote().future().add_done_callback(lambda _: executor.close())
-        if isinstance(executor, SocketExecutor):
-            here = ray.get_runtime_context().get_node_id()
-            where = _all([r.where.remote() for r in self._runners])
-            for rank, (runner, (node, _)) in enumerate(zip(self._runners, where, strict=True)):
-                runner.attach.remote(executor.address(rank, "" if node == here else _host()))
-            executor.accept()
+        here = ray.get_runtime_context().get_node_id()
+        where = _all([r.where.remote() for r in self._runners])
+        for rank, (runner, (node, _)) in enumerate(zip(self._runners, where, strict=True)):
+            runner.attach.remote(executor.address(rank, "" if node == here else _host()))
+        executor.accept()
         return executor, infos[0]
 
     def _load_draft(self) -> None:

@@ -21,7 +21,6 @@ from actors.channel import serve_steps
 from actors.environment import freeze_garbage
 from actors.wires import Address
 from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.plan import decode_plan, encode_result
 from runtime.loading.resolve import resolve
 
 if TYPE_CHECKING:
@@ -57,13 +56,9 @@ class Phases(logging.Handler):
 
 
 class ModelRunnerActor:
-    """One rank. Its methods run in a few threads (REMOTE), since `forever` never returns; steps run in one alone."""
+    """One rank. Its methods run in a few threads (REMOTE), since `forever` never returns."""
 
-    REMOTE: ClassVar[dict[str, Any]] = {
-        "max_restarts": 0,
-        "max_concurrency": 4,
-        "concurrency_groups": {"steps": 1},  # pipelined calls of `execute` keep their order
-    }
+    REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0, "max_concurrency": 4}
 
     def __init__(self) -> None:
         self._phases = Phases()
@@ -97,15 +92,6 @@ class ModelRunnerActor:
                 os._exit(0)
 
         threading.Thread(target=serve, name="runner-step", daemon=True).start()
-
-    @ray.method(concurrency_group="steps")
-    def execute(self, frame: bytes) -> bytes:
-        """One step by Ray call (channel="rpc"): an encoded plan in, an encoded result out. Steps do not overlap."""
-        return encode_result(self._runner.launch(decode_plan(frame))())
-
-    def progress(self) -> int:
-        """Steps done so far: a runner that answers but does not advance is stuck."""
-        return self._runner.steps_done
 
     def where(self) -> tuple[str, int]:
         """Ray's id of this node, and this process's id."""

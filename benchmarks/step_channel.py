@@ -1,6 +1,6 @@
 """The step channel's round trip, and what a step costs the engine's thread.
 
-    python -m benchmarks.step_channel [--steps 2000] [--ranks 1] [--device-us 0] [--ray]
+    python -m benchmarks.step_channel [--steps 2000] [--ranks 1] [--device-us 0]
 
 A step of batch B is B decode rows: one token a row, sampled, and a table write for every 16th row. The runner answers
 at once, so a round trip is encode, send, wake the runner, decode, encode, send, wake the engine, decode. Engine CPU is
@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from actors.channel import RayRpc, SocketExecutor, serve_steps
+from actors.channel import SocketExecutor, serve_steps
 from actors.wires import Address
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
-from runtime.core.plan import StepPlan, StepResult, decode_plan, encode_result
+from runtime.core.plan import StepPlan, StepResult
 from runtime.core.types import Request, SamplingParams
 
 BATCHES = (1, 64, 256)
@@ -54,13 +54,6 @@ class EchoRunner:
         return wait
 
 
-class EchoActor:
-    """The same behind Ray calls."""
-
-    def execute(self, frame: bytes) -> bytes:
-        return encode_result(EchoRunner().launch(decode_plan(frame))())
-
-
 def serve(address: Address, device_s: float) -> None:
     serve_steps(address, EchoRunner(device_s))
 
@@ -84,14 +77,6 @@ def sockets(num_ranks: int, host: str, device_s: float) -> Iterator[Executor]:
         executor.close()  # the ranks end with it
         for process in ranks:
             process.join()
-
-
-@contextlib.contextmanager
-def rpc(num_ranks: int) -> Iterator[Executor]:
-    import ray
-
-    actor = ray.remote(num_cpus=0, max_restarts=0)(EchoActor)
-    yield RayRpc([actor.remote() for _ in range(num_ranks)])
 
 
 def decode_step(step_id: int, batch: int) -> StepPlan:
@@ -151,7 +136,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="measured steps of each case")
     parser.add_argument("--ranks", type=int, default=1, help="runner processes (tensor-parallel ranks)")
     parser.add_argument("--device-us", type=float, default=0, help="time of a step on the runner's device")
-    parser.add_argument("--ray", action="store_true", help="Ray calls too; starts Ray")
     args = parser.parse_args()
     device_s = args.device_us / 1e6
     kinds: dict[str, Callable[[], contextlib.AbstractContextManager[Executor]]] = {
@@ -159,37 +143,22 @@ def main() -> None:
         "unix": lambda: sockets(args.ranks, "", device_s),
         "tcp": lambda: sockets(args.ranks, "127.0.0.1", device_s),
     }
-    if args.ray:
-        start_ray()
-        kinds["ray rpc"] = lambda: rpc(args.ranks)
     sys.setswitchinterval(0.0005)  # as the engine does
     print(f"{args.ranks} rank(s), {args.steps} steps a case, us")
     print("                          channel alone                       engine core")
     print("kind        batch depth   trip p50   trip p99   step   cpu     step   cpu")
     for kind, make in kinds.items():
-        num_steps = args.steps if kind != "ray rpc" else args.steps // 10
         with make() as executor:
             for batch in BATCHES:
                 for depth in (1, 2):
-                    trips, step, cpu = bare(executor, batch, depth, num_steps)
-                    core_step, core_cpu = whole(executor, batch, depth, num_steps)
+                    trips, step, cpu = bare(executor, batch, depth, args.steps)
+                    core_step, core_cpu = whole(executor, batch, depth, args.steps)
                     p50, p99 = np.percentile(trips, (50, 99))
                     print(
                         f"{kind:<11} {batch:>5} {depth:>5}   {p50:>8.1f}   {p99:>8.1f} {step:>6.0f} {cpu:>5.0f}"
                         f"   {core_step:>6.0f} {core_cpu:>5.0f}",
                         flush=True,
                     )
-
-
-def start_ray() -> None:
-    import os
-
-    from actors.environment import SINGLE_MACHINE, ray_token
-
-    os.environ.update(SINGLE_MACHINE | ray_token())  # before `import ray`
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)
 
 
 if __name__ == "__main__":

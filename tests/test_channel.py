@@ -1,4 +1,4 @@
-"""The step channel over real sockets: order, large frames, faults, strangers, deaths; and the same over Ray calls."""
+"""The step channel over real sockets: order, large frames, faults, strangers, deaths, and Ray's actors."""
 
 import contextlib
 import multiprocessing
@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors import wires
-from actors.channel import RayRpc, RunnerFault, RunnersLost, SocketExecutor, serve_steps
+from actors.channel import RunnerFault, RunnersLost, SocketExecutor, serve_steps
 from actors.wires import Address, connect
 from runtime.core.executor import InProcess
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
@@ -561,16 +561,10 @@ def test_runners_end_with_their_engine(host):
 def actors(num_ranks: int):
     import ray
 
-    from runtime.core.plan import decode_plan
-
-    @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4, concurrency_groups={"steps": 1})
+    @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)
     class Actor:
         def __init__(self, rank):
             self.runner = Runner(rank)
-
-        @ray.method(concurrency_group="steps")
-        def execute(self, frame):
-            return encode_result(self.runner.launch(decode_plan(frame))())
 
         def attach(self, address):
             threading.Thread(target=serve_steps, args=(address, self.runner), daemon=True).start()
@@ -592,17 +586,13 @@ def group_of_actors(ray_session):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rpc", "socket"])
 class TestActors:
     @pytest.fixture
-    def executor(self, kind, group_of_actors):
-        if kind == "rpc":
-            executor = RayRpc(group_of_actors)
-        else:
-            executor = SocketExecutor(2)
-            for rank, actor in enumerate(group_of_actors):
-                actor.attach.remote(executor.address(rank))
-            executor.accept(90)  # on cores that another server has busy, a process takes long to start
+    def executor(self, group_of_actors):
+        executor = SocketExecutor(2)
+        for rank, actor in enumerate(group_of_actors):
+            actor.attach.remote(executor.address(rank))
+        executor.accept(90)  # on cores that another server has busy, a process takes long to start
         yield executor
         executor.close()
 

@@ -75,7 +75,6 @@ class EngineConfig:
     )
     tensor_parallel_size: int = _toggle(1, "GPUs that share one model replica")
     num_threads: int | None = _toggle(None, "CPU threads of a runner; default: the cores it may use")
-    channel: Literal["socket", "rpc"] = _toggle("socket", "how plans reach the runners: sockets, or Ray calls")
     max_queued_requests: int = _toggle(1024, "requests waiting in one engine before new ones are told to come back")
     max_queued_tokens: int = _toggle(4_000_000, "their tokens, before new ones are told to come back")
     queue_timeout_s: float | None = _toggle(None, "longest wait in the queue before a request is given up")
@@ -158,7 +157,6 @@ _CHOICES = {
     "kv_layout": ("paged", "contiguous"),
     "policy": ("fcfs", "sjf"),
     "draft_device": ("auto", "shared", "own", "cpu"),
-    "channel": ("socket", "rpc"),
 }
 
 
