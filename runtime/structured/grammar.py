@@ -18,8 +18,8 @@ from runtime.structured import keywords, rules, schema
 from runtime.structured.flat import Terms
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.matcher import Matcher
-from runtime.structured.pattern import MAX_STATES, Either, GrammarError, literal, literal_text, plain, size, whole
-from runtime.structured.rules import NOTHING, Name, Repeat, Rule, Terminal, choice, row, terminal
+from runtime.structured.pattern import MAX_STATES, Alternation, GrammarError, literal, literal_text, plain, size, whole
+from runtime.structured.rules import NOTHING, Name, Repeat, Rule, Terminal, choice, sequence, terminal
 from runtime.structured.vocabulary import BYTES
 
 MAX_BYTES = keywords.MAX_BYTES  # of a specification
@@ -75,7 +75,7 @@ def _rules(spec: GrammarSpec, ignored: list[str]) -> dict[str, Rule]:
         case "regex":
             return {"start": terminal(plain(whole(spec.text)))}
         case "choice":
-            options = Either(tuple(literal(text) for text in dict.fromkeys(json.loads(spec.text))))
+            options = Alternation(tuple(literal(text) for text in dict.fromkeys(json.loads(spec.text))))
             if (states := size(options)) > MAX_STATES:
                 raise GrammarError(f"has choices of {states} characters; the limit is {MAX_STATES}")
             return {"start": terminal(plain(options))}
@@ -98,11 +98,11 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
             found = schema.rules_of({}, terms, arguments, f"f{i}")
         written |= found
         opening = terminal(literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?")
-        bodies.append(row(opening, Name(f"f{i}start"), terminal(literal_text("}" + calls.end))))
+        bodies.append(sequence(opening, Name(f"f{i}start"), terminal(literal_text("}" + calls.end))))
     written["call"] = choice(bodies)
-    more = Repeat(row(terminal(literal_text(calls.again)), Name("call")), 0, None) if calls.again else NOTHING
+    more = Repeat(sequence(terminal(literal_text(calls.again)), Name("call")), 0, None) if calls.again else NOTHING
     begin = terminal(literal_text(calls.begin)) if calls.begin else NOTHING
-    start = row(begin, Name("call"), more)
+    start = sequence(begin, Name("call"), more)
     if calls.answer:
         written |= schema.rules_of(schema.read(calls.answer), terms, None, "a", answer_strict, ignored)
         start = choice([start, Name("astart")])

@@ -92,52 +92,52 @@ _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "0": "\0"}
 
 
 @dataclass(frozen=True, slots=True)
-class Chars:
+class CharacterClass:
     """Any one of these characters."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
-class Cat:
+class Concatenation:
     parts: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Either:
+class Alternation:
     parts: tuple[Pattern, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class Repetition:
     part: Pattern
     least: int
     most: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class Anchor:
     """The places where a pattern is tied to the beginning (^) or the end ($) of the text."""
 
     at_end: bool
 
 
-Pattern = Chars | Cat | Either | Times | Edge
-ANY_TEXT = Times(Chars(ALL), 0, None)
+Pattern = CharacterClass | Concatenation | Alternation | Repetition | Anchor
+ANY_TEXT = Repetition(CharacterClass(ALL), 0, None)
 
 
-def literal(text: str) -> Cat:
-    return Cat(tuple(Chars(_of(c)) for c in text))
+def literal(text: str) -> Concatenation:
+    return Concatenation(tuple(CharacterClass(_of(c)) for c in text))
 
 
 def size(pattern: Pattern) -> int:
     """About how many states an automaton of it has."""
     match pattern:
-        case Chars():
+        case CharacterClass():
             return 1
-        case Cat(parts) | Either(parts):
+        case Concatenation(parts) | Alternation(parts):
             return sum(map(size, parts)) + 1
-        case Times(part, least, most):
+        case Repetition(part, least, most):
             return size(part) * max(least if most is None else most, 1)
     return 0
 
@@ -164,18 +164,18 @@ def without_lookaheads(source: str) -> tuple[str, list[Pattern], list[Pattern]]:
         negative = source[at + 2] == "!"
         parser = _Parser(source, at + 3, negative)
         inner = parser.group()
-        options = inner.parts if isinstance(inner, Either) else (inner,)
+        options = inner.parts if isinstance(inner, Alternation) else (inner,)
         starts = tuple(_anchored(_from_start(option), (ANY_TEXT,)) for option in options)
-        (must_not if negative else must).append(_checked(Either(starts), source))
+        (must_not if negative else must).append(_checked(Alternation(starts), source))
         at = parser.at
-    if at == 1 or source[at : at + 1] in ("*", "+", "?", "{") or isinstance(_Parser(source[at:]).parse(), Either):
+    if at == 1 or source[at : at + 1] in ("*", "+", "?", "{") or isinstance(_Parser(source[at:]).parse(), Alternation):
         return source, [], []
     return "^" + source[at:], must, must_not
 
 
-def _from_start(pattern: Pattern) -> Cat:
-    parts = pattern.parts if isinstance(pattern, Cat) else (pattern,)
-    return Cat((Edge(False), *parts[parts[:1] == (Edge(False),) :]))
+def _from_start(pattern: Pattern) -> Concatenation:
+    parts = pattern.parts if isinstance(pattern, Concatenation) else (pattern,)
+    return Concatenation((Anchor(False), *parts[parts[:1] == (Anchor(False),) :]))
 
 
 def _checked(pattern: Pattern, source: str) -> Pattern:
@@ -186,26 +186,26 @@ def _checked(pattern: Pattern, source: str) -> Pattern:
 
 def _anchored(pattern: Pattern, around: tuple[Pattern, ...]) -> Pattern:
     """Without its edges; each alternative gets `around` on the sides that are not tied."""
-    if isinstance(pattern, Either):
-        return Either(tuple(_anchored(part, around) for part in pattern.parts))
-    parts = pattern.parts if isinstance(pattern, Cat) else (pattern,)
-    if len(parts) == 1 and isinstance(parts[0], Either):
+    if isinstance(pattern, Alternation):
+        return Alternation(tuple(_anchored(part, around) for part in pattern.parts))
+    parts = pattern.parts if isinstance(pattern, Concatenation) else (pattern,)
+    if len(parts) == 1 and isinstance(parts[0], Alternation):
         return _anchored(parts[0], around)
-    starts = bool(parts) and parts[0] == Edge(False)
-    ends = len(parts) > starts and parts[-1] == Edge(True)
+    starts = bool(parts) and parts[0] == Anchor(False)
+    ends = len(parts) > starts and parts[-1] == Anchor(True)
     inner = parts[starts : len(parts) - ends]
-    if any(map(_has_edge, inner)):
+    if any(map(_has_anchor, inner)):
         raise GrammarError("has a pattern with ^ or $ inside; they are supported at its ends only")
-    return Cat((*(() if starts else around), *inner, *(() if ends else around)))
+    return Concatenation((*(() if starts else around), *inner, *(() if ends else around)))
 
 
-def _has_edge(pattern: Pattern) -> bool:
+def _has_anchor(pattern: Pattern) -> bool:
     match pattern:
-        case Cat(parts) | Either(parts):
-            return any(map(_has_edge, parts))
-        case Times(part):
-            return _has_edge(part)
-    return isinstance(pattern, Edge)
+        case Concatenation(parts) | Alternation(parts):
+            return any(map(_has_anchor, parts))
+        case Repetition(part):
+            return _has_anchor(part)
+    return isinstance(pattern, Anchor)
 
 
 _CODES = {
@@ -229,14 +229,14 @@ class _Parser:
         return self._at
 
     def parse(self) -> Pattern:
-        pattern = self._either()
+        pattern = self._alternation()
         if self._at < len(self._source):
             raise self._error("has a ')' too many")
         return pattern
 
     def group(self) -> Pattern:
         """Parses up to the next ")" that closes no group of its own."""
-        pattern = self._either()
+        pattern = self._alternation()
         if not self._skip(")"):
             raise self._error("leaves a group open")
         return pattern
@@ -258,19 +258,19 @@ class _Parser:
         self._at += len(text) * found
         return found
 
-    def _either(self) -> Pattern:
-        parts = [self._cat()]
+    def _alternation(self) -> Pattern:
+        parts = [self._concatenation()]
         while self._skip("|"):
-            parts.append(self._cat())
-        return parts[0] if len(parts) == 1 else Either(tuple(parts))
+            parts.append(self._concatenation())
+        return parts[0] if len(parts) == 1 else Alternation(tuple(parts))
 
-    def _cat(self) -> Pattern:
+    def _concatenation(self) -> Pattern:
         parts = []
         while self._peek() not in ("", "|", ")"):
-            parts.append(self._times(self._atom()))
-        return parts[0] if len(parts) == 1 else Cat(tuple(parts))
+            parts.append(self._repetition(self._atom()))
+        return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
 
-    def _times(self, part: Pattern) -> Pattern:
+    def _repetition(self, part: Pattern) -> Pattern:
         while True:
             least, most = 0, None
             if self._skip("+"):
@@ -287,26 +287,26 @@ class _Parser:
                 raise self._error(f"repeats {max(least, most or 0)} times; the limit is {MAX_REPEAT} repetitions")
             if most is not None and most < least:
                 raise self._error(f"repeats at least {least} and at most {most} times")
-            if isinstance(part, Edge):
+            if isinstance(part, Anchor):
                 raise self._error("repeats ^ or $")
             self._skip("?")  # which match is preferred does not change what matches
-            part = Times(part, least, most)
+            part = Repetition(part, least, most)
 
     def _atom(self) -> Pattern:
         match char := self._take():
             case "(":
                 return self._group()
             case "[":
-                return Chars(self._set())
+                return CharacterClass(self._set())
             case ".":
-                return Chars(without(ALL, _of("\n")) if self._negated else _DOT)
+                return CharacterClass(without(ALL, _of("\n")) if self._negated else _DOT)
             case "^" | "$":
-                return Edge(char == "$")
+                return Anchor(char == "$")
             case "\\":
-                return Chars(self._escape())
+                return CharacterClass(self._escape())
             case "*" | "+" | "?":
                 raise self._error(f"has a {char!r} with nothing to repeat")
-        return Chars(_of(char))
+        return CharacterClass(_of(char))
 
     def _group(self) -> Pattern:
         if self._skip("?"):
@@ -397,13 +397,13 @@ def literal_string(text: str) -> str:
 def _written(pattern: Pattern, of: Callable[[Ranges], str]) -> str:
     """`of` writes one character."""
     match pattern:
-        case Chars(these):
+        case CharacterClass(these):
             return of(these)
-        case Cat(parts):
+        case Concatenation(parts):
             return "".join(_written(part, of) for part in parts)
-        case Either(parts):
+        case Alternation(parts):
             return "(?:" + "|".join(_written(part, of) for part in parts) + ")"
-        case Times(part, least, most):
+        case Repetition(part, least, most):
             inner = _written(part, of)
             return f"(?:{inner}){{{least},{'' if most is None else most}}}" if inner else ""
     raise AssertionError(pattern)  # edges are gone by now

@@ -24,7 +24,7 @@ class Terminal:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Sequence:
     parts: tuple[Rule, ...]
 
 
@@ -54,8 +54,8 @@ class JsonSchema:
     text: str
 
 
-Rule = Terminal | Row | Choice | Repeat | Name | JsonSchema
-NOTHING = Row(())  # matches the empty text
+Rule = Terminal | Sequence | Choice | Repeat | Name | JsonSchema
+NOTHING = Sequence(())  # matches the empty text
 NEVER = Choice(())  # matches no text
 
 
@@ -63,17 +63,17 @@ def terminal(expression: str) -> Terminal:
     return Terminal((expression,))
 
 
-def row(*parts: Rule) -> Rule:
+def sequence(*parts: Rule) -> Rule:
     """One after another; neighbours that are simple terminals become one."""
     joined: list[Rule] = []
     for part in parts:
-        for each in part.parts if isinstance(part, Row) else (part,):
+        for each in part.parts if isinstance(part, Sequence) else (part,):
             match joined, each:
                 case [*_, Terminal((before,), ())], Terminal((after,), ()):
                     joined[-1] = Terminal((before + after,))
                 case _:
                     joined.append(each)
-    return joined[0] if len(joined) == 1 else Row(tuple(joined))
+    return joined[0] if len(joined) == 1 else Sequence(tuple(joined))
 
 
 def choice(options: Iterable[Rule]) -> Rule:
@@ -96,7 +96,7 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
 
     def can_end(rule: Rule) -> bool:
         match rule:
-            case Row(parts):
+            case Sequence(parts):
                 return all(map(can_end, parts))
             case Choice(parts):
                 return any(map(can_end, parts))
@@ -108,8 +108,8 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
 
     def prune(rule: Rule) -> Rule:
         match rule:
-            case Row(parts):
-                return Row(tuple(map(prune, parts)))
+            case Sequence(parts):
+                return Sequence(tuple(map(prune, parts)))
             case Choice(parts):
                 return choice(prune(part) for part in parts if can_end(part))
             case Repeat(part, least, most):
@@ -119,7 +119,7 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     def is_whole(rule: Rule) -> bool:
         """True if nothing is to be pruned."""
         match rule:
-            case Row(parts):
+            case Sequence(parts):
                 return all(map(is_whole, parts))
             case Choice(parts):
                 return bool(parts) and all(map(is_whole, parts))
@@ -153,7 +153,7 @@ def _names(rule: Rule) -> Iterable[str]:
             yield name
         case Repeat(part):
             yield from _names(part)
-        case Row(parts) | Choice(parts):
+        case Sequence(parts) | Choice(parts):
             for part in parts:
                 yield from _names(part)
 
@@ -168,7 +168,7 @@ def lark(rules: Mapping[str, Rule]) -> str:
                 return f"/{expression}/"
             case Terminal():
                 return terminals.setdefault(rule, f"T{len(terminals)}")
-            case Row(parts):
+            case Sequence(parts):
                 return " ".join(map(write, parts)) or '""'
             case Choice(parts):
                 return "(" + " | ".join(map(write, parts)) + ")"
@@ -202,7 +202,7 @@ def expression(rules: Mapping[str, Rule]) -> str:
         match rule:
             case Terminal((text,), ()):
                 result = text
-            case Row(parts):
+            case Sequence(parts):
                 result = "".join(map(write, parts))
             case Choice(parts):
                 result = "(?:" + "|".join(map(write, parts)) + ")"

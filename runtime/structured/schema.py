@@ -27,9 +27,9 @@ from runtime.structured.pattern import (
     ALL,
     ANY_TEXT,
     MAX_REPEAT,
-    Chars,
+    CharacterClass,
     GrammarError,
-    Times,
+    Repetition,
     literal_string,
     literal_text,
     quoted,
@@ -45,7 +45,7 @@ from runtime.structured.rules import (
     choice,
     optional,
     repeat,
-    row,
+    sequence,
     terminal,
 )
 
@@ -151,7 +151,7 @@ class _Writer:
         least, most = _bounds(schema, "Length", where)
         terms = self._schemas.string_terms(schema, where)
         if least or most is not None or not terms.all_of:
-            terms = Terminal((*terms.all_of, quoted(Times(Chars(ALL), least, most))), terms.none_of)
+            terms = Terminal((*terms.all_of, quoted(Repetition(CharacterClass(ALL), least, most))), terms.none_of)
         return terms
 
     def _fitting(self, rule: Terminal) -> Rule:
@@ -163,7 +163,7 @@ class _Writer:
         least, most = _bounds(schema, "Items", where)
         if schema.get("uniqueItems") and (most is None or most > 1):
             if (values := self._finite(schema, where)) is not None:
-                return row(terminal("\\x{5b}"), self._distinct(values, least, most), terminal("\\x{5d}"))
+                return sequence(terminal("\\x{5b}"), self._distinct(values, least, most), terminal("\\x{5d}"))
             self._schemas.cannot(where, "uniqueItems")
         first = [self._rule(item, f"{where}/prefixItems/{i}") for i, item in enumerate(schema.get("prefixItems", ()))]
         items = schema.get("items", True)
@@ -174,17 +174,19 @@ class _Writer:
         if items is False or rest_most == 0:
             rest = NEVER if rest_least else NOTHING
         elif k:
-            rest = repeat(row(_COMMA, others), rest_least, rest_most)
+            rest = repeat(sequence(_COMMA, others), rest_least, rest_most)
         else:
-            more = repeat(row(_COMMA, others), max(rest_least - 1, 0), None if rest_most is None else rest_most - 1)
-            rest = row(others, more) if rest_least else optional(row(others, more))
+            more = repeat(
+                sequence(_COMMA, others), max(rest_least - 1, 0), None if rest_most is None else rest_most - 1
+            )
+            rest = sequence(others, more) if rest_least else optional(sequence(others, more))
         for i in reversed(range(k)):
-            rest = self._named(row(_COMMA if i else NOTHING, first[i], rest))
+            rest = self._named(sequence(_COMMA if i else NOTHING, first[i], rest))
             if most is not None and i >= most:
                 rest = NOTHING
             elif i >= least:
                 rest = optional(rest)
-        return row(terminal("\\x{5b}"), rest, terminal("\\x{5d}"))
+        return sequence(terminal("\\x{5b}"), rest, terminal("\\x{5d}"))
 
     def _finite(self, schema: Schema, where: str) -> list[Any] | None:
         """The different values that its items may have; None if they are not listed."""
@@ -207,7 +209,7 @@ class _Writer:
         for value in reversed(values):
             states = []
             for n in range(cap + 1):
-                taken = row(*([_COMMA] if n else []), _value(value), after[min(n + 1, cap)])
+                taken = sequence(*([_COMMA] if n else []), _value(value), after[min(n + 1, cap)])
                 states.append(after[n] if is_bound and n == most else self._named(choice([taken, after[n]])))
             after = states
         return after[0]
@@ -221,7 +223,7 @@ class _Writer:
             options: list[Rule] = [NOTHING] if count >= least else []
             for i, value in enumerate(left if count < most else ()):
                 others = self._permuted(left[:i] + left[i + 1 :], count + 1, least, most, written)
-                options.append(row(*([_COMMA] if count else []), _value(value), others))
+                options.append(sequence(*([_COMMA] if count else []), _value(value), others))
             written[key] = self._named(choice(options))
         return written[key]
 
@@ -255,10 +257,10 @@ class _Writer:
         for name, value in listed.items():
             value = reduce(both, (patterns[p] for p in matching[name]), value)
             key = terminal(literal_string(name))
-            members.append((row(key, _COLON, self._rule(value, f"{where}/properties/{name}")), name in required))
+            members.append((sequence(key, _COLON, self._rule(value, f"{where}/properties/{name}")), name in required))
         taken = [literal_string(name) for name in listed]
         others = self._free_members(keys, patterns if names is None else {}, free, any_key, taken, where)
-        return row(terminal("\\x{7b}"), self._members(schema, members, others, where), terminal("\\x{7d}"))
+        return sequence(terminal("\\x{7b}"), self._members(schema, members, others, where), terminal("\\x{7d}"))
 
     def _patterns(self, patterns: Schema, where: str) -> dict[str, str]:
         """Terms of keys, by their patterns."""
@@ -312,15 +314,15 @@ class _Writer:
             states: dict[int, Rule] = {}
             for n in before:
                 follows = after[min(n + len(some), cap)]
-                member = row(*_separated(some, n > 0))
+                member = sequence(*_separated(some, n > 0))
                 if most is not None and n + len(some) > most:
                     states[n] = NEVER if must else after[n]
                 elif must:
-                    states[n] = row(member, follows)
+                    states[n] = sequence(member, follows)
                 elif n == cap:
-                    states[n] = row(optional(member), follows)
+                    states[n] = sequence(optional(member), follows)
                 else:
-                    states[n] = choice((row(member, follows), after[n]))
+                    states[n] = choice((sequence(member, follows), after[n]))
             shared = step > 0 and len(reached[step - 1]) > 1
             after = {n: self._named(state) if shared or n < cap else state for n, state in states.items()}
         return after[0]
@@ -339,7 +341,7 @@ class _Writer:
         is_open = not keys and any_key == _ANY_KEY
         options.append((free_key if is_open else self._fitting(free_key), free, "additionalProperties"))
         return choice(
-            row(key, _COLON, self._rule(value, f"{where}/{keyword}"))
+            sequence(key, _COLON, self._rule(value, f"{where}/{keyword}"))
             for key, value, keyword in options
             if value is not False and key != NEVER
         )
@@ -351,8 +353,8 @@ def _more(member: Rule, n: int, least: int, most: int | None) -> Rule:
     if member == NEVER or room == 0:
         return NOTHING if n >= least else NEVER
     if n:
-        return repeat(row(_COMMA, member), 0, room)
-    some = row(member, repeat(row(_COMMA, member), 0, None if room is None else room - 1))
+        return repeat(sequence(_COMMA, member), 0, room)
+    some = sequence(member, repeat(sequence(_COMMA, member), 0, None if room is None else room - 1))
     return some if least else optional(some)
 
 
@@ -390,11 +392,11 @@ def _value(value: Any) -> Rule:
         case list():
             for item in value:
                 parts += [_COMMA, _value(item)] if parts else [_value(item)]
-            return row(terminal("\\x{5b}"), *parts, terminal("\\x{5d}"))
+            return sequence(terminal("\\x{5b}"), *parts, terminal("\\x{5d}"))
         case dict():
             for name, member in value.items():
                 parts += [*([_COMMA] if parts else []), terminal(literal_string(name)), _COLON, _value(member)]
-            return row(terminal("\\x{7b}"), *parts, terminal("\\x{7d}"))
+            return sequence(terminal("\\x{7b}"), *parts, terminal("\\x{7d}"))
         case str():
             return terminal(literal_string(value))
     return terminal(literal_text(dumped(value)))
