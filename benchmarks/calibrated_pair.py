@@ -28,9 +28,9 @@ from benchmarks.make_random_model import write_folder
 from benchmarks.measure import Results, new_parser
 from benchmarks.models import CONFIGS
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import describe
 from runtime.models.decoder import Decoder, Numerics
-from runtime.models.spec import DecoderSpec
 from runtime.worker.runner import choose_numerics
 
 TARGET = CONFIGS["llama-3.1-8b"]

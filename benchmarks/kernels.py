@@ -20,6 +20,7 @@ from tqdm import tqdm
 from benchmarks.kernels_attention import BF16_FLOP_S, HBM_BYTES_S, decode_bytes, decode_seconds, graph_seconds
 from benchmarks.measure import Results, new_parser
 from benchmarks.models import spec_of
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.kernels.few_rows import MAX_ROWS, few_rows_linear_triton
 from runtime.kernels.fixed_linear import fixed_linear_triton
 from runtime.kernels.gated_activation import gated_activation_triton
@@ -27,7 +28,6 @@ from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.rope import rope_rows_triton, rope_store_kv_triton, rope_table
 from runtime.kernels.sample import NUM_PARAMS, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, sample_tokens_triton
 from runtime.kernels.step_inputs import build_inputs
-from runtime.models.spec import DecoderSpec
 
 _ROTATION_BYTES = 256 << 20  # several times the L2 cache
 _CONTEXT = 512  # positions that a row attends to

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import describe
-from runtime.models.spec import DecoderSpec
 
 
 def _llama3(factor: float, **shape: Any) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec, RopeType
 from runtime.core.types import CallboardError
 from runtime.loading.folder import read_json
 from runtime.loading.gguf import GGML_TYPES, GgufFile
 from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
 from runtime.loading.resolve import resolve
 from runtime.models import FAMILIES, describe
-from runtime.models.spec import DecoderSpec, RopeType
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import describe
-from runtime.models.spec import DecoderSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,9 +13,9 @@ from runner_driver import Driver
 from triton_engine import Replay
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.experts import Experts, GroupedExperts
 from runtime.kernels.gated_activation import gated_activation_torch
-from runtime.models.spec import DecoderSpec, ExpertsSpec
 from runtime.worker.device_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
 from runtime.core.types import SamplingParams
-from runtime.models.spec import DecoderSpec
 from runtime.worker.runner import ModelRunner
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)

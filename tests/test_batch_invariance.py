@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.core.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.kernels import linear
 from runtime.kernels.experts import route_torch
 from runtime.kernels.gated_activation import gated_activation_exact
@@ -21,7 +22,6 @@ from runtime.kernels.linear import agreeing_sizes, batch_invariant_linear
 from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.kernels.rope import rope_table
 from runtime.kernels.sampling import token_logprobs
-from runtime.models.spec import ExpertsSpec, RopeSpec
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

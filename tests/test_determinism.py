@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from runner_driver import TINY, Driver, tiny_runner
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.core.types import SamplingParams
-from runtime.models.spec import DecoderSpec, ExpertsSpec
 from runtime.worker.runner import ModelRunner
 
 SPECS = {

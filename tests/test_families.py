@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, PreTrainedModel
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec, RopeSpec
 from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.models import describe
 from runtime.models.decoder import Decoder
 from runtime.models.layout import Layout
 from runtime.models.llama import LAYOUT as LLAMA
-from runtime.models.spec import DecoderSpec, RopeSpec
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 

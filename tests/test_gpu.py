@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec, RopeSpec
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Request, SamplingParams
@@ -19,7 +20,6 @@ from runtime.kernels.rope import (
     rope_table,
 )
 from runtime.llm import LLM
-from runtime.models.spec import DecoderSpec, RopeSpec
 from runtime.worker.runner import ModelRunner
 
 pytestmark = [

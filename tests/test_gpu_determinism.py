@@ -7,8 +7,8 @@ import pytest
 import torch
 from runner_driver import Driver, tiny_runner
 
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import SamplingParams
-from runtime.models.spec import DecoderSpec
 
 pytestmark = [
     pytest.mark.gpu,

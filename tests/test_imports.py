@@ -18,6 +18,16 @@ FORBIDDEN = {  # folder -> top-level packages that no file in it may import, at 
     "serve_app": {"torch", "triton", "transformers"},
 }
 
+PACKAGES_BELOW = {  # package of runtime -> the other packages of runtime that its files may import
+    "core": set(),
+    "loading": {"core"},
+    "kernels": {"core"},
+    "text": {"core", "loading"},
+    "structured": {"core", "text"},
+    "models": {"core", "kernels"},
+    "worker": {"core", "loading", "kernels", "models", "text", "structured"},
+}
+
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
@@ -37,6 +47,18 @@ def test_no_file_imports_what_its_folder_must_not(folder: str):
         for path in files
         for line, module in imports_of(path)
         if module.split(".")[0] in FORBIDDEN[folder]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", PACKAGES_BELOW)
+def test_the_packages_of_runtime_import_only_those_below_them(package: str):
+    allowed = PACKAGES_BELOW[package] | {package}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in sorted((ROOT / "runtime" / package).rglob("*.py"))
+        for line, module in imports_of(path)
+        if module.startswith("runtime.") and module.split(".")[1] not in allowed
     ]
     assert not wrong, "\n".join(wrong)
 

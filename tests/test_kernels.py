@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from runtime.core.decoder_spec import RopeSpec
 from runtime.kernels.attention import (
     AttentionShape,
     attention_exact,
@@ -25,7 +26,6 @@ from runtime.kernels.gated_activation import gated_activation_exact, gated_activ
 from runtime.kernels.linear import can_pack, cpu_product
 from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.kernels.rope import rope_rows_torch, rope_store_kv_torch, rope_table
-from runtime.models.spec import RopeSpec
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.rope import (
     rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton, rope_table
 )
-from runtime.models.spec import RopeSpec
+from runtime.core.decoder_spec import RopeSpec
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.float16):
     for rows, hidden in ((1, 1), (3, 7), (2, 64), (5, 100), (4, 576), (2, 1025), (0, 16)):

@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import RopeSpec
 from runtime.core.types import CallboardError
 from runtime.models import describe
 from runtime.models.llama import decoder_spec
-from runtime.models.spec import RopeSpec
 from runtime.worker.runner import ModelRunner
 
 BASE = {

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from runner_driver import GREEDY, TINY, Driver, tiny_runner
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError, SamplingParams
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models.decoder import Numerics
-from runtime.models.spec import DecoderSpec
 from runtime.worker.memory import available_memory, plan_memory
 from runtime.worker.runner import ModelRunner, choose_numerics
 

@@ -9,12 +9,12 @@ from fake_runner import Recorded
 from runner_driver import Driver, tiny_runner
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.draft import Commit, DraftCore, Open, Told
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Speculation
 from runtime.core.types import Request, SamplingParams
-from runtime.models.spec import DecoderSpec
 from runtime.worker.device_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.kernels.attention import attention_exact, attention_torch
 from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.experts import Experts, GroupedExperts
@@ -22,7 +23,6 @@ from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.prefill_attention import prefill_attention
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
-from runtime.models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.gated_activation import Activation
 from runtime.kernels.linear import Product
-from runtime.models.spec import ExpertsSpec
 
 _ROUND = 1024  # choices that a program sorts, or columns that one adds, at once
 

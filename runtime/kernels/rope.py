@@ -8,9 +8,9 @@ import math
 import torch
 import torch.nn.functional as F
 
+from runtime.core.decoder_spec import RopeSpec
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.rms_norm import rms_norm_torch
-from runtime.models.spec import RopeSpec
 
 _TILE = 2048  # elements of a program
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
 from runtime.models import gemma, gpt2, llama, mistral, phi, qwen
 from runtime.models.config_checks import check_config
 from runtime.models.layout import Layout
-from runtime.models.spec import DecoderSpec
 
 _RANDOM = "logits and greedy tokens of random weights, against transformers"
 

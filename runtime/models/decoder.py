@@ -13,13 +13,13 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.kernels import select
 from runtime.kernels.attention import AttentionPlan
 from runtime.kernels.experts import Experts, GroupedExperts
 from runtime.kernels.linear import Linear
 from runtime.kernels.rope import rope_table
 from runtime.models.layout import Layout, Tensors
-from runtime.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 

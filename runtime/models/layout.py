@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
-from runtime.models.spec import DecoderSpec
 
 _PARAMETER = re.compile(r"(?:layers\.(\d+)\.)?(?:experts\.(\d+)\.)?(\w+)(\.weight|\.bias)?")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
 from runtime.models.layout import Layout
 from runtime.models.rope import context, rope_spec
-from runtime.models.spec import DecoderSpec
 
 LAYOUT = Layout({
     "embed": "model.embed_tokens.weight",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.models import llama
 from runtime.models.layout import Layout
-from runtime.models.spec import DecoderSpec, ExpertsSpec
 
 LAYOUT = llama.LAYOUT
 MOE_LAYOUT = Layout({

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import llama, mistral
 from runtime.models.layout import Layout
-from runtime.models.spec import DecoderSpec
 
 LAYOUT = Layout({
     **llama.LAYOUT.names,

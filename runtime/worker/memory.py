@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
 from runtime.models.decoder import Numerics
-from runtime.models.spec import DecoderSpec
 from runtime.worker.prompt_scorer import MIN_SLICE
 
 _GIB = 1 << 30

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.draft import CATCH_UP
 from runtime.core.plan import NewSlot, StepPlan, StepResult
 from runtime.core.speculation import MOST_GUESSES
@@ -30,7 +31,6 @@ from runtime.kernels.linear import can_pack
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import describe
 from runtime.models.decoder import Decoder, Numerics
-from runtime.models.spec import DecoderSpec
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.device_steps import DeviceSteps

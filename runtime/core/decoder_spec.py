@@ -76,14 +76,14 @@ class DecoderSpec:
     sliding: tuple[bool, ...] = ()  # which layers are; (): none
     local_rope: RopeSpec | None = None  # of sliding layers; None: that of the others
 
-    def linears(self) -> dict[str, tuple[dict[str, tuple[int, int]], bool]]:
+    def linears(self) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
         """A layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
 
         Of a mixture, gate_up and down are those of each expert."""
         hidden, ffn = self.hidden_size, self.ffn_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qkv = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
-        gate_up = {"gate": (ffn, hidden), "up": (ffn, hidden)}
+        qkv: dict[str, tuple[int, ...]] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+        gate_up: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden)}
         if self.fused:
             qkv, gate_up = {"qkv": (q + 2 * kv, hidden)}, {"gate_up": (2 * ffn, hidden)}
         return {
@@ -124,8 +124,10 @@ class DecoderSpec:
             if self.experts:
                 shapes[f"layers.{i}.router.weight"] = (self.experts.num_experts, hidden)
             for name, (parts, has_bias) in self.linears().items():
-                of_experts = self.experts and name in ("gate_up", "down")
-                for prefix in [f"experts.{e}." for e in range(self.experts.num_experts)] if of_experts else [""]:
+                prefixes = [""]
+                if self.experts and name in ("gate_up", "down"):
+                    prefixes = [f"experts.{e}." for e in range(self.experts.num_experts)]
+                for prefix in prefixes:
                     for part, shape in parts.items():
                         shapes[f"layers.{i}.{prefix}{part}.weight"] = shape
                         if has_bias:
@@ -133,5 +135,4 @@ class DecoderSpec:
         return shapes
 
     def _norm(self, name: str) -> dict[str, tuple[int, ...]]:
-        shape = (self.hidden_size,)
-        return {name: shape} | ({f"{name}_bias": shape} if self.norm == "layer" else {})
+        return dict.fromkeys([name, f"{name}_bias"] if self.norm == "layer" else [name], (self.hidden_size,))
