@@ -15,9 +15,9 @@ import torch
 from runtime.core.plan import Int32s, NewSlot, StepPlan
 from runtime.core.types import SamplingParams
 from runtime.models.decoder import Decoder
-from runtime.worker.device_steps import DeviceSteps
-from runtime.worker.host_steps import HostSteps
-from runtime.worker.structure import Structures
+from runtime.worker.cpu_steps import CpuSteps
+from runtime.worker.gpu_steps import GpuSteps
+from runtime.worker.grammar_state import GrammarState
 
 _BLOCK_SIZE = 16  # as served
 
@@ -79,17 +79,17 @@ def tokens_a_round(matches: Sequence[np.ndarray], num_guesses: int) -> float:
     return num_tokens / num_rounds if num_rounds else 0.0
 
 
-def _steps(decoder: Decoder, num_slots: int, max_len: int) -> DeviceSteps | HostSteps:
+def _steps(decoder: Decoder, num_slots: int, max_len: int) -> GpuSteps | CpuSteps:
     """With a KV cache in which every slot has room for `max_len` tokens."""
     spec, numerics = decoder.spec, decoder.numerics
     num_blocks = 1 + num_slots * -(-max_len // _BLOCK_SIZE)
     shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, _BLOCK_SIZE, spec.head_dim)
     cache = torch.zeros(shape, dtype=numerics.dtype, device=numerics.device)
-    kind = DeviceSteps if numerics.backend == "triton" else HostSteps
-    return kind(decoder, cache, num_slots, max_len, (), Structures(decoder.spec.vocab_size))
+    kind = GpuSteps if numerics.backend == "triton" else CpuSteps
+    return kind(decoder, cache, num_slots, max_len, (), GrammarState(decoder.spec.vocab_size))
 
 
-def _tables(steps: DeviceSteps | HostSteps, num_slots: int) -> Int32s:
+def _tables(steps: GpuSteps | CpuSteps, num_slots: int) -> Int32s:
     """StepPlan.tables that give each slot its share of the blocks; block 0 is nobody's."""
     num_blocks = -(-steps.max_model_len // _BLOCK_SIZE)
     slots, index = np.divmod(np.arange(num_slots * num_blocks, dtype=np.int32), np.int32(num_blocks))

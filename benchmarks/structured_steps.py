@@ -75,10 +75,10 @@ def main() -> None:
     eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
     runner = ModelRunner.dummy(engine_config(args.set), spec_of(args.model), eos_token_ids=eos_ids)
     vocabulary = Vocabulary.of(Tokenizer.load(args.tokenizer), runner.info)
-    runner.structures.serve(lambda: vocabulary)
+    runner.grammar_state.serve(lambda: vocabulary)
     grammar = compiled(GrammarSpec("json", json.dumps(SCHEMA)))
     kinds: dict[str, Grammar | None] = {"none": None, "lazy": replace(grammar, key="lazy", expression="")}
-    engines = runner.structures._engines.result() if runner.structures._engines is not None else None
+    engines = runner.grammar_state._engines.result() if runner.grammar_state._engines is not None else None
     assert engines is not None
     engines.policy = AutomatonPolicy(0.0, 0)  # at once
     deadline = time.monotonic() + 60

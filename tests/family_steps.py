@@ -16,7 +16,7 @@ from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.experts import Experts, GroupedExperts
 from runtime.kernels.gated_activation import gated_activation_torch
-from runtime.worker.device_steps import DecodeGraph
+from runtime.worker.gpu_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
 
 KERNEL_CASES = {  # those whose kernels differ -> what makes them shorter

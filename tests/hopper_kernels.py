@@ -2,7 +2,7 @@
 
     python tests/hopper_kernels.py
 
-The steps of runtime.worker.device_steps run on meta tensors, which have shapes and no data; each launch becomes a
+The steps of runtime.worker.gpu_steps run on meta tensors, which have shapes and no data; each launch becomes a
 compilation with the very arguments, hints and options of serving. Prints one JSON line a kernel. A process of its own,
 as it replaces Triton's driver.
 """
@@ -33,8 +33,8 @@ from runtime.kernels import _triton  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.token_mask import mask_tokens_triton  # noqa: E402
 from runtime.models.decoder import Decoder, Numerics  # noqa: E402
-from runtime.worker.device_steps import DeviceSteps  # noqa: E402
-from runtime.worker.structure import Structures  # noqa: E402
+from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
+from runtime.worker.grammar_state import GrammarState  # noqa: E402
 
 META = torch.device("meta")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -112,7 +112,7 @@ def main() -> None:
         shapes = spec.shapes()
         decoder = Decoder(spec, numerics, 16384, lambda name: torch.empty(shapes[name], dtype=dtype, device=META))  # noqa: B023
         cache = torch.empty((1, 2, spec.num_kv_heads, 4096, 16, spec.head_dim), dtype=dtype, device=META)
-        steps = DeviceSteps(decoder, cache, 256, 16384, (), Structures(decoder.spec.vocab_size))
+        steps = GpuSteps(decoder, cache, 256, 16384, (), GrammarState(decoder.spec.vocab_size))
         steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
         with torch.inference_mode():
             for rows in batches:

@@ -16,7 +16,7 @@ from runtime.core.executor import InProcess
 from runtime.core.speculation import Drafter, Speculation
 from runtime.core.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.structured.vocabulary import Vocabulary
-from runtime.worker.device_steps import DecodeGraph
+from runtime.worker.gpu_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
 
 SPEC = replace(TINY, vocab_size=len(SMALL.tokens))

@@ -17,8 +17,8 @@ from runtime.kernels.automata import (
     mask_states_torch,
     mask_states_triton,
 )
+from runtime.kernels.graph_io import read_input, read_input_torch, write_output, write_output_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
-from runtime.kernels.mail import leave_answer, leave_answer_torch, take_letter, take_letter_torch
 from runtime.kernels.sample import (
     MIN_P,
     NUM_PARAMS,
@@ -28,11 +28,11 @@ from runtime.kernels.sample import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    Again,
+    Resample,
     sample_tokens_torch,
     sample_tokens_triton,
 )
-from runtime.kernels.staging import apply_runs, apply_runs_torch
+from runtime.kernels.scatter_writes import scatter_writes, scatter_writes_torch
 from runtime.kernels.step_inputs import build_inputs, build_inputs_torch
 from runtime.kernels.token_mask import mask_tokens_torch, mask_tokens_triton
 from runtime.worker.device_sampler import DeviceSampler
@@ -73,7 +73,7 @@ def test_what_a_slot_wants_and_what_the_state_gets():
     "check",
     [
         pytest.param(check, marks=pytest.mark.interpreted("-W", "ignore", __file__, check))
-        for check in ("staging", "mail", "inputs", "sample", "filters", "masks", "sampler")
+        for check in ("scatter_writes", "graph_io", "inputs", "sample", "filters", "masks", "sampler")
     ],
 )
 def test_under_the_interpreter(check, interpreted):
@@ -122,7 +122,7 @@ def check_masks(device: torch.device = CPU) -> None:
                 assert torch.equal(got, expected)
 
 
-def check_staging(device: torch.device = CPU) -> None:
+def check_scatter_writes(device: torch.device = CPU) -> None:
     """Runs of all lengths around a program's, next to each other: what lies between them stays."""
     generator = np.random.default_rng(0)
     for lengths in ([1], [1023, 1, 1024, 1025, 0, 3000], [1] * 40, [2] * 1500, []):
@@ -132,41 +132,41 @@ def check_staging(device: torch.device = CPU) -> None:
         head = torch.tensor([len(lengths), *places.tolist(), *lengths], dtype=torch.int32, device=device)
         state = torch.full((7000,), 7, dtype=torch.int32, device=device)
         twin = state.clone()
-        apply_runs(state, torch.cat((head, values)), len(lengths))
-        apply_runs_torch(twin, torch.cat((head, values)))
+        scatter_writes(state, torch.cat((head, values)), len(lengths))
+        scatter_writes_torch(twin, torch.cat((head, values)))
         assert torch.equal(state, twin)
         assert (state == 7).all() == (not sum(lengths))
 
 
-def check_mail(device: torch.device = CPU) -> None:
-    """Letters of several graphs in turn, with and without runs, with repeats, more of them than there are pages."""
-    generator, num_pages = np.random.default_rng(0), 4
+def check_graph_io(device: torch.device = CPU) -> None:
+    """Inputs of several graphs in turn, with and without writes, with repeats, more of them than there are entries."""
+    generator, num_entries = np.random.default_rng(0), 4
     sizes = {"dtype": torch.int32, "pin_memory": device.type == "cuda"}
-    letters, answers = torch.zeros((num_pages, 12_000), **sizes), torch.zeros((num_pages, 9000), **sizes)
+    input_ring, answers = torch.zeros((num_entries, 12_000), **sizes), torch.zeros((num_entries, 9000), **sizes)
     control, rows, state = (torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 4096, 5000))
     twins = [x.clone() for x in (control, rows, state)]
     twin_answers = answers.clone()
     graphs = (1, 1, 1), (4, 1, 5), (2, 6, 1), (1000, 1, 3), (1, 1, 64), (40, 9, 1)
     for number, (size, count, repeats) in enumerate(graphs):
         num_ints, n = 2 * size * (1 + count), size * count
-        num_runs = int(generator.integers(0, 60)) * (number % 2)
-        lengths = generator.integers(0, 80, num_runs).tolist()
+        num_writes = int(generator.integers(0, 60)) * (number % 2)
+        lengths = generator.integers(0, 80, num_writes).tolist()
         places = np.cumsum([0, *lengths])[:-1].tolist()
         values = generator.integers(-9, 9, sum(lengths)).tolist()
-        body = [repeats, num_runs, *generator.integers(0, 99, num_ints).tolist(), *places, *lengths, *values]
-        letters[number % num_pages, : len(body)] = torch.tensor(body, dtype=torch.int32)
+        body = [repeats, num_writes, *generator.integers(0, 99, num_ints).tolist(), *places, *lengths, *values]
+        input_ring[number % num_entries, : len(body)] = torch.tensor(body, dtype=torch.int32)
         for _ in range(repeats):
             token_ids = torch.randint(-1, 1000, (n,), dtype=torch.int32).to(device)
-            take_letter(letters, control, rows[:num_ints], state)
-            leave_answer(token_ids, control, rows[:num_ints], answers)
-            take_letter_torch(letters, twins[0], twins[1][:num_ints], twins[2])
-            leave_answer_torch(token_ids, twins[0], twins[1][:num_ints], twin_answers)
+            read_input(input_ring, control, rows[:num_ints], state)
+            write_output(token_ids, control, rows[:num_ints], answers)
+            read_input_torch(input_ring, twins[0], twins[1][:num_ints], twins[2])
+            write_output_torch(token_ids, twins[0], twins[1][:num_ints], twin_answers)
             for got, want in zip((control, rows, state), twins, strict=True):
                 assert torch.equal(got, want)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             assert torch.equal(answers, twin_answers)
-        assert control.tolist()[:2] == [(number + 1) % num_pages, 0]
+        assert control.tolist()[:2] == [(number + 1) % num_entries, 0]
 
 
 def check_inputs(device: torch.device = CPU) -> None:
@@ -235,9 +235,9 @@ def check_sample(device: torch.device = CPU, dtypes: tuple[torch.dtype, ...] = (
             own[:, : vocab // 2] = -torch.inf
             answers = []
             for sample_tokens in (sample_tokens_torch, sample_tokens_triton):
-                again = Again(got.clone(), rows, gathered=True)
+                resample = Resample(got.clone(), rows, gathered=True)
                 where = slots[rows.long()], positions[rows.long()]
-                answers.append(sample_tokens(own, *where, tokens, params, again).tolist())
+                answers.append(sample_tokens(own, *where, tokens, params, resample).tolist())
                 assert tokens[where[0].long(), where[1].long()].tolist() == [max(answers[-1][i], 0) for i in rows]
             assert answers[0] == answers[1]
             assert answers[0][7] == -1
@@ -245,7 +245,7 @@ def check_sample(device: torch.device = CPU, dtypes: tuple[torch.dtype, ...] = (
 
             whole = torch.randn(10, vocab, device=device).to(dtype)  # again, in the place where all logits are
             whole[:, : vocab // 2] = -torch.inf
-            twins = [Again(got.clone(), rows, gathered=False) for _ in range(2)]
+            twins = [Resample(got.clone(), rows, gathered=False) for _ in range(2)]
             sample_tokens_torch(whole, *where, tokens, params, twins[0])
             sample_tokens_triton(whole, *where, tokens, params, twins[1])
             assert twins[0].token_ids.tolist() == twins[1].token_ids.tolist()
@@ -301,9 +301,9 @@ def check_filters(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 100,
             positions = torch.randint(0, 40, (n,)).int().to(device)
             state = slots, positions, tokens, params
             got = sample_tokens_triton(logits, *state)
-            again = {gathered: Again(got.clone(), slots, gathered) for gathered in (False, True)}
+            again = {gathered: Resample(got.clone(), slots, gathered) for gathered in (False, True)}
             for each in again.values():
-                sample_tokens_triton(masked, *state, again=each)
+                sample_tokens_triton(masked, *state, resample=each)
             assert again[False].token_ids.tolist() == again[True].token_ids.tolist()
             floats = params.view(torch.float32)
             seeds = params[:n, SEED_HIGH].long() << 32 | params[:n, SEED_LOW].long() & 0xFFFFFFFF
@@ -396,7 +396,7 @@ def check_sampler(device: torch.device = CPU, rounds: int = 12, vocab: int = 50)
 
 
 CHECKS = {
-    "staging": check_staging, "mail": check_mail, "inputs": check_inputs, "sample": check_sample,
+    "scatter_writes": check_scatter_writes, "graph_io": check_graph_io, "inputs": check_inputs, "sample": check_sample,
     "filters": check_filters, "masks": check_masks, "sampler": check_sampler,
 }  # fmt: skip
 

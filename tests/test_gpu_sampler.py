@@ -6,12 +6,12 @@ import torch
 from test_device_sampler import (
     EOS,
     check_filters,
+    check_graph_io,
     check_inputs,
-    check_mail,
     check_masks,
     check_sample,
     check_sampler,
-    check_staging,
+    check_scatter_writes,
     make_state,
 )
 
@@ -19,7 +19,7 @@ from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
 from runtime.kernels.gumbel import noise_bits, noise_keys
 from runtime.kernels.sample import NUM_PARAMS, SEED_HIGH, SEED_LOW, TEMPERATURE, sample_tokens_triton
-from runtime.kernels.staging import apply_runs
+from runtime.kernels.scatter_writes import scatter_writes
 from runtime.kernels.step_inputs import build_inputs
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.transfers import Transfers
@@ -33,8 +33,8 @@ GPU = torch.device("cuda")
 
 
 def test_the_twins_answers():
-    check_staging(GPU)
-    check_mail(GPU)
+    check_scatter_writes(GPU)
+    check_graph_io(GPU)
     check_masks(GPU)
     check_inputs(GPU)
     check_sample(GPU, (torch.float32, torch.float16, torch.bfloat16))
@@ -117,7 +117,7 @@ def test_no_step_waits_for_the_device():
     staged = torch.tensor([2, 0, 70, 3, 2, 0, 1, 2, 3, 4], dtype=torch.int32, device=GPU)
 
     def step() -> None:
-        apply_runs(state.view(-1), staged, 2)
+        scatter_writes(state.view(-1), staged, 2)
         build_inputs(slots, positions - 1, edges, tokens, tables, 8, n, 1)
         token_ids = sampler.sample(logits, slots, positions, tokens, params)
         assert not sampler.is_plain(host_slots, host_positions)

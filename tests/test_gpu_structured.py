@@ -64,8 +64,8 @@ def test_an_answer_is_the_same_alone_eager_and_without_graphs(runner):
     together = answers(runner, MIXED)
     assert tokens_of(answers(gpu_runner(deterministic=True, cuda_graphs=False), MIXED)) == tokens_of(together)
     assert tokens_of(answers(gpu_runner(deterministic=True, max_num_seqs=1), MIXED)) == tokens_of(together)
-    engines = runner.structures._engines.result()
-    assert 0 < runner.structures.step_us < 1e6
+    engines = runner.grammar_state._engines.result()
+    assert 0 < runner.grammar_state.step_us < 1e6
     engines.policy = AutomatonPolicy(0.0, 0)  # at once
     for params in (MIXED[0], MIXED[2], MIXED[5], MIXED[7]):
         deadline = time.monotonic() + 20
@@ -77,7 +77,7 @@ def test_an_answer_is_the_same_alone_eager_and_without_graphs(runner):
         assert tokens_of(answers(runner, MIXED, recorded(together, 0.8))) == tokens_of(together)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert runner.structures._automata._places, "no automaton took part"
+    assert runner.grammar_state._automata._places, "no automaton took part"
     for name in "03":
         if together[name][1] is FinishReason.STOP:
             check_fits(text_of(together[name][0]), PERSON)

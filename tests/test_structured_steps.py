@@ -245,7 +245,7 @@ def test_steps_without_grammars_do_nothing_for_them(monkeypatch: pytest.MonkeyPa
 
     runner = runner_of()
     for name in ("_rows", "_fill", "_take", "sampled"):
-        monkeypatch.setattr(f"runtime.worker.structure.Structures.{name}", never)
+        monkeypatch.setattr(f"runtime.worker.grammar_state.GrammarState.{name}", never)
     answers(runner, [hot(None, max_tokens=5)] * 3)
 
 
@@ -279,7 +279,7 @@ from structured_cases import regex
 from structured_engine import answers, hot, recorded, small_runner
 from runtime.core.types import FinishReason, Grammar
 from runtime.structured.automaton_policy import AutomatonPolicy
-from runtime.worker.device_steps import DeviceSteps
+from runtime.worker.gpu_steps import GpuSteps
 pair = regex('[{]"age": ?[0-9]{1,2}[}]')
 params = [
     hot(pair, max_tokens=12, logprobs=0), hot(None, max_tokens=5), hot(regex("(?:ab|c){2,4}"), max_tokens=8),
@@ -292,20 +292,20 @@ want = answers(small_runner("torch"), params)
 assert want["4"][1] is FinishReason.GRAMMAR
 assert [want[name][1] for name in "0235"].count(FinishReason.STOP) >= 3, want
 runner = small_runner("triton", (1, 3))
-assert isinstance(runner.steps, DeviceSteps)
+assert isinstance(runner.steps, GpuSteps)
 assert tokens(answers(runner, params)) == tokens(want)
 assert tokens(answers(runner, params, recorded(want, 0.8), guesses=2)) == tokens(want)
 assert all(g.graph.count for graphs in runner.steps.graphs.values() for g in graphs if g.size == 4)
 
 # Once more with automata, which take their outputs from the host after the first token.
-engines = runner.structures._engines.result()
+engines = runner.grammar_state._engines.result()
 engines.policy = AutomatonPolicy(0.0, 0)  # at once
 for grammar in (params[0].grammar, params[2].grammar, params[5].grammar):
     while engines.matcher(grammar).engine == "lazy":
         time.sleep(0.02)
 filled = []
-fill = runner.structures._fill
-runner.structures._fill = lambda rows, words: (
+fill = runner.grammar_state._fill
+runner.grammar_state._fill = lambda rows, words: (
     filled.extend(row.output.grammar.key for row in rows), fill(rows, words)
 )
 assert tokens(answers(runner, params, recorded(want, 0.8), guesses=2)) == tokens(want)

@@ -15,7 +15,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Speculation
 from runtime.core.types import Request, SamplingParams
-from runtime.worker.device_steps import DecodeGraph
+from runtime.worker.gpu_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
 
 SPEC = DecoderSpec(

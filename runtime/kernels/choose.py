@@ -163,7 +163,7 @@ def choose_kernel(
     slots_ptr,  # [n]
     positions_ptr,  # [n]
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
-    rows_ptr,  # [n]; not read without AGAIN
+    rows_ptr,  # [n]; not read without RESAMPLE
     keys_ptr,  # [n, num_tiles] int64: packed keys of the tiles' best scored tokens; overwritten
     # Workspace in rows that are work_stride apart; the first three are as the scores' kernel has left them.
     tops_ptr,  # [n, num_tiles] int32: the tiles' best logits, as bits
@@ -188,7 +188,7 @@ def choose_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
-    AGAIN: tl.constexpr,
+    RESAMPLE: tl.constexpr,
     INDEXED: tl.constexpr,
     FAILED: tl.constexpr,
     TILE: tl.constexpr,
@@ -215,7 +215,7 @@ def choose_kernel(
         row = (zero + number).to(tl.int64)
         work = row * work_stride
         key = _best_of_tiles(keys_ptr + row * num_tiles, num_tiles, TILES, FAILED)
-        if AGAIN:
+        if RESAMPLE:
             key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FAILED, key)
         params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
         stage = tl.full([], _SETTLED, tl.int32)
@@ -251,7 +251,7 @@ def choose_kernel(
             tl.store(state_ptr + work + _WANTED, wanted.to(tl.int32, bitcast=True))
         if stage == _SETTLED:
             write_token(
-                row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, AGAIN, FAILED
+                row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, RESAMPLE, FAILED
             )
         tl.store(state_ptr + work + _STAGE, stage)
 
@@ -297,7 +297,7 @@ def choose_kernel(
                         key = tl.where(num_kept > 0, key, FAILED)  # no logit is above -inf
                         write_token(
                             row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
-                            AGAIN, FAILED,
+                            RESAMPLE, FAILED,
                         )  # fmt: skip
                     tl.store(state_ptr + work + _STAGE, stage)
             _meet(arrived_ptr, 3)
@@ -411,7 +411,7 @@ def choose_kernel(
                         tl.store(state_ptr + work + _STAGE, tl.full([], _SETTLED, tl.int32))
                         write_token(
                             row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
-                            AGAIN, FAILED,
+                            RESAMPLE, FAILED,
                         )  # fmt: skip
                     else:
                         excluded = (above >= wanted) & (levels < num_levels)

@@ -40,7 +40,7 @@ _COLUMNS = {
 
 
 @dataclass(slots=True)
-class Again:
+class Resample:
     """Some rows of a step are sampled once more, from logits that may be -inf; a row fails if it had failed before."""
 
     token_ids: torch.Tensor  # [num_rows] int32 of the whole step, changed in place
@@ -54,12 +54,12 @@ def sample_tokens_torch(
     positions: torch.Tensor,  # [n] int32, of the token to be sampled
     tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32; the token goes to [slot, position], a failed one as 0
     params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, rows as far apart as those of tokens
-    again: Again | None = None,
+    resample: Resample | None = None,
     filters: bool = True,  # False: no row has a filter
 ) -> torch.Tensor:
     """token_ids [n] int32: the best token, or with a temperature a drawn one; -1 for a row that is not finite (C9)."""
-    if again is not None and not again.gathered:
-        logits = logits.index_select(0, again.rows)
+    if resample is not None and not resample.gathered:
+        logits = logits.index_select(0, resample.rows)
     logits = logits.float()
     own = params[slots.long()]
     floats = own.view(torch.float32)
@@ -72,13 +72,13 @@ def sample_tokens_torch(
         top_p = floats[:, TOP_P].where(temperature[:, 0] > 0, 1.0)
         bounds = lower_bounds_torch(scaled, own[:, TOP_K], top_p, floats[:, MIN_P])
         scaled = scaled.masked_fill(scaled < bounds[:, None], -math.inf)
-    failed = ~logits.isfinite().all(-1) if again is None else again.token_ids[again.rows.long()] < 0
+    failed = ~logits.isfinite().all(-1) if resample is None else resample.token_ids[resample.rows.long()] < 0
     chosen = torch.where(temperature > 0, scaled + noise, logits).argmax(-1).int().masked_fill_(failed, -1)
     tokens[slots.long(), positions.long()] = chosen.clamp(min=0)
-    if again is None:
+    if resample is None:
         return chosen
-    again.token_ids[again.rows.long()] = chosen
-    return again.token_ids
+    resample.token_ids[resample.rows.long()] = chosen
+    return resample.token_ids
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -103,7 +103,7 @@ def _best_of_tile_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
-    AGAIN: tl.constexpr,
+    RESAMPLE: tl.constexpr,
     INDEXED: tl.constexpr,
     FILTERS: tl.constexpr,
     FAILED: tl.constexpr,
@@ -139,7 +139,7 @@ def _best_of_tile_kernel(
                     tl.store(groups_ptr + row * work_stride + groups, key_of(bests))
     best = tl.max(scores, axis=0)
     key = packed(best, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
-    if not AGAIN:
+    if not RESAMPLE:
         finite = (tl.abs(logits) < float("inf")) | (ids >= vocab)
         key = tl.where(tl.min(finite.to(tl.int32), axis=0) == 1, key, FAILED)
     tl.store(keys_ptr + row * tl.num_programs(0) + tile, key)
@@ -153,12 +153,12 @@ def _best_of_row_kernel(
     keys_ptr,  # [n, num_tiles] int64
     slots_ptr,  # [n]
     positions_ptr,  # [n]
-    rows_ptr,  # [n]; not read without AGAIN
+    rows_ptr,  # [n]; not read without RESAMPLE
     token_ids_ptr,  # [num_rows] int32
     tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
     num_tiles,
     state_stride,
-    AGAIN: tl.constexpr,
+    RESAMPLE: tl.constexpr,
     FAILED: tl.constexpr,
     TILES: tl.constexpr,  # power of two, at least num_tiles
     PDL: tl.constexpr,
@@ -169,9 +169,9 @@ def _best_of_row_kernel(
     row, tiles = tl.program_id(0), tl.arange(0, TILES)
     keys = tl.load(keys_ptr + row.to(tl.int64) * num_tiles + tiles, mask=tiles < num_tiles, other=-FAILED)
     key = tl.max(keys, axis=0)  # no key is as low as -FAILED
-    if AGAIN:
+    if RESAMPLE:
         key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FAILED, key)
-    write_token(row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, AGAIN, FAILED)
+    write_token(row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, RESAMPLE, FAILED)
 
 
 def sample_tokens_triton(
@@ -180,33 +180,34 @@ def sample_tokens_triton(
     positions: torch.Tensor,
     tokens: torch.Tensor,
     params: torch.Tensor,
-    again: Again | None = None,
+    resample: Resample | None = None,
     filters: bool = True,
 ) -> torch.Tensor:
     """`sample_tokens_torch` as two kernels: one scores all tokens, and one chooses."""
     n, vocab, device = len(slots), logits.shape[1], logits.device
-    if again is None:
+    if resample is None:
         token_ids, rows = torch.empty(n, dtype=torch.int32, device=device), slots
     else:
-        token_ids, rows = again.token_ids, again.rows
+        token_ids, rows = resample.token_ids, resample.rows
     if not n:
         return token_ids
     if filters and n > _MOST_ROWS:
         first, rest = slice(0, _MOST_ROWS), slice(_MOST_ROWS, None)
         parts = []
         for part in (first, rest):
-            part_again = again and Again(token_ids, rows[part], again.gathered)
-            part_logits = logits if again is not None and not again.gathered else logits[part]
+            part_resample = resample and Resample(token_ids, rows[part], resample.gathered)
+            part_logits = logits if resample is not None and not resample.gathered else logits[part]
             state = slots[part], positions[part], tokens, params
-            parts.append(sample_tokens_triton(part_logits, *state, part_again, filters))
-        return torch.cat(parts) if again is None else token_ids
+            parts.append(sample_tokens_triton(part_logits, *state, part_resample, filters))
+        return torch.cat(parts) if resample is None else token_ids
     num_tiles, pdl = -(-vocab // _TILE), use_pdl(logits)
     keys = torch.empty((n, num_tiles), dtype=torch.int64, device=device)
     sizes = [num_tiles, num_tiles, num_tiles * (_TILE // _GROUP), NUM_STATE, num_tiles * LEVELS, NUM_COUNTERS, 2 * _FEW]
     arrived, work = _workspace(n if filters else 0, sizes, device)
     strides = logits.stride(0), params.stride(0), work[0].stride(0)
-    launch = {"AGAIN": again is not None, "FAILED": _FAILED, "PDL": pdl, "launch_pdl": pdl}
-    form = launch | {"INDEXED": again is not None and not again.gathered, "TILE": _TILE, "GROUP": _GROUP} | _COLUMNS
+    launch = {"RESAMPLE": resample is not None, "FAILED": _FAILED, "PDL": pdl, "launch_pdl": pdl}
+    indexed = resample is not None and not resample.gathered
+    form = launch | {"INDEXED": indexed, "TILE": _TILE, "GROUP": _GROUP} | _COLUMNS
     _best_of_tile_kernel[(num_tiles, n)](
         logits, slots, positions, params, rows, keys, *work[:3], arrived, vocab, *strides,
         FILTERS=filters, num_warps=4, **form,

@@ -55,12 +55,12 @@ def mass_of(logits, best, temperature):
 @jit
 def write_token(
     row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
-    AGAIN: tl.constexpr, FAILED: tl.constexpr,
+    RESAMPLE: tl.constexpr, FAILED: tl.constexpr,
 ):  # fmt: skip
     """The row's answer, from its packed key, into the step's and the request's tokens."""
     token_id = tl.where(key == FAILED, -1, token_of(key))
     at = row
-    if AGAIN:
+    if RESAMPLE:
         at = tl.load(rows_ptr + row)
     tl.store(token_ids_ptr + at, token_id)
     state = tl.load(slots_ptr + row).to(tl.int64) * state_stride + tl.load(positions_ptr + row)

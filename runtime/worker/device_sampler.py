@@ -20,13 +20,13 @@ from runtime.kernels.sample import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    Again,
+    Resample,
     sample_tokens_triton,
 )
 from runtime.kernels.sampling import apply_penalties, token_logprobs
 from runtime.kernels.token_mask import mask_tokens_triton
-from runtime.worker.sampler import HELD, Logprobs
-from runtime.worker.structure import Masks
+from runtime.worker.grammar_state import Masks
+from runtime.worker.sampler import MASKED_LOGIT, Logprobs
 from runtime.worker.transfers import Transfers
 
 _FLOATS = {
@@ -142,8 +142,8 @@ class DeviceSampler:
             self._hold_and_bias(chosen, *of_rows)
             tracked = None if masks is None else self._mask(chosen, token_ids, rows, masks)
             self._penalise(chosen, *of_rows, slots, positions, tokens, own)
-            again, filters = Again(token_ids, index, gathered=True), bool(self.filtered[host_slots[rows]].any())
-            sample_tokens_triton(chosen, slots, positions, tokens, params, again, filters)
+            resample, filters = Resample(token_ids, index, gathered=True), bool(self.filtered[host_slots[rows]].any())
+            sample_tokens_triton(chosen, slots, positions, tokens, params, resample, filters)
             if masks is not None and masks.automata is not None and tracked is not None:
                 masks.automata.advance(token_ids, tracked)
             del chosen  # before log-probabilities want as much
@@ -173,8 +173,8 @@ class DeviceSampler:
         tracked = tracked.view(masks.tracked.shape)
         if automata is not None:
             automata.mask(logits, tracked)
-        again, filters = Again(token_ids, index, gathered=False), bool(self.filtered[host_slots[rows]].any())
-        sample_tokens_triton(logits, slots, positions, tokens, params, again, filters)
+        resample, filters = Resample(token_ids, index, gathered=False), bool(self.filtered[host_slots[rows]].any())
+        sample_tokens_triton(logits, slots, positions, tokens, params, resample, filters)
         if automata is not None:
             automata.advance(token_ids, tracked)
 
@@ -216,7 +216,7 @@ class DeviceSampler:
             at, values = (self._upload(np.concatenate(parts)) for parts in zip(*biased, strict=True))
             logits.view(-1).index_add_(0, at, values)
         if stopped:
-            logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), HELD)
+            logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), MASKED_LOGIT)
 
     def _penalise(
         self,

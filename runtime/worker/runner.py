@@ -1,7 +1,7 @@
 """ModelRunner: one rank's weights and KV cache. What it holds can be rebuilt from the engine's requests (C8).
 
 This file sequences what happens before the first step: numerics, memory plan, weights, KV cache, warm-up. Steps
-themselves are `HostSteps` (torch kernels) or `DeviceSteps` (Triton kernels); both keep the order that
+themselves are `CpuSteps` (torch kernels) or `GpuSteps` (Triton kernels); both keep the order that
 runtime/core/plan.py promises:
 
     free slots -> open slots -> write block tables -> run rows -> sample -> keep the tokens in their slots
@@ -33,10 +33,10 @@ from runtime.models import describe
 from runtime.models.decoder import Decoder, Numerics
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
-from runtime.worker.device_steps import DeviceSteps
-from runtime.worker.host_steps import HostSteps
+from runtime.worker.cpu_steps import CpuSteps
+from runtime.worker.gpu_steps import GpuSteps
+from runtime.worker.grammar_state import GrammarState
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
-from runtime.worker.structure import Structures
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class ModelRunner:
         decoder = Decoder.load(checkpoint, spec, layout, self.numerics, self.memory.max_model_len)
         self._open(decoder, checkpoint.fingerprint, checkpoint.eos_token_ids)
         if not is_draft or not self.asynchronous:  # a device's draft would wait for its host at every token
-            self.structures.serve(lambda: Vocabulary.of(Tokenizer.load(path), self.info))
+            self.grammar_state.serve(lambda: Vocabulary.of(Tokenizer.load(path), self.info))
 
     @classmethod
     def dummy(
@@ -100,7 +100,7 @@ class ModelRunner:
         decoder = Decoder.dummy(spec, runner.numerics, runner.memory.max_model_len, seed)
         runner._open(decoder, f"dummy-{seed}-{spec}", eos_token_ids)
         if vocabulary is not None:
-            runner.structures.serve(lambda: vocabulary)
+            runner.grammar_state.serve(lambda: vocabulary)
         return runner
 
     def _prepare(self, config: EngineConfig, spec: DecoderSpec, rank: int, world_size: int) -> None:
@@ -117,7 +117,7 @@ class ModelRunner:
         """The KV cache and the state objects around a decoder."""
         self.decoder, self.eos_token_ids = decoder, eos_token_ids
         self.steps_done = 0
-        self.structures = Structures(decoder.spec.vocab_size, self.is_draft)
+        self.grammar_state = GrammarState(decoder.spec.vocab_size, self.is_draft)
         if self.numerics.backend == "triton" and self.numerics.device.type == "cuda":
             self._measure_memory()
         logger.info("%s", self.memory)
@@ -140,13 +140,13 @@ class ModelRunner:
         )
         self._warm_up()
 
-    def _make_steps(self, num_blocks: int) -> HostSteps | DeviceSteps:
+    def _make_steps(self, num_blocks: int) -> CpuSteps | GpuSteps:
         spec, memory, numerics = self.decoder.spec, self.memory, self.numerics
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, memory.block_size, spec.head_dim)
         cache = torch.zeros(shape, dtype=numerics.dtype, device=numerics.device)
         num_slots, max_len = self.config.max_num_seqs, memory.max_model_len
-        kind = DeviceSteps if numerics.backend == "triton" else HostSteps
-        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.structures)
+        kind = GpuSteps if numerics.backend == "triton" else CpuSteps
+        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.grammar_state)
 
     def _measure_memory(self) -> None:
         """Give the KV cache what is free after the largest step: as many rows and tokens as a step may have, all on
@@ -176,13 +176,13 @@ class ModelRunner:
             self._run_rows([min(count, longest)])
         self._run_rows([1], SamplingParams(temperature=1.0, grammar=_FAILING))
         logger.info("kernels: built and run once")
-        if isinstance(self.steps, DeviceSteps) and self.config.cuda_graphs and self.numerics.device.type == "cuda":
+        if isinstance(self.steps, GpuSteps) and self.config.cuda_graphs and self.numerics.device.type == "cuda":
             self.steps.capture_graphs(self._counts())
             logger.info("CUDA graphs: %d", sum(map(len, self.steps.graphs.values())))
         self.reset()  # what was run until now was not sampled plainly
         if self.numerics.device.type == "cuda" and not self.is_draft:
             rows = min(_MANY_ROWS, self._most_rows())
-            self.structures.step_us = min(self._step_seconds(rows, 4) for _ in range(2)) * 1e6
+            self.grammar_state.step_us = min(self._step_seconds(rows, 4) for _ in range(2)) * 1e6
         if self.config.draft is not None or self.is_draft:
             self._time_steps()
         self.steps.cache[:, :, :, 0] = 0

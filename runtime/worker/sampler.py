@@ -14,12 +14,12 @@ from runtime.kernels.filters import lower_bounds_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.sampling import apply_penalties, token_logprobs
 from runtime.kernels.token_mask import mask_tokens_torch
+from runtime.worker.grammar_state import Masks
 from runtime.worker.slots import Slots
-from runtime.worker.structure import Masks
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _INTS = ("top_k", "min_tokens")
-HELD = -1e9  # the logit of what min_tokens holds back, but of a token that a grammar allows nothing beside
+MASKED_LOGIT = -1e9  # the logit of what min_tokens holds back, but of a token that a grammar allows nothing beside
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class Sampler:
             waiting = positions - self.prompt_len[slots] < self.ints["min_tokens"][slots]
             for row, slot in enumerate(slots.tolist()):
                 if waiting[row] and slot in self.stops:
-                    logits[row].index_fill_(0, self.stops[slot], HELD)
+                    logits[row].index_fill_(0, self.stops[slot], MASKED_LOGIT)
 
     def _draw(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
         logits.div_(self._float("temperature", slots)[:, None])

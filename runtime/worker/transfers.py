@@ -1,7 +1,7 @@
 """Copies between host and device that the host neither waits for nor allocates for.
 
 Memory that such copies need is pinned, and to have Torch find some for every copy takes 0.05 ms each. A step takes a
-`Transfer`, which was pinned once, and gives it back when its result has been read: the device has then done with it.
+`PinnedBuffer`, which was pinned once, and gives it back when its result has been read: the device is then done with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TORCH: dict[Any, torch.dtype] = {np.int32: torch.int32, np.int64: torch.int64, 
 T = TypeVar("T")
 
 
-class Transfer:
+class PinnedBuffer:
     """The memory of one step, for what goes up before its kernels and comes down after them, and its end."""
 
     def __init__(self, device: torch.device) -> None:
@@ -53,12 +53,12 @@ class Transfers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._free: deque[Transfer] = deque()
-        self._now = Transfer(device)
+        self._free: deque[PinnedBuffer] = deque()
+        self._now = PinnedBuffer(device)
 
     def begin(self) -> None:
         """What is copied from now on belongs to another step."""
-        self._now = self._free.pop() if self._free else Transfer(self.device)
+        self._now = self._free.pop() if self._free else PinnedBuffer(self.device)
         self._now.clear()
 
     def upload(self, *arrays: np.ndarray) -> torch.Tensor:
@@ -73,27 +73,27 @@ class Transfers:
         """`x`, [size], on the host: there when the step is over, and until its result was made."""
         return self._now.take(len(x), x.dtype).copy_(x, non_blocking=True)
 
-    def end(self, result: Callable[[], T]) -> Landing[T]:
+    def end(self, result: Callable[[], T]) -> PendingResult[T]:
         """The step's last copy has been asked for; `result` reads what has come when all of it is there."""
-        transfer = self._now
-        if transfer.done is not None:
-            transfer.done.record()
-        return Landing(transfer, result, self._free)
+        buffer = self._now
+        if buffer.done is not None:
+            buffer.done.record()
+        return PendingResult(buffer, result, self._free)
 
 
-class Landing(Generic[T]):
+class PendingResult(Generic[T]):
     """A step's result: called, it waits for it. Several threads may ask, and again."""
 
-    def __init__(self, transfer: Transfer, result: Callable[[], T], free: deque[Transfer]) -> None:
-        self._transfer, self._make, self._free = transfer, result, free
+    def __init__(self, buffer: PinnedBuffer, result: Callable[[], T], free: deque[PinnedBuffer]) -> None:
+        self._buffer, self._make, self._free = buffer, result, free
         self._lock = threading.Lock()
         self._result: T | None = None
 
     def __call__(self) -> T:
         with self._lock:
             if self._result is None:
-                if self._transfer.done is not None:
-                    self._transfer.done.synchronize()
+                if self._buffer.done is not None:
+                    self._buffer.done.synchronize()
                 self._result = self._make()
-                self._free.append(self._transfer)
+                self._free.append(self._buffer)
             return self._result

@@ -92,7 +92,7 @@ class Masks:
     failures: dict[int, str]  # why, by the number of the first sample of each row that fails
 
 
-class Structures:
+class GrammarState:
     """The outputs that are bound to a grammar, by slot. Each step asks for `masks`, and, if there are any, tells what
     was `sampled`."""
 

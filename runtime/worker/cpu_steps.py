@@ -14,14 +14,14 @@ import torch
 from runtime.core.plan import StepPlan, StepResult, joined
 from runtime.kernels.attention import AttentionShape
 from runtime.models.decoder import Decoder
+from runtime.worker.grammar_state import GrammarState, Masks
 from runtime.worker.inputs import StepInput, build_input
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs, Sampler
 from runtime.worker.slots import Slots
-from runtime.worker.structure import Masks, Structures
 
 
-class HostSteps:
+class CpuSteps:
     """The requests' slots and parameters, and the order of a step's parts."""
 
     asynchronous = False
@@ -33,11 +33,11 @@ class HostSteps:
         num_slots: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
-        structures: Structures,
+        grammar_state: GrammarState,
     ) -> None:
         self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
-        self.structures = structures
+        self.grammar_state = grammar_state
         _, _, num_kv_heads, num_blocks, self.block_size, _ = cache.shape
         self.attention_shape = AttentionShape(
             num_heads=decoder.spec.num_heads,
@@ -57,7 +57,7 @@ class HostSteps:
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, device)
         self.sampler = Sampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, device)
         self.scorer = PromptScorer(self.decoder, self.num_slots)
-        self.structures.clear()
+        self.grammar_state.clear()
         self.poisoned = False  # some step had a non-finite value, so that free blocks may hold one
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -71,12 +71,12 @@ class HostSteps:
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
             self.scorer.remove(slot)
-            self.structures.remove(slot)
+            self.grammar_state.remove(slot)
         for new in plan.new:
             self.slots.add(new)
             self.sampler.add(new)
             self.scorer.add(new)
-            self.structures.add(new)
+            self.grammar_state.add(new)
         self.slots.write_tables(plan.tables)
         if len(plan.given_ids):
             self.slots.write_given(plan)
@@ -87,7 +87,7 @@ class HostSteps:
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
         where = self.scorer.find(plan, step.last, self.max_model_len)
-        masks = self.structures.masks(plan)
+        masks = self.grammar_state.masks(plan)
         token_ids, logprobs = self._sample(hidden, step, masks)
         if where.size:
             at = torch.from_numpy(where).to(hidden.device)
@@ -104,7 +104,7 @@ class HostSteps:
         logits = self.decoder.logits(hidden.index_select(0, torch.from_numpy(step.sampled).to(device)))
         token_ids, logprobs = self.sampler.sample(logits, step.sampled_slots, step.sampled_positions, self.slots, masks)
         if masks is not None:
-            self.structures.sampled(masks, token_ids.cpu().numpy)
+            self.grammar_state.sampled(masks, token_ids.cpu().numpy)
         at = step.sampled_slots.astype(np.int64) * self.slots.max_model_len + step.sampled_positions
         self.slots.write_sampled(torch.from_numpy(at).to(device), token_ids)
         return token_ids, logprobs

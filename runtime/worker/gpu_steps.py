@@ -2,7 +2,7 @@
 
 A step is the plan's rows (and what the plan changes, applied first), the forward pass, and sampling, all on one stream,
 so that plan order is stream order (C2). A step of rows of one token, or of a few, is one CUDA graph from rows to
-tokens, which come and go through mail.py; others are launched one function after another.
+tokens, whose input and output pass through graph_io.py; others are launched one function after another.
 
 The state of a slot is one row of int32, and the last row belongs to the padding of a graph's batch: its table and its
 parameters stay zero, so that padded rows compute into the null block.
@@ -24,22 +24,22 @@ from runtime.core.plan import MOST_REPEATS, Int32s, StepPlan, StepResult, joined
 from runtime.core.speculation import MOST_GUESSES
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.sample import NUM_PARAMS
-from runtime.kernels.staging import apply_runs
+from runtime.kernels.scatter_writes import scatter_writes
 from runtime.kernels.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
+from runtime.worker.cpu_steps import make_result
 from runtime.worker.device_automata import DeviceAutomata
 from runtime.worker.device_sampler import DeviceSampler
-from runtime.worker.host_steps import make_result
-from runtime.worker.mail import Mail
+from runtime.worker.grammar_state import GrammarState
+from runtime.worker.graph_io import GraphIO
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
-from runtime.worker.structure import Structures
 from runtime.worker.transfers import Transfers
 
 _LARGEST_GRAPH = 512  # rows
 _LARGEST_VERIFIED = 128  # tokens of a step of guesses that has a graph; larger batches do not gain by guesses
 _NO_ROWS = StepPlan(0)
-_NO_RUNS: Int32s = np.zeros(1, np.int32)  # as kernels/staging.py has them
+_NO_WRITES: Int32s = np.zeros(1, np.int32)  # as kernels/scatter_writes.py has them
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class DecodeGraph:
     token_ids: torch.Tensor  # [size * count] int32, what the replay samples
 
 
-class DeviceSteps:
+class GpuSteps:
     """The requests' state on the device, and the order of a step's parts."""
 
     asynchronous = True
@@ -64,11 +64,11 @@ class DeviceSteps:
         num_slots: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
-        structures: Structures,
+        grammar_state: GrammarState,
     ) -> None:
         self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
-        self.structures = structures
+        self.grammar_state = grammar_state
         self.device, self.block_size = cache.device, cache.shape[4]
         self.max_blocks = -(-max_model_len // self.block_size)
         self.table_at, self.params_at = max_model_len, max_model_len + self.max_blocks
@@ -79,8 +79,9 @@ class DeviceSteps:
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.transfers = Transfers(self.device)
         most = max(num_slots, _LARGEST_VERIFIED)
-        self.mail = Mail(most * _most_ints_of_a_row(self.block_size), most * MOST_REPEATS, self.device)
-        self.graph_rows = torch.zeros(6 * most, dtype=torch.int32, device=self.device)  # as kernels/mail.py has them
+        self.graph_io = GraphIO(most * _most_ints_of_a_row(self.block_size), most * MOST_REPEATS, self.device)
+        # The rows of a graph's input, as kernels/graph_io.py has them.
+        self.graph_rows = torch.zeros(6 * most, dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(0, device=self.device)
         self.row_numbers = torch.arange(most + 1, dtype=torch.int32, device=self.device)
         self.graphs: dict[int, list[DecodeGraph]] = {}  # tokens of a row -> by rising size
@@ -92,7 +93,7 @@ class DeviceSteps:
         vocab_size = self.decoder.spec.vocab_size
         self.sampler = DeviceSampler(self.num_slots, vocab_size, self.eos_token_ids, self.transfers)
         self.scorer = PromptScorer(self.decoder, self.num_slots)
-        self.structures.clear(DeviceAutomata(self.num_slots, self.device))
+        self.grammar_state.clear(DeviceAutomata(self.num_slots, self.device))
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -103,32 +104,32 @@ class DeviceSteps:
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
             self.scorer.remove(slot)
-            self.structures.remove(slot)
+            self.grammar_state.remove(slot)
         for new in plan.new:
-            self.structures.add(new)
-        staged = self._staged(plan)
+            self.grammar_state.add(new)
+        writes = self._state_writes(plan)
         sampling, sampled_after = last_tokens(plan, plan.samples)
         slots, positions = plan.slots[sampling], sampled_after + 1
         prompts = None
         plain = self.sampler.is_plain(slots, positions)
         if graph := self._graph_for(plan):
-            answer, count = self._replay(graph, plan, staged), graph.count
+            output, count = self._replay(graph, plan, writes), graph.count
             if plain:
-                return self._answered(plan, lambda: answer[np.flatnonzero(_wanted(plan, count))])
+                return self._answered(plan, lambda: output[np.flatnonzero(_wanted(plan, count))])
             wanted = np.flatnonzero(_wanted(plan, count)).astype(np.int32)
             token_ids, logits = graph.token_ids[: len(wanted)], self.graph_logits[: len(wanted)]
             if len(wanted) < len(plan.slots) * count:
                 index = self.transfers.upload(wanted)
                 token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
         else:
-            self._write(staged)
+            self._apply_writes(writes)
             token_ids, logits, prompts = self._run(plan, sampling, slots, positions)
         logprobs = masks = None
         if not plain:
             guessed = len(plan.given_ids) > 0 and bool(self.sampler.penalised[slots].any())
             if guessed:
-                self._write(staged)  # again: penalties want the guesses, in whose places samples stand now
-            masks = self.structures.masks(plan)  # the device computes while the host waits and makes them
+                self._apply_writes(writes)  # again: penalties want the guesses, in whose places samples stand now
+            masks = self.grammar_state.masks(plan)  # the device computes while the host waits and makes them
             logprobs = self.sampler.resample(logits, token_ids, slots, positions, self.tokens, self.params, masks)
             if guessed:
                 where = self.transfers.upload(slots, positions).view(2, -1).long()
@@ -138,9 +139,9 @@ class DeviceSteps:
         host, host_logprobs = self.transfers.download(token_ids), logprobs and logprobs.map(_to_host)
         wait = self.transfers.end(lambda: make_result(plan.step_id, host, host_logprobs, masks))
         if graph is not None:
-            self.mail.is_read_by(wait)
+            self.graph_io.release_after(wait)
         if masks is not None:
-            self.structures.sampled(masks, lambda: wait().token_ids)
+            self.grammar_state.sampled(masks, lambda: wait().token_ids)
         return wait
 
     def _launch_repeated(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -152,27 +153,27 @@ class DeviceSteps:
             waits = [self.launch(one) for one in plan.unrolled()]
             return lambda: joined([wait() for wait in waits])
         self.transfers.begin()
-        answer = self._replay(graph, plan, self._staged(plan))[: plan.repeats * graph.size]
-        return self._answered(plan, lambda: answer.reshape(plan.repeats, -1)[:, : len(plan.slots)].T.flatten())
+        output = self._replay(graph, plan, self._state_writes(plan))[: plan.repeats * graph.size]
+        return self._answered(plan, lambda: output.reshape(plan.repeats, -1)[:, : len(plan.slots)].T.flatten())
 
     def _answered(self, plan: StepPlan, read: Callable[[], Int32s]) -> Callable[[], StepResult]:
-        """What waits for a replayed graph, and copies from its answer."""
+        """What waits for a replayed graph, and copies from its output."""
         wait = self.transfers.end(lambda: StepResult(plan.step_id, read()))
-        self.mail.is_read_by(wait)
+        self.graph_io.release_after(wait)
         return wait
 
     # ---- what plans change ----------------------------------------------------------------------------------------
 
-    def _staged(self, plan: StepPlan) -> list[Int32s]:
+    def _state_writes(self, plan: StepPlan) -> list[Int32s]:
         """What the plan brings to the state: block tables, tokens and parameters of new requests, guesses; end to end
-        they are what kernels/staging.py applies."""
+        they are what kernels/scatter_writes.py applies."""
         if not (plan.new or plan.tables.shape[1] or len(plan.given_ids)):
-            return [_NO_RUNS]
+            return [_NO_WRITES]
         slots, index, blocks = plan.tables
         # A block may be replaced in the plan that wrote it: the last one counts, and kernels know no order.
-        writes = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
-        places, lengths = list(writes), [1] * len(writes)
-        values = [np.fromiter(writes.values(), np.int32, len(writes))]
+        tables = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
+        places, lengths = list(tables), [1] * len(tables)
+        values = [np.fromiter(tables.values(), np.int32, len(tables))]
         for new in plan.new:
             row = new.slot * self.stride
             places += (row, row + self.params_at)
@@ -185,9 +186,9 @@ class DeviceSteps:
             lengths += plan.given[given].tolist()
         return [np.array([len(places), *places, *lengths], np.int32), *values, plan.given_ids]
 
-    def _write(self, staged: list[Int32s]) -> None:
-        if num_runs := int(staged[0][0]):
-            apply_runs(self.state.view(-1), self.transfers.upload(*staged), num_runs)
+    def _apply_writes(self, writes: list[Int32s]) -> None:
+        if num_writes := int(writes[0][0]):
+            scatter_writes(self.state.view(-1), self.transfers.upload(*writes), num_writes)
 
     # ---- one by one -----------------------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class DeviceSteps:
         self.graph_logits = torch.empty((most, vocab), dtype=torch.float32, device=self.device)
         pool = torch.cuda.graph_pool_handle()
         for count, size in shapes:
-            self.mail.write(1, self._rows_of_graph(count, size), [_NO_RUNS])
+            self.graph_io.write_input(1, self._rows_of_graph(count, size), [_NO_WRITES])
             self._decode(size, count)  # kernels are compiled and workspaces made outside of a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -251,10 +252,10 @@ class DeviceSteps:
             self.graphs.setdefault(count, []).insert(0, DecodeGraph(count, size, graph, token_ids))
 
     def _decode(self, size: int, count: int = 1) -> torch.Tensor:
-        """What a graph captures: a token after each of the `count` tokens of the `size` rows of a letter."""
+        """What a graph captures: a token after each of the `count` tokens of the `size` rows of a graph's input."""
         num_tokens = size * count
         graph_rows = self.graph_rows[: 2 * (2 * size + num_tokens)]
-        self.mail.take(graph_rows, self.state.view(-1))
+        self.graph_io.read_input(graph_rows, self.state.view(-1))
         slots, own_counts, sample_slots, starts, _, positions = graph_rows.split([size, size, num_tokens] * 2)
         firsts = self.row_numbers[: size + 1]
         firsts = firsts if count == 1 else firsts * count
@@ -266,7 +267,7 @@ class DeviceSteps:
         hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         token_ids = self.sampler.sample(logits, sample_slots, positions, self.tokens, self.params)
-        self.mail.leave(token_ids, graph_rows)
+        self.graph_io.write_output(token_ids, graph_rows)
         return token_ids
 
     def _graph_for(self, plan: StepPlan) -> DecodeGraph | None:
@@ -286,8 +287,8 @@ class DeviceSteps:
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.size)]
 
     def _rows_of_graph(self, count: int, size: int, plan: StepPlan = _NO_ROWS) -> Int32s:
-        """The rows of a letter for a plan, padded to `size`. What is sampled in places where nothing is wanted goes
-        nowhere."""
+        """The rows of a graph's input for a plan, padded to `size`. What is sampled in places where nothing is wanted
+        goes to the slot of the padding."""
         n = len(plan.slots)
         rows = np.empty((2, size * (2 + count)), np.int32)
         slots, starts = rows[:, :size]
@@ -300,13 +301,13 @@ class DeviceSteps:
             np.minimum(samples[1], self.max_model_len - 1, out=samples[1])
         return rows.reshape(-1)
 
-    def _replay(self, graph: DecodeGraph, plan: StepPlan, staged: list[Int32s]) -> Int32s:
+    def _replay(self, graph: DecodeGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
         """Returns where its samples, and those of the padding, will be."""
         rows = self._rows_of_graph(graph.count, graph.size, plan)
-        answer = self.mail.write(plan.repeats, rows, staged)
+        output = self.graph_io.write_input(plan.repeats, rows, writes)
         for _ in range(plan.repeats):
             graph.graph.replay()
-        return answer
+        return output
 
 
 def _wanted(plan: StepPlan, count: int) -> NDArray[np.bool_]:
@@ -316,7 +317,7 @@ def _wanted(plan: StepPlan, count: int) -> NDArray[np.bool_]:
 
 
 def _most_ints_of_a_row(block_size: int) -> int:
-    """Of a letter, for each row: with most guesses, and blocks for most repeats."""
+    """The most ints of a graph's input for each row: with most guesses, and blocks for most repeats."""
     count, num_blocks = MOST_GUESSES + 1, 2 + MOST_REPEATS // block_size
     return 2 * (2 + count) + 3 * num_blocks + 2 + count
 

@@ -1,0 +1,53 @@
+"""The host's end of kernels/graph_io.py: rings of inputs for the graphs of decode steps, and of their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtime.core.plan import Int32s
+from runtime.kernels.graph_io import HEAD, read_input, write_output
+
+_NUM_ENTRIES = 16  # steps that may be in flight
+
+
+class GraphIO:
+    """Two rings of pinned memory. An entry is used again when the step that it was for is over."""
+
+    def __init__(self, input_size: int, output_size: int, device: torch.device) -> None:
+        """Sizes of the longest input, without its head, and output, in ints."""
+        on_host = {"dtype": torch.int32, "pin_memory": device.type == "cuda"}
+        self.input_ring = torch.zeros((_NUM_ENTRIES, HEAD + input_size), **on_host)
+        self.output_ring = torch.zeros((_NUM_ENTRIES, output_size), **on_host)
+        self.control = torch.zeros(3, dtype=torch.int32, device=device)
+        self._inputs: NDArray[np.int32] = self.input_ring.numpy()
+        self._outputs: NDArray[np.int32] = self.output_ring.numpy()
+        self._over: list[Callable[[], object]] = [lambda: None] * _NUM_ENTRIES
+        self._entry = -1
+
+    def write_input(self, repeats: int, rows: Int32s, writes: list[Int32s]) -> Int32s:
+        """Write the input of the next `repeats` replays of a graph. `writes` are their number, as an array, and what
+        kernels/scatter_writes.py wants after it. Returns where the output will be when the replays are done; the entry
+        is used again, so the caller copies from it."""
+        self._entry = (self._entry + 1) % _NUM_ENTRIES
+        self._over[self._entry]()
+        entry = self._inputs[self._entry]
+        entry[0], entry[1] = repeats, writes[0][0]
+        entry[HEAD : HEAD + len(rows)] = rows
+        np.concatenate((writes[0][1:], *writes[1:]), out=entry[HEAD + len(rows) :][: sum(map(len, writes)) - 1])
+        return self._outputs[self._entry]
+
+    def release_after(self, wait: Callable[[], object]) -> None:
+        """The step of the last input is over when `wait()` returns."""
+        self._over[self._entry] = wait
+
+    def read_input(self, rows: torch.Tensor, state: torch.Tensor) -> None:
+        """At the head of a graph: read its rows, and apply to the state what the input changes."""
+        read_input(self.input_ring, self.control, rows, state)
+
+    def write_output(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """At the end of a graph: write its output, and move the rows on by a token for the next replay."""
+        write_output(token_ids, self.control, rows, self.output_ring)
