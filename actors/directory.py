@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.frames import LinkAddress
+from actors.messages import LinkAddress
 from actors.names import NAMESPACE, living_actors
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError

@@ -25,7 +25,7 @@ import msgspec
 import ray
 
 from actors.environment import freeze_garbage
-from actors.runner import SWITCH_INTERVAL_S, Phases
+from actors.runner import SWITCH_INTERVAL_S, StartupLog
 from actors.wires import Address, Wire, connect
 from runtime.core.config import EngineConfig
 from runtime.core.draft import Chain, DraftCore, Told
@@ -123,12 +123,12 @@ class DraftLoop:
 
 
 class DraftActor:
-    """One draft model, for one engine or several. Its methods run in threads, since `forever` never returns."""
+    """One draft model, for one engine or several. Its methods run in threads, since `wait_for_exit` never returns."""
 
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0, "max_concurrency": 8}
 
     def __init__(self) -> None:
-        self._phases = Phases()
+        self._phases = StartupLog()
         self._loading = threading.Lock()
         self._loop: DraftLoop | None = None
 
@@ -155,7 +155,7 @@ class DraftActor:
         assert self._loop is not None, "load comes first"
         self._loop.attach(connect(address))
 
-    def where(self) -> tuple[str, int]:
+    def location(self) -> tuple[str, int]:
         """Ray's id of this node, and this process's id."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
@@ -163,7 +163,7 @@ class DraftActor:
         """What `load` did, a line each, after the seconds since it began."""
         return self._phases.lines
 
-    def forever(self) -> None:
+    def wait_for_exit(self) -> None:
         """Never returns; a call to it fails when this process dies."""
         threading.Event().wait()
 

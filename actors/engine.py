@@ -13,11 +13,11 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
-from actors.channel import SocketExecutor
 from actors.draft import DraftActor, DraftKeeper, SocketDraft
 from actors.engine_loop import EngineLoop
 from actors.environment import freeze_garbage
-from actors.frames import EngineLoading, LinkAddress
+from actors.executor import SocketExecutor
+from actors.messages import EngineLoading, LinkAddress
 from actors.names import NAMESPACE, living_actors, new_name
 from actors.placement import draft_options, runner_options
 from actors.runner import SWITCH_INTERVAL_S, ModelRunnerActor
@@ -92,11 +92,11 @@ class EngineActor:
 
     async def runner_pids(self) -> list[int]:
         """Process ids of the runners, by rank."""
-        return [pid for _, pid in await asyncio.gather(*(r.where.remote() for r in self._runners))]
+        return [pid for _, pid in await asyncio.gather(*(r.location.remote() for r in self._runners))]
 
     async def draft_pid(self) -> int:
         """Process id of the draft model's actor."""
-        _, pid = await self._draft.where.remote()
+        _, pid = await self._draft.location.remote()
         return int(pid)
 
     async def supervisor_pid(self) -> int:
@@ -111,7 +111,7 @@ class EngineActor:
         """Take no new requests from now on: the replicas answer 503 for `reason`. Live ones go on."""
         await asyncio.wrap_future(self._loop.drain(reason))
 
-    async def forever(self) -> None:
+    async def wait_for_exit(self) -> None:
         """Returns when the step thread has ended, which it never should; fails when this process dies."""
         await asyncio.to_thread(self._loop.join)
 
@@ -138,9 +138,9 @@ class EngineActor:
         infos: list[ModelInfo] = _all([r.load.remote(config, rank) for rank, r in enumerate(self._runners)])
         executor = SocketExecutor(len(self._runners))
         for runner in self._runners:  # a closed executor wakes whoever waits for it, here and in the step thread
-            runner.forever.remote().future().add_done_callback(lambda _: executor.close())
+            runner.wait_for_exit.remote().future().add_done_callback(lambda _: executor.close())
         here = ray.get_runtime_context().get_node_id()
-        where = _all([r.where.remote() for r in self._runners])
+        where = _all([r.location.remote() for r in self._runners])
         for rank, (runner, (node, _)) in enumerate(zip(self._runners, where, strict=True)):
             runner.attach.remote(executor.address(rank, "" if node == here else _host()))
         executor.accept()
@@ -164,17 +164,17 @@ class EngineActor:
     def _start_draft(self, on_loss: Callable[[], None]) -> None:
         """Connect to the draft, or to a new one if that is gone."""
         try:
-            ((node, _),) = _all([self._draft.where.remote()])
+            ((node, _),) = _all([self._draft.location.remote()])
         except RayError:
             self._load_draft()
-            ((node, _),) = _all([self._draft.where.remote()])
+            ((node, _),) = _all([self._draft.location.remote()])
         meeting = Meeting(1)
         here = ray.get_runtime_context().get_node_id()
         self._draft.attach.remote(meeting.address(0, "" if node == here else _host()))
         wires = meeting.accept(_MEETING_S)
         if not wires:
             raise CallboardError(f"The draft did not connect within {_MEETING_S:.0f} s.")
-        self._draft.forever.remote().future().add_done_callback(lambda _: on_loss())
+        self._draft.wait_for_exit.remote().future().add_done_callback(lambda _: on_loss())
         self._loop.attach_draft(SocketDraft(wires[0]), self._draft_us)
         self._attached = self._draft
 

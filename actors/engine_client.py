@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import ClassVar, Protocol
 
-from actors.metrics import Figures, Snapshot
+from actors.metrics import MetricValues, Snapshot
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, Request, RequestOutput
 
@@ -66,7 +66,7 @@ class EngineClient(Protocol):
         """The ids of the engines that there are now."""
         ...
 
-    async def report(self, figures: dict[str, Figures]) -> dict[str, Snapshot]:
+    async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
         """Give each engine what was counted for its requests since the last report; the figures of all engines that
         answered. One that did not has not got its part."""
         ...

@@ -13,9 +13,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from actors.frames import Abort, AbortById, Ended, Refusal, Refused, Status, Submit, client_id
 from actors.link_server import Connection, LinkServer, Stream
-from actors.metrics import EngineMeter, Figures, Snapshot
+from actors.messages import Abort, AbortById, Ended, Refusal, Refused, Status, Submit, client_id
+from actors.metrics import EngineMetrics, MetricValues, Snapshot
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.draft_client import DraftClient, DraftWire, speculation_of
 from runtime.core.engine import EngineCore
@@ -54,7 +54,7 @@ class EngineLoop:
         self.reason = "The engine is loading its model."
         self.executor, self.info = start_runners()
         self.core = EngineCore(config, self.info, self.executor, speculation_of(config, self.info, time.monotonic))
-        self._meter = EngineMeter(config, self.info, num_restarts)
+        self._meter = EngineMetrics(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
         self.reason = ""
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
@@ -103,7 +103,7 @@ class EngineLoop:
             **({} if s.speculation is None else s.speculation.stats()),
         }
 
-    def report(self, figures: Figures) -> Snapshot:
+    def report(self, figures: MetricValues) -> Snapshot:
         """Add what a replica has counted; all figures of this engine."""
         return self._meter.report(figures, self.core.scheduler, self.num_rebuilds)
 
@@ -159,7 +159,7 @@ class EngineLoop:
             if self._closed:
                 return
             if self._deadlines:
-                self._give_up_the_late()
+                self._expire_queued()
             try:
                 meter.before_submit(self.core.scheduler.num_in_flight, self._output is not None)
                 admitted = self.core.submit()
@@ -186,9 +186,9 @@ class EngineLoop:
                 if self.core.has_work or self._output is not None or self._closed:
                     return
                 self._finish_times.clear()
-                lagging = any(c.lagging for c in self._connections)
+                has_backlog = any(c.has_backlog for c in self._connections)
                 try:
-                    item = inbox.get(timeout=0.05 if lagging else None)
+                    item = inbox.get(timeout=0.05 if has_backlog else None)
                 except queue.Empty:
                     for connection in self._connections:
                         connection.send_backlog()
@@ -254,7 +254,7 @@ class EngineLoop:
             return None
         return Refused(message.stream, text, Refusal.BUSY, self._retry_after_s(waiting))
 
-    def _give_up_the_late(self) -> None:
+    def _expire_queued(self) -> None:
         """Requests come in order of their deadlines; one that has begun or ended has none any more."""
         deadlines, now = self._deadlines, time.monotonic()
         while deadlines:
@@ -335,7 +335,7 @@ class EngineLoop:
         for connection in touched:
             connection.sampled_at = meter.sampled_at_wall
             connection.flush()
-            if connection.silent:
+            if connection.lease_expired:
                 connection.close()
 
     def _end(self, stream: Stream, reason: FinishReason, stop_id: int | None, error: str) -> None:

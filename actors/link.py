@@ -1,7 +1,7 @@
 """The replica's side of one engine: a connection, its heartbeats, and the streams that the engine serves.
 
 A link is healthy from the engine's first Status on, and lost when its connection ends or the engine answers no
-heartbeat. What becomes of a lost link's streams is up to its owner (`link_group.py`): a stream holds all that another
+heartbeat. What becomes of a lost link's streams is up to its owner (`router.py`): a stream holds all that another
 engine needs to continue it (C8).
 """
 
@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Protocol, cast
 
 from actors.engine_client import EngineRefusal
-from actors.frames import (
+from actors.messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
     PREFIX,
@@ -36,7 +36,7 @@ from actors.frames import (
     frame_size,
     tune_tcp,
 )
-from actors.metrics import Figures, Snapshot
+from actors.metrics import MetricValues, Snapshot
 from actors.names import engine_id
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
@@ -235,7 +235,7 @@ class EngineLink:
         """Let this engine end a request, whoever submitted it."""
         self._send(AbortById(request_id))
 
-    async def report(self, figures: Figures) -> Snapshot | None:
+    async def report(self, figures: MetricValues) -> Snapshot | None:
         """Give the engine what was counted, and get all that it knows: its last answer if it is slow, None if there is
         no engine, which then has not got `figures`."""
         if self._connection is None:

@@ -18,7 +18,7 @@ import time
 from array import array
 from collections.abc import Callable
 
-from actors.frames import (
+from actors.messages import (
     LEASE_S,
     MAX_FRAME,
     PREFIX,
@@ -37,7 +37,7 @@ from actors.frames import (
     receive,
     tune_tcp,
 )
-from actors.metrics import Figures, Snapshot
+from actors.metrics import MetricValues, Snapshot
 from runtime.core.types import CallboardError, PromptLogprobs, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -136,12 +136,12 @@ class Connection:
             self._backlog.clear()  # its reader sees the end and reports it
 
     @property
-    def lagging(self) -> bool:
+    def has_backlog(self) -> bool:
         """Whether something waits for the socket."""
         return bool(self._backlog)
 
     @property
-    def silent(self) -> bool:
+    def lease_expired(self) -> bool:
         """Whether its lease has run out: live streams and not a word for LEASE_S."""
         return bool(self.streams) and time.monotonic() - self.last_heard > LEASE_S
 
@@ -161,7 +161,7 @@ class LinkServer:
     def __init__(
         self,
         deliver: Callable[[Connection, Submit | Abort | AbortById | None], None],
-        report: Callable[[Figures], Snapshot],
+        report: Callable[[MetricValues], Snapshot],
     ) -> None:
         self._deliver, self._report = deliver, report
         self._secrets: set[bytes] = set()

@@ -1,6 +1,6 @@
 """What engines and replicas count: the names, types and buckets of every metric, and figures that can be added up.
 
-    replica   counts per request, in a Figures of its own for each engine
+    replica   counts per request, in MetricValues of its own for each engine
         | Report, about once a second and when somebody asks: what is new since the last one
         v
     engine    counts per step; adds what its replicas report        -> Snapshot: all of this engine
@@ -168,7 +168,7 @@ class Histogram(msgspec.Struct, array_like=True):
             self.sums[at] += sign * total
 
 
-class Figures(msgspec.Struct, array_like=True):
+class MetricValues(msgspec.Struct, array_like=True):
     """Values of metrics: numbers by name and label value ("" where there is no label), and histograms by name."""
 
     numbers: dict[str, dict[str, float]] = {}
@@ -187,7 +187,7 @@ class Figures(msgspec.Struct, array_like=True):
             found = self.histograms[name] = Histogram.of(METRICS[name].bounds or length_bounds(max_model_len))
         return found
 
-    def add(self, other: Figures, sign: int = 1) -> None:
+    def add(self, other: MetricValues, sign: int = 1) -> None:
         """Add (or, with sign -1, take away) all that `other` has."""
         for name, values in other.numbers.items():
             for label_value, value in values.items():
@@ -205,11 +205,11 @@ def length_bounds(max_model_len: int) -> tuple[float, ...]:
 class Snapshot(msgspec.Struct, array_like=True, tag=9):
     """All figures of one engine, and what vllm:cache_config_info says of it."""
 
-    figures: Figures
+    figures: MetricValues
     cache_config: dict[str, str]
 
 
-class EngineMeter:
+class EngineMetrics:
     """An engine's own figures, counted by its step thread, and the sum of its replicas'.
 
     Once a step, in this order: before_submit, submitted, before_collect, collected, emitted. A step gives one token to
@@ -278,7 +278,7 @@ class EngineMeter:
         if num_tokens > num_others:
             self.token_latency.observe(self.sampled_at - self.last_at, num_tokens - num_others)
 
-    def report(self, figures: Figures, scheduler: Scheduler, num_rebuilds: int) -> Snapshot:
+    def report(self, figures: MetricValues, scheduler: Scheduler, num_rebuilds: int) -> Snapshot:
         """Add a replica's figures; all of them and the engine's own. Read without a lock while the step thread counts:
         each figure is right, together they may be a step apart."""
         total, pool = all_at_zero(self._max_model_len), scheduler.pool
@@ -309,9 +309,9 @@ class EngineMeter:
         return Snapshot(total, self._cache_config)
 
 
-def all_at_zero(max_model_len: int) -> Figures:
+def all_at_zero(max_model_len: int) -> MetricValues:
     """Every metric, so that each is there from the start."""
-    figures = Figures()
+    figures = MetricValues()
     for name, metric in METRICS.items():
         if metric.kind == "histogram":
             figures.histogram(name, max_model_len)

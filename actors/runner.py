@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
-from actors.channel import serve_steps
 from actors.environment import freeze_garbage
+from actors.executor import serve_steps
 from actors.wires import Address
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.loading.resolve import resolve
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S = 0.0005  # a thread that a step waits for must not wait 5 ms for another to give up the GIL
 
 
-class Phases(logging.Handler):
+class StartupLog(logging.Handler):
     """Keeps what is logged, with the time at which it was."""
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class Phases(logging.Handler):
 
 
 class ModelRunnerActor:
-    """One rank. Its methods run in a few threads (REMOTE), since `forever` never returns."""
+    """One rank. Its methods run in a few threads (REMOTE), since `wait_for_exit` never returns."""
 
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0, "max_concurrency": 4}
 
     def __init__(self) -> None:
-        self._phases = Phases()
+        self._phases = StartupLog()
 
     def load(self, config: EngineConfig, rank: int) -> ModelInfo:
         """Load this rank's share of the model; raises CallboardError if that fails."""
@@ -93,10 +93,10 @@ class ModelRunnerActor:
 
         threading.Thread(target=serve, name="runner-step", daemon=True).start()
 
-    def where(self) -> tuple[str, int]:
+    def location(self) -> tuple[str, int]:
         """Ray's id of this node, and this process's id."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
 
-    def forever(self) -> None:
+    def wait_for_exit(self) -> None:
         """Never returns; a call to it fails when this process dies."""
         threading.Event().wait()

@@ -77,7 +77,7 @@ class Supervisor:
 
     async def _loss(self) -> str:
         """Why the engine has to be replaced, when that is known."""
-        end = asyncio.ensure_future(self._engine.forever.remote())
+        end = asyncio.ensure_future(self._engine.wait_for_exit.remote())
         try:
             while not (await asyncio.wait((end,), timeout=_HEALTH_PERIOD_S))[0]:
                 await asyncio.wait_for(self._engine.health.remote(), _HEALTH_TIMEOUT_S)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from actors.frames import tune_tcp
+from actors.messages import tune_tcp
 
 _PACKET = 64 << 10  # bytes of a SEQPACKET message; below the kernel's default send buffer, whatever its setting
 _SEND_BUFFER = 4 << 20  # bytes; the kernel clamps it to net.core.wmem_max

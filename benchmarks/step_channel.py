@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from actors.channel import SocketExecutor, serve_steps
+from actors.executor import SocketExecutor, serve_steps
 from actors.wires import Address
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore

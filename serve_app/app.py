@@ -21,9 +21,9 @@ from starlette.applications import Starlette
 
 from actors.directory import RayDirectory
 from actors.environment import FAST_SERVE, freeze_garbage
-from actors.link_group import LinkGroup
 from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, uses_gpu
+from actors.router import Router
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
@@ -121,7 +121,7 @@ class Front:
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
         app_name = serve.get_replica_context().app_name
-        self._engines = LinkGroup(RayDirectory(engines_of(app_name, config)))
+        self._engines = Router(RayDirectory(engines_of(app_name, config)))
         draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
         self._service = Service(self._engines, None, served_model_name or config.model, draft)
         if settings.otlp_traces_endpoint is not None:

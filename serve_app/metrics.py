@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 
 from actors.engine_client import EngineClient, EngineRefusal
-from actors.metrics import METRICS, Figures, Snapshot
+from actors.metrics import METRICS, MetricValues, Snapshot
 from runtime.core.types import Request, RequestOutput
 from serve_app.errors import ApiError
 
@@ -106,7 +106,7 @@ class ServiceMetrics:
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self._model = client, model
-        self._pending: dict[str, Figures] = {}  # by engine: not reported yet
+        self._pending: dict[str, MetricValues] = {}  # by engine: not reported yet
         self._sinks: list[RequestLog] = [self._log]
         self._ray: RaySink | None = None
 
@@ -142,7 +142,7 @@ class ServiceMetrics:
                 prompt = int(choice.request.request_id.rpartition("-")[2]) // num_choices
                 longest[prompt] = max(longest.get(prompt, choice), choice, key=lambda c: c.num_output)
         for choice in longest.values():
-            figures = self._pending.setdefault(choice.request.engine, Figures())
+            figures = self._pending.setdefault(choice.request.engine, MetricValues())
             max_len = self._client.info.max_model_len
             figures.histogram("vllm:request_params_n", max_len).observe(num_choices)
             figures.histogram("vllm:request_max_num_generation_tokens", max_len).observe(choice.num_output)
@@ -150,7 +150,7 @@ class ServiceMetrics:
     def observe(self, choice: ChoiceStats, arrived_at: float, submitted_at: float) -> None:
         """A choice has ended; of a refused one there is little to tell."""
         request, max_len = choice.request, self._client.info.max_model_len
-        figures = self._pending.setdefault(request.engine, Figures())
+        figures = self._pending.setdefault(request.engine, MetricValues())
 
         def observe(name: str, value: float) -> None:
             figures.histogram(name, max_len).observe(max(value, 0.0))  # clocks of two machines may differ
@@ -176,17 +176,17 @@ class ServiceMetrics:
 
     def delivered(self, choice: ChoiceStats) -> None:
         """Whoever asked has taken the last of it: over HTTP, it has been written."""
-        figures = self._pending.setdefault(choice.request.engine, Figures())
+        figures = self._pending.setdefault(choice.request.engine, MetricValues())
         lag = figures.histogram("callboard:delivery_lag_seconds", self._client.info.max_model_len)
         lag.observe(max(time.time() - choice.last_at, 0.0))
 
     def waits_for_grammar(self, request: Request) -> None:
         """From now on."""
-        self._pending.setdefault(request.engine, Figures()).count("callboard:grammar_waits")
+        self._pending.setdefault(request.engine, MetricValues()).count("callboard:grammar_waits")
 
     def waited_for_grammar(self, request: Request, seconds: float) -> None:
         """Before it was submitted."""
-        figures = self._pending.setdefault(request.engine, Figures())
+        figures = self._pending.setdefault(request.engine, MetricValues())
         figures.histogram("callboard:grammar_seconds", self._client.info.max_model_len).observe(seconds)
 
     # ---- to the engines, and from them ------------------------------------------------------------------------------
@@ -197,11 +197,11 @@ class ServiceMetrics:
         pending, self._pending = self._pending, {}
         if engines := self._client.engines():
             for engine in pending.keys() - set(engines):
-                pending.setdefault(engines[0], Figures()).add(pending.pop(engine))
+                pending.setdefault(engines[0], MetricValues()).add(pending.pop(engine))
         snapshots = await self._client.report(pending)
         for engine, figures in pending.items():
             if engine not in snapshots:
-                self._pending.setdefault(engine, Figures()).add(figures)
+                self._pending.setdefault(engine, MetricValues()).add(figures)
             elif self._ray is not None:
                 await self._ray.publish(engine, figures)
         return snapshots
@@ -254,7 +254,7 @@ class ServiceMetrics:
 class RaySink(Protocol):
     """Publishes figures through Ray (serve_app/ray_metrics.py)."""
 
-    async def publish(self, engine: str, new: Figures) -> None:
+    async def publish(self, engine: str, new: MetricValues) -> None:
         """What a replica has newly counted of its own requests."""
         ...
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from actors.metrics import METRICS, Figures, Histogram, Snapshot
+from actors.metrics import METRICS, Histogram, MetricValues, Snapshot
 
 _AT_ONCE = 200  # observations
 _LABELS = ("model_name", "engine", "ReplicaId")
@@ -25,9 +25,9 @@ class RayMetrics:
     def __init__(self, model: str, replica_id: str) -> None:
         self._tags = {"model_name": model, "ReplicaId": replica_id}
         self._metrics: dict[str, Any] = {}
-        self._last: dict[str, Figures] = {}  # by engine: its own figures when they were last published
+        self._last: dict[str, MetricValues] = {}  # by engine: its own figures when they were last published
 
-    async def publish(self, engine: str, new: Figures) -> None:
+    async def publish(self, engine: str, new: MetricValues) -> None:
         """What was newly counted."""
         tags = {**self._tags, "engine": engine}
         for name, values in new.numbers.items():
@@ -51,12 +51,12 @@ class RayMetrics:
         """What an engine counts itself, and has since it was last published; a new engine's all.
 
         What was counted before this process first looked is left to the one that told of it then."""
-        own = Figures(
+        own = MetricValues(
             {name: dict(v) for name, v in snapshot.figures.numbers.items() if METRICS[name].owner == "engine"},
             {name: h for name, h in snapshot.figures.histograms.items() if METRICS[name].owner == "engine"},
         )
         last, self._last[engine] = self._last.get(engine), own
-        new = Figures()
+        new = MetricValues()
         if last is not None:
             new.add(own)
             if not _is_behind(own, last):
@@ -91,7 +91,7 @@ class RayMetrics:
         return found
 
 
-def _is_behind(now: Figures, last: Figures) -> bool:
+def _is_behind(now: MetricValues, last: MetricValues) -> bool:
     """Whether the engine began anew since: it has taken fewer steps than it had."""
     step = "callboard:step_seconds"
     return sum(now.histograms[step].counts) < sum(last.histograms[step].counts)

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from actors.engine_client import EngineBusy
-from actors.metrics import Figures, Snapshot, all_at_zero
+from actors.metrics import MetricValues, Snapshot, all_at_zero
 from runtime.core.config import ModelInfo
 from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
 from runtime.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ class FakeEngine:
     def engines(self) -> list[str]:
         return ["0"]
 
-    async def report(self, figures: dict[str, Figures]) -> dict[str, Snapshot]:
+    async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
         """As one engine that has counted nothing itself."""
         for new in figures.values():
             self.reported.add(new)

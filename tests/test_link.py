@@ -11,8 +11,8 @@ from fake_runner import EOS, FakeRunner, sequential
 
 from actors.engine_client import EngineBusy, RequestRefused
 from actors.engine_loop import EngineLoop
-from actors.link_group import LinkGroup
 from actors.link_server import Connection
+from actors.router import Router
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.isolation import MAX_LOSSES
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
@@ -88,7 +88,7 @@ class Engines:
 
 def link_to(*engines):
     """What a replica has of these engines."""
-    return LinkGroup(Engines(*engines))
+    return Router(Engines(*engines))
 
 
 def only_link(group):

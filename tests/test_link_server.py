@@ -10,8 +10,8 @@ from fake_runner import sequential
 from test_link import Engine, eventually, link_to, only_link, read, request
 
 from actors import link_server
-from actors.frames import PREFIX, AbortById, Heartbeat, Report, Submit, decode_from_engine, encode, receive
-from actors.metrics import Figures, Histogram
+from actors.messages import PREFIX, AbortById, Heartbeat, Report, Submit, decode_from_engine, encode, receive
+from actors.metrics import Histogram, MetricValues
 from runtime.core.types import FinishReason
 
 
@@ -98,7 +98,7 @@ async def test_a_reader_that_fails_ends_its_connection_and_no_other(engine, monk
         other.sendall(encode(Submit(1, request(1, max_tokens=400), resumed=False)))
         await eventually(lambda: engine.loop.stats()["running"] == 2)
         monkeypatch.setattr(engine.loop.links, "_report", lambda figures: 1 / 0)
-        other.sendall(encode(Report(Figures())))
+        other.sendall(encode(Report(MetricValues())))
         await eventually(lambda: engine.loop.stats()["connections"] == 1)
         assert engine.loop.stats()["streams"] == [1]
     assert "division by zero" in caplog.text
@@ -114,7 +114,7 @@ async def test_figures_with_other_bounds_end_no_connection(engine):
     lengths = Histogram.of((1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000))
     for value in (3, 1500):
         lengths.observe(value)
-    figures = Figures({}, {"vllm:request_prompt_tokens": lengths})
+    figures = MetricValues({}, {"vllm:request_prompt_tokens": lengths})
     for _ in range(2):
         snapshots = await group.report({"0": figures})
     total = snapshots["0"].figures.histograms["vllm:request_prompt_tokens"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from test_link import Engine, eventually, link_to
 
-from actors.metrics import METRICS, Figures, Histogram, length_bounds
+from actors.metrics import METRICS, Histogram, MetricValues, length_bounds
 from runtime.core.types import Request, SamplingParams
 from serve_app.http import build_http_app
 from serve_app.metrics import ChoiceStats
@@ -352,7 +352,7 @@ async def test_a_stream_that_moved_is_counted_once():
         assert samples["vllm:request_prompt_tokens_sum"] == 40
         assert samples["vllm:request_generation_tokens_sum"] == 80
         assert samples["vllm:request_queue_time_seconds_count"] == 5
-        moved = second.loop.report(Figures()).figures.numbers["vllm:prompt_tokens"][""]
+        moved = second.loop.report(MetricValues()).figures.numbers["vllm:prompt_tokens"][""]
         assert moved == 8 * (second.loop.core.scheduler.prompt_tokens_total // 8 - 1)  # without the one that came
     finally:
         await fronts.close()
@@ -361,4 +361,4 @@ async def test_a_stream_that_moved_is_counted_once():
 def test_lengths_have_vllms_buckets():
     assert length_bounds(100) == (1, 2, 5, 10, 20, 50, 100)
     assert length_bounds(131072)[-1] == 100000
-    assert not Figures()
+    assert not MetricValues()

@@ -142,7 +142,7 @@ def test_figures_reach_rays_own_exporter(ray_session):
     @ray.remote
     class Publisher:
         async def publish(self):
-            from actors.metrics import Figures, Snapshot, all_at_zero
+            from actors.metrics import MetricValues, Snapshot, all_at_zero
             from serve_app.ray_metrics import RayMetrics
 
             metrics, engine = RayMetrics("m", "r1"), all_at_zero(128)
@@ -154,7 +154,7 @@ def test_figures_reach_rays_own_exporter(ray_session):
             await metrics.publish_engine("a", Snapshot(engine, {"block_size": "16"}))
             await metrics.publish_engine("gone", Snapshot(engine, {"block_size": "16"}))
             metrics.clear_gauges(["a"])
-            new = Figures()
+            new = MetricValues()
             new.count("vllm:request_success", "stop", 3)
             await metrics.publish("a", new)
 

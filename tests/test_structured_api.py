@@ -10,7 +10,7 @@ from fake_engine import MODEL, FakeEngine, byte_tokenizer, chat
 from structured_cases import fits
 from test_chat_api import LLAMA, QWEN, THINKING, TOOLS
 
-from actors.frames import Submit, decode_from_replica, encode
+from actors.messages import Submit, decode_from_replica, encode
 from runtime.core.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
 from serve_app.http import build_http_app

@@ -24,7 +24,7 @@ class FakeActor:
     def __init__(self):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.frozen = False
-        self.forever, self.health = Method(lambda: self.ended), Method(self._health)
+        self.wait_for_exit, self.health = Method(lambda: self.ended), Method(self._health)
 
     async def _health(self):
         if self.frozen:

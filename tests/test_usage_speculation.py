@@ -14,7 +14,7 @@ from runner_driver import tiny_runner
 from test_link import INFO, Engine, eventually, link_to, request
 from test_openai_client import OpenCompletion
 
-from actors.link_group import LinkGroup
+from actors.router import Router
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Speculation
 from runtime.core.types import RequestOutput
@@ -156,7 +156,7 @@ def check(oracle: Noting, answers: list[tuple[Any, list[RequestOutput]]]) -> Non
         assert want
 
 
-async def outputs_of(link: LinkGroup, asked) -> list[RequestOutput]:
+async def outputs_of(link: Router, asked) -> list[RequestOutput]:
     return [output async for output in link.generate(asked)]
 
 

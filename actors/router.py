@@ -15,9 +15,9 @@ from functools import partial
 from typing import Protocol
 
 from actors.engine_client import EngineBusy, EngineDraining, EngineRefusal, QueueTimeout, RequestRefused
-from actors.frames import AbortById, LinkAddress, Refusal, Refused
 from actors.link import EngineLink, Stream
-from actors.metrics import Figures, Snapshot
+from actors.messages import AbortById, LinkAddress, Refusal, Refused
+from actors.metrics import MetricValues, Snapshot
 from runtime.core.config import ModelInfo
 from runtime.core.types import FinishReason, Request, RequestOutput
 
@@ -41,7 +41,7 @@ class Directory(Protocol):
         ...
 
 
-class LinkGroup:
+class Router:
     """An EngineClient over the engines of a directory."""
 
     info: ModelInfo
@@ -104,9 +104,9 @@ class LinkGroup:
         for link in self._links.values():
             link.abort(request_id)
 
-    async def report(self, figures: dict[str, Figures]) -> dict[str, Snapshot]:
+    async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
         links, parts = [link for link in self._links.values() if link.connected], dict(figures)
-        answers = await asyncio.gather(*(link.report(parts.pop(link.engine, Figures())) for link in links))
+        answers = await asyncio.gather(*(link.report(parts.pop(link.engine, MetricValues())) for link in links))
         return {link.engine: answer for link, answer in zip(links, answers, strict=True) if answer is not None}
 
     # ---- which engine ---------------------------------------------------------------------------------------------

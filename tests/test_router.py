@@ -1,4 +1,4 @@
-"""Engines that die, freeze, drain, fill up, come and go behind one LinkGroup, over real sockets."""
+"""Engines that die, freeze, drain, fill up, come and go behind one Router, over real sockets."""
 
 import asyncio
 import socket
@@ -12,7 +12,7 @@ from test_link import INFO, Engine, eventually, link_to, read, request
 
 from actors import link as link_module
 from actors.engine_client import EngineBusy, EngineDraining, RequestRefused
-from actors.frames import Heartbeat, LinkAddress
+from actors.messages import Heartbeat, LinkAddress
 from runtime.core.types import FinishReason, Request, SamplingParams
 
 
@@ -21,7 +21,7 @@ def info_with(**changes):
 
 
 class Group:
-    """A LinkGroup over fresh engines, which are closed with it."""
+    """A Router over fresh engines, which are closed with it."""
 
     def __init__(self, *engines):
         self.engines, self.group = engines, link_to(*engines)
@@ -175,7 +175,7 @@ async def test_an_engine_that_accepts_nobody_is_not_healthy():
 
 
 async def test_streams_leave_a_draining_engine(monkeypatch):
-    monkeypatch.setattr("actors.link_group._SETTLED_S", 0.05)
+    monkeypatch.setattr("actors.router._SETTLED_S", 0.05)
     engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=150)) for i in range(8)))
@@ -190,7 +190,7 @@ async def test_streams_leave_a_draining_engine(monkeypatch):
 
 async def test_streams_stay_when_all_engines_drain(monkeypatch):
     """At the end of the whole server: those of the first may not pile up on the last."""
-    monkeypatch.setattr("actors.link_group._SETTLED_S", 0.1)
+    monkeypatch.setattr("actors.router._SETTLED_S", 0.1)
     engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=100)) for i in range(8)))
@@ -207,7 +207,7 @@ async def test_streams_stay_when_all_engines_drain(monkeypatch):
 
 async def test_streams_wait_for_another_kind_of_engine_as_long_as_theirs_goes_on(monkeypatch):
     """Of a draining engine; what another dtype makes of the rest is another answer."""
-    monkeypatch.setattr("actors.link_group._SETTLED_S", 0.02)
+    monkeypatch.setattr("actors.router._SETTLED_S", 0.02)
     other = Engine(info=info_with(fingerprint="other"))
     async with Group(Engine(delay_s=0.005), other) as group:
         reading = asyncio.create_task(read(group, request(0, max_tokens=100)))

@@ -19,7 +19,7 @@ from enum import IntEnum
 
 import msgspec
 
-from actors.metrics import Figures, Snapshot
+from actors.metrics import MetricValues, Snapshot
 from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
 MAX_FRAME = 64 << 20  # bytes; checked before anything is allocated
@@ -98,7 +98,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
 class Report(msgspec.Struct, array_like=True, tag=8):
     """What the replica has counted since its last one. The answer is a Snapshot."""
 
-    figures: Figures
+    figures: MetricValues
 
 
 class Refusal(IntEnum):

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors import wires
-from actors.channel import RunnerFault, RunnersLost, SocketExecutor, serve_steps
+from actors.executor import RunnerFault, RunnersLost, SocketExecutor, serve_steps
 from actors.wires import Address, connect
 from runtime.core.executor import InProcess
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
