@@ -8,8 +8,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.messages import LinkAddress
 from actors.names import NAMESPACE, living_actors
+from actors.transport import Address
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError
 
@@ -24,13 +24,11 @@ class RayDirectory:
         """Their names, oldest first."""
         return await asyncio.to_thread(living_actors, self._prefix)
 
-    async def open_link(self, name: str) -> tuple[LinkAddress, ModelInfo]:
+    async def open_link(self, name: str) -> tuple[Address, ModelInfo]:
         """An address for one connection, and the engine's model; raises CallboardError if it has none now."""
         engine: Any = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
         try:
-            found: tuple[LinkAddress, ModelInfo] = await engine.open_link.remote(
-                ray.get_runtime_context().get_node_id()
-            )
+            found: tuple[Address, ModelInfo] = await engine.open_link.remote(ray.get_runtime_context().get_node_id())
         except RayError as e:
             raise plain_error(e) from e
         return found

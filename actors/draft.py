@@ -4,8 +4,8 @@
     DraftClient - SocketDraft  --- Told -->  DraftLoop - DraftCore - ModelRunner
                                <-- Chains -
 
-Frames are msgpack over the engine's own kind of socket (wires.py). A draft is a cache of what engines know (C8): it is
-never restarted on its own, knows nothing when it starts, and whatever happens to it costs speed alone.
+Frames are msgpack, over transport.py. A draft is a cache of what engines know (C8): it is never restarted on its own,
+knows nothing when it starts, and whatever happens to it costs speed alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import ray
 
 from actors.environment import freeze_garbage
 from actors.runner import SWITCH_INTERVAL_S, StartupLog
-from actors.wires import Address, Wire, connect
+from actors.transport import Address, FrameSocket, connect
 from runtime.core.config import EngineConfig
 from runtime.core.draft import Chain, DraftCore, Told
 
@@ -41,15 +41,15 @@ _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between attempts to start a draft that
 class SocketDraft:
     """The engine's end of the socket to a draft (draft_client.DraftWire)."""
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, draft: FrameSocket) -> None:
+        self._draft = draft
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Chain])
         self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(wire.sock, select.POLLIN)
-        self._writable.register(wire.sock, select.POLLOUT)
+        self._readable.register(draft.sock, select.POLLIN)
+        self._writable.register(draft.sock, select.POLLOUT)
 
     def send(self, told: Told) -> None:
-        self._wire.send(self._encoder.encode(told), self._make_room)
+        self._draft.send(self._encoder.encode(told), self._make_room)
 
     def _make_room(self) -> None:
         if not self._writable.poll(_UNREAD_MS):
@@ -58,7 +58,7 @@ class SocketDraft:
     def receive(self, timeout_s: float) -> list[Chain] | None:
         chains: list[Chain] | None = None
         while self._readable.poll(timeout_s * 1000 if chains is None else 0):
-            frame = self._wire.receive()
+            frame = self._draft.receive()
             if frame is None:
                 raise ConnectionResetError("the draft has closed its connection")
             chains = (chains or []) + self._decoder.decode(frame)
@@ -71,16 +71,16 @@ class DraftLoop:
     def __init__(self, core: DraftCore, on_failure: Callable[[], None]) -> None:
         self._core, self._on_failure = core, on_failure
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Told)
-        self._wires: dict[int, Wire] = {}  # by file descriptor, which is the engine's name in the core
+        self._engines: dict[int, FrameSocket] = {}  # by file descriptor, which is the engine's name in the core
         self._poll = select.poll()
         self._bell, self._ring = socket.socketpair()
         self._poll.register(self._bell, select.POLLIN)
-        self._new: list[Wire] = []
+        self._new: list[FrameSocket] = []
         threading.Thread(target=self._run, name="draft-step", daemon=True).start()
 
-    def attach(self, wire: Wire) -> None:
+    def attach(self, engine: FrameSocket) -> None:
         """Serve one more engine, until it goes away. Any thread may call this."""
-        self._new.append(wire)
+        self._new.append(engine)
         self._ring.send(b"!")
 
     def _run(self) -> None:
@@ -99,19 +99,19 @@ class DraftLoop:
         owner: Any
         for owner, chains in self._core.outbox.items():
             with suppress(OSError):  # its end is heard next
-                self._wires[owner].send(self._encoder.encode(chains))
+                self._engines[owner].send(self._encoder.encode(chains))
         self._core.outbox.clear()
 
     def _hear(self, fd: int) -> None:
         if fd == self._bell.fileno():
             self._bell.recv(1 << 10)
             while self._new:
-                wire = self._new.pop()
-                self._wires[wire.sock.fileno()] = wire
-                self._poll.register(wire.sock, select.POLLIN)
+                engine = self._new.pop()
+                self._engines[engine.sock.fileno()] = engine
+                self._poll.register(engine.sock, select.POLLIN)
             return
         try:
-            frame = self._wires[fd].receive()
+            frame = self._engines[fd].receive()
         except OSError:
             frame = None
         if frame is not None:
@@ -119,7 +119,7 @@ class DraftLoop:
             return
         self._core.forget(fd)
         self._poll.unregister(fd)
-        self._wires.pop(fd).sock.close()
+        self._engines.pop(fd).sock.close()
 
 
 class DraftActor:

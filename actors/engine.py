@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, ClassVar
 
 import ray
@@ -17,18 +19,18 @@ from actors.draft import DraftActor, DraftKeeper, SocketDraft
 from actors.engine_loop import EngineLoop
 from actors.environment import freeze_garbage
 from actors.executor import SocketExecutor
-from actors.messages import EngineLoading, LinkAddress
+from actors.messages import EngineLoading
 from actors.names import NAMESPACE, living_actors, new_name
 from actors.placement import draft_options, runner_options
 from actors.runner import SWITCH_INTERVAL_S, ModelRunnerActor
-from actors.wires import Meeting
+from actors.transport import Address, Listener
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
 from runtime.core.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
-_MEETING_S = 30.0  # for a draft that has loaded its model to connect
+_CONNECT_S = 30.0  # for a draft that has loaded its model to connect
 
 
 class EngineActor:
@@ -64,7 +66,7 @@ class EngineActor:
         freeze_garbage()
         return self._loop.info
 
-    async def open_link(self, node_id: str) -> tuple[LinkAddress, ModelInfo]:
+    async def open_link(self, node_id: str) -> tuple[Address, ModelInfo]:
         """An address for one connection of a replica on `node_id`; raises EngineLoading while there is none."""
         if not self._loaded:
             phases = await self.phases()
@@ -168,14 +170,14 @@ class EngineActor:
         except RayError:
             self._load_draft()
             ((node, _),) = _all([self._draft.location.remote()])
-        meeting = Meeting(1)
         here = ray.get_runtime_context().get_node_id()
-        self._draft.attach.remote(meeting.address(0, "" if node == here else _host()))
-        wires = meeting.accept(_MEETING_S)
-        if not wires:
-            raise CallboardError(f"The draft did not connect within {_MEETING_S:.0f} s.")
+        with closing(Listener(socket.SOCK_SEQPACKET)) as listener:
+            self._draft.attach.remote(listener.invite("" if node == here else _host()))
+            accepted = listener.accept(_CONNECT_S)
+        if accepted is None:
+            raise CallboardError(f"The draft did not connect within {_CONNECT_S:.0f} s.")
         self._draft.wait_for_exit.remote().future().add_done_callback(lambda _: on_loss())
-        self._loop.attach_draft(SocketDraft(wires[0]), self._draft_us)
+        self._loop.attach_draft(SocketDraft(accepted[1]), self._draft_us)
         self._attached = self._draft
 
 

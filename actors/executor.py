@@ -4,13 +4,13 @@
 engine's own.
 
     engine                                     runner of rank r
-    SocketExecutor.address(r) --- Ray call --> serve_steps(address, runner)
+    SocketExecutor.address(r) --- Ray call --> serve_steps(address, runner, r)
     submit(plan)              --- plan ------>                       all ranks
     collect()                 <-- result -----                       rank 0 alone; any rank: a fault, or its end
 
-One socket a rank (wires.py), with runtime.core.plan's frames. Ranks other than 0 say nothing while all is well, so a
-step costs one wake-up of the engine however many ranks there are; their death shows as the end of their socket, which
-the engine watches whenever it waits.
+One connection a rank (transport.py), with runtime.core.plan's frames. Ranks other than 0 say nothing while all is well,
+so a step costs one wake-up of the engine however many ranks there are; their death shows as the end of their socket,
+which the engine watches whenever it waits.
 
 Whoever waits, waits in the kernel, and the engine never waits for one rank alone: a rank that does not read its plan
 may itself wait for a rank that died, or for the engine to read a result.
@@ -24,12 +24,13 @@ import queue
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from actors.wires import Address, Meeting, Wire, connect
+from actors.transport import Address, FrameSocket, Listener, connect
 from runtime.core.executor import Runner
 from runtime.core.plan import StepPlan, StepResult, decode_plan, decode_result, encode_plan, encode_result
 from runtime.core.types import CallboardError
@@ -62,8 +63,9 @@ class SocketExecutor:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._meeting = Meeting(num_ranks)
-        self._wires: list[Wire] = []
+        self._listener = Listener(socket.SOCK_SEQPACKET)
+        self._invited: dict[Address, int] = {}  # ranks
+        self._sockets: list[FrameSocket] = []  # by rank
         self._ranks: dict[int, int] = {}  # by file descriptor
         self._poll = select.poll()
         self._results: deque[bytes] = deque()  # rank 0's, heard while a plan waited for room
@@ -71,28 +73,35 @@ class SocketExecutor:
 
     def address(self, rank: int, host: str = "") -> Address:
         """Where `rank` connects to; `host` is this node's address, for a rank on another node."""
-        return self._meeting.address(rank, host)
+        address = self._listener.invite(host)
+        self._invited[address] = rank
+        return address
 
     def accept(self, timeout_s: float = 30.0) -> None:
         """Wait until every rank has connected. Raises RunnersLost if one has not in time, or on `close`."""
-        wires = self._meeting.accept(timeout_s)
-        if missing := [rank for rank in range(self.num_ranks) if rank not in wires]:
+        deadline, connected = time.monotonic() + timeout_s, dict[int, FrameSocket]()
+        while len(connected) < self.num_ranks:
+            if (accepted := self._listener.accept(deadline - time.monotonic())) is None:
+                break
+            connected[self._invited[accepted[0]]] = accepted[1]
+        self._listener.close()
+        if missing := [rank for rank in range(self.num_ranks) if rank not in connected]:
             if self._closed:
                 raise self._lost(None, "")
             raise RunnersLost(f"Ranks {missing} did not connect within {timeout_s:.0f} s.", missing[0])
-        for rank, wire in sorted(wires.items()):
-            self._ranks[wire.sock.fileno()] = rank
-            self._poll.register(wire.sock, select.POLLIN)
-            self._wires.append(wire)
+        for rank, end in sorted(connected.items()):
+            self._ranks[end.sock.fileno()] = rank
+            self._poll.register(end.sock, select.POLLIN)
+            self._sockets.append(end)
         if self._closed:
-            self.close()  # again: the first time there were no wires to shut
+            self.close()  # again: the first time there were no sockets to shut
 
     def submit(self, plan: StepPlan) -> None:
         """Raises RunnersLost or RunnerFault, as `collect` does."""
         frame = encode_plan(plan)
-        for rank, wire in enumerate(self._wires):
+        for rank, end in enumerate(self._sockets):
             try:
-                wire.send(frame, partial(self._make_room, rank))
+                end.send(frame, partial(self._make_room, rank))
             except OSError as e:
                 raise self._lost(rank, str(e)) from e
 
@@ -108,7 +117,7 @@ class SocketExecutor:
 
     def _make_room(self, rank: int) -> None:
         """Wait until `rank` reads its plan, listening to all ranks meanwhile."""
-        sock = self._wires[rank].sock
+        sock = self._sockets[rank].sock
         self._poll.modify(sock, select.POLLIN | select.POLLOUT)
         try:
             for fd, events in self._poll.poll():
@@ -119,7 +128,7 @@ class SocketExecutor:
 
     def _hear(self, rank: int) -> None:
         try:
-            frame = self._wires[rank].receive()
+            frame = self._sockets[rank].receive()
         except OSError as e:
             raise self._lost(rank, str(e)) from e
         if frame is None:
@@ -138,28 +147,28 @@ class SocketExecutor:
 
         Sockets are shut, not closed: another thread may be waiting on their descriptors."""
         self._closed = True
-        self._meeting.close()
-        for wire in self._wires:
+        self._listener.close()
+        for end in self._sockets:
             with contextlib.suppress(OSError):
-                wire.sock.shutdown(socket.SHUT_RDWR)
+                end.sock.shutdown(socket.SHUT_RDWR)
 
 
-def serve_steps(address: Address, runner: Runner) -> None:
+def serve_steps(address: Address, runner: Runner, rank: int = 0) -> None:
     """Execute plans until the engine goes away, or until one fails: the engine then gets the reason as one sentence,
     and this process's log the traceback.
 
     With an asynchronous runner this thread launches each plan as soon as it arrives, and another one waits for the
     results, in order, and sends them: a plan is on its way to the GPU while the step before it still runs there."""
-    wire = connect(address)
+    engine = connect(address)
     steps: _Launched = queue.SimpleQueue()
     failed = threading.Event()
-    answer = partial(_send_result, address.rank, wire, failed)
+    answer = partial(_send_result, rank, engine, failed)
     if runner.asynchronous:
         threading.Thread(target=_send_results, args=(steps, answer), name="runner-results", daemon=True).start()
     finish = steps.put if runner.asynchronous else answer
-    with wire.sock:
+    with engine.sock:
         try:
-            while (frame := wire.receive()) is not None:
+            while (frame := engine.receive()) is not None:
                 if failed.is_set():
                     continue  # the engine closes first: to close with a plan unread would lose the fault
                 try:
@@ -179,7 +188,7 @@ def _send_results(steps: _Launched, answer: Callable[[Callable[[], StepResult]],
         pass
 
 
-def _send_result(rank: int, wire: Wire, failed: threading.Event, wait: Callable[[], StepResult]) -> bool:
+def _send_result(rank: int, engine: FrameSocket, failed: threading.Event, wait: Callable[[], StepResult]) -> bool:
     """Wait for a step and send its result, from rank 0, or its fault. False: it was the last answer."""
     try:
         try:
@@ -187,10 +196,10 @@ def _send_result(rank: int, wire: Wire, failed: threading.Event, wait: Callable[
         except Exception as e:
             failed.set()
             logger.exception("a step failed")
-            wire.send(_FAULT + _sentence(e).encode(errors="replace"))
+            engine.send(_FAULT + _sentence(e).encode(errors="replace"))
             return False
         if rank == 0:
-            wire.send(encode_result(result))
+            engine.send(encode_result(result))
         return True
     except OSError as e:
         logger.info("the engine's socket failed: %s", e)

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Protocol, cast
+from typing import Protocol
 
 from actors.engine_client import EngineRefusal
 from actors.messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
-    PREFIX,
     Abort,
     AbortById,
     EngineLoading,
     Heartbeat,
-    LinkAddress,
     Refused,
     Report,
     Status,
@@ -33,11 +30,10 @@ from actors.messages import (
     Tokens,
     decode_from_engine,
     encode,
-    frame_size,
-    tune_tcp,
 )
 from actors.metrics import MetricValues, Snapshot
 from actors.names import engine_id
+from actors.transport import Address, FrameProtocol, connect_stream
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 
@@ -134,31 +130,17 @@ class LinkOwner(Protocol):
         ...
 
 
-class _Connection(asyncio.Protocol):
-    """Cuts the byte stream into frames."""
+class _Connection(FrameProtocol):
+    """A link's connection, until it is lost or cut."""
 
     def __init__(self, link: EngineLink) -> None:
+        super().__init__()
         self._link: EngineLink | None = link
-        self._data = bytearray()
-        self.heard = False  # something has come since this was last looked at
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.transport: asyncio.WriteTransport
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
-
-    def data_received(self, data: bytes) -> None:
-        self.heard = True
-        self._data += data
-        buffer, at = self._data, 0
-        while len(buffer) - at >= PREFIX.size:
-            end = at + PREFIX.size + frame_size(buffer[at : at + PREFIX.size])
-            if len(buffer) < end:
-                break
-            if self._link is not None:
-                self._link.on_message(decode_from_engine(bytes(buffer[at + PREFIX.size : end])))
-            at = end
-        del buffer[:at]
+    def frame_received(self, frame: bytearray) -> None:
+        if self._link is not None:
+            self._link.on_message(decode_from_engine(frame))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.cut()
@@ -178,7 +160,7 @@ class EngineLink:
     `open_link()` asks the engine for an address to connect to and for its model; it raises while there is none."""
 
     def __init__(
-        self, name: str, open_link: Callable[[], Awaitable[tuple[LinkAddress, ModelInfo]]], owner: LinkOwner
+        self, name: str, open_link: Callable[[], Awaitable[tuple[Address, ModelInfo]]], owner: LinkOwner
     ) -> None:
         self.name, self.engine = name, engine_id(name)
         self._open_link, self._owner = open_link, owner
@@ -248,24 +230,13 @@ class EngineLink:
 
     def _send(self, message: Submit | Abort | AbortById | Heartbeat | Report) -> None:
         if self._connection is not None:  # else its streams are already with another link
-            self._connection.transport.write(encode(message))
+            self._connection.send(encode(message))
 
     # ---- the connection -------------------------------------------------------------------------------------------
 
     async def _connect(self) -> _Connection:
         address, self.info = await self._open_link()
-        loop = asyncio.get_running_loop()
-        make = lambda: _Connection(self)  # noqa: E731
-        if address.path:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.setblocking(False)
-            sock.connect(address.path)  # local and at once; uvloop does not take an abstract name
-            transport, connection = await loop.create_unix_connection(make, sock=sock)
-        else:
-            transport, connection = await loop.create_connection(make, address.host, address.port)
-            tune_tcp(transport.get_extra_info("socket"))
-        transport.write(PREFIX.pack(len(address.secret)) + address.secret)
-        return connection
+        return await connect_stream(address, lambda: _Connection(self))
 
     async def _keep_connected(self) -> None:
         said = ""

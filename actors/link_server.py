@@ -8,10 +8,8 @@ frame.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import itertools
 import logging
-import secrets
 import socket
 import threading
 import time
@@ -20,13 +18,10 @@ from collections.abc import Callable
 
 from actors.messages import (
     LEASE_S,
-    MAX_FRAME,
-    PREFIX,
     Abort,
     AbortById,
     Ended,
     Heartbeat,
-    LinkAddress,
     Refused,
     Report,
     Status,
@@ -34,18 +29,14 @@ from actors.messages import (
     Tokens,
     decode_from_replica,
     encode,
-    receive,
-    tune_tcp,
 )
 from actors.metrics import MetricValues, Snapshot
+from actors.transport import Address, FrameSocket, Listener, framed
 from runtime.core.types import CallboardError, PromptLogprobs, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-_SECRET_LEN = 32
-_HANDSHAKE_S = 10.0
-_MAX_HANDSHAKES = 64  # at once; a replica's takes milliseconds
-_ACCEPT_RETRY_S = 0.1
+_MAX_BACKLOG = 64 << 20  # bytes that a replica may leave unread
 _serials = itertools.count()
 
 
@@ -113,8 +104,8 @@ class Connection:
         self._clear()
 
     def send(self, message: Tokens | Refused | Status | Snapshot | Heartbeat) -> None:
-        """Queue a message and write what the socket takes; a replica that lets 64 MiB pile up is cut off."""
-        frame = encode(message)
+        """Queue a message and write what the socket takes; a replica that lets too much pile up is cut off."""
+        frame = framed(encode(message))
         with self._sending:
             self._backlog += frame
             self._write()
@@ -130,7 +121,7 @@ class Connection:
                 sent = self._sock.send(self._backlog, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
                 del self._backlog[:sent]
         except BlockingIOError:
-            if len(self._backlog) > MAX_FRAME:
+            if len(self._backlog) > _MAX_BACKLOG:
                 self.close()
         except OSError:
             self._backlog.clear()  # its reader sees the end and reports it
@@ -152,7 +143,7 @@ class Connection:
 
 
 class LinkServer:
-    """Listens on a Unix socket, and on TCP once a replica of another node asks.
+    """Lets replicas connect, from this node and others.
 
     `deliver(connection, message)` is called from the reader threads, in order for each connection: a new one with
     None, then its messages, then None again when it is gone. `report(figures)` is, too, and its answer sent.
@@ -164,112 +155,43 @@ class LinkServer:
         report: Callable[[MetricValues], Snapshot],
     ) -> None:
         self._deliver, self._report = deliver, report
-        self._secrets: set[bytes] = set()
-        self._handshaking: dict[socket.socket, None] = {}  # connections that have not told a secret yet
-        self._handshaking_lock = threading.Lock()
-        self._closed = False
-        # An abstract name: no file that outlives a killed engine. Anyone on this host may connect; the secret decides.
-        self._name = f"\0callboard-{secrets.token_hex(8)}"
-        self._unix = self._listen(socket.AF_UNIX, self._name)
-        self._tcp: socket.socket | None = None
+        self._listener = Listener(socket.SOCK_STREAM)
+        threading.Thread(target=self._accept, name="link-accept", daemon=True).start()
 
-    def _listen(self, family: int, address: str | tuple[str, int]) -> socket.socket:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind(address)
-        listener.listen()
-        threading.Thread(target=self._accept, args=(listener,), name="link-accept", daemon=True).start()
-        return listener
+    def open(self, same_node: bool, host: str) -> Address:
+        """An address for one connection; `host` is this node's, as others reach it."""
+        return self._listener.invite("" if same_node else host)
 
-    def open(self, same_node: bool, host: str) -> LinkAddress:
-        """An address good for one connection; `host` is this node's, for a replica on another one."""
-        secret = secrets.token_bytes(_SECRET_LEN)
-        self._secrets.add(secret)
-        if same_node:
-            return LinkAddress(self._name, "", 0, secret)
-        if self._tcp is None:
-            self._tcp = self._listen(socket.AF_INET, (host, 0))
-        return LinkAddress("", host, self._tcp.getsockname()[1], secret)
-
-    def _accept(self, listener: socket.socket) -> None:
-        """What keeps a replica out now, as files or threads that are used up do, may pass: the door stays open."""
-        said = ""
-        while not self._closed:
+    def _accept(self) -> None:
+        while (accepted := self._listener.accept()) is not None:
+            _, replica = accepted
             try:
-                sock, _ = listener.accept()
-                try:
-                    self._make_room(sock)
-                    threading.Thread(target=self._read, args=(sock,), name="link-read", daemon=True).start()
-                    said = ""
-                except RuntimeError:
-                    self._handshaking.pop(sock, None)
-                    sock.close()
-                    raise
-            except (OSError, RuntimeError) as e:
-                if not self._closed and said != (said := str(e)):
-                    logger.error("no replica can connect for now: %s", e)
-                time.sleep(_ACCEPT_RETRY_S)
+                threading.Thread(target=self._read, args=(replica,), name="link-read", daemon=True).start()
+            except RuntimeError as e:  # threads are used up, which may pass: the replica tries it again
+                replica.sock.close()
+                logger.error("a replica cannot connect for now: %s", e)
 
-    def _make_room(self, sock: socket.socket) -> None:
-        """Those without the secret may take neither all files nor all threads: the oldest of too many is cut off."""
-        with self._handshaking_lock:
-            self._handshaking[sock] = None
-            if len(self._handshaking) > _MAX_HANDSHAKES:
-                oldest = next(iter(self._handshaking))
-                del self._handshaking[oldest]
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)
-
-    def _admit(self, sock: socket.socket) -> bool:
-        """Whether the first frame is a secret that was handed out and not used yet."""
-        sock.settimeout(_HANDSHAKE_S)
-        prefix = sock.recv(PREFIX.size, socket.MSG_WAITALL)
-        if prefix != PREFIX.pack(_SECRET_LEN):
-            return False
-        said = sock.recv(_SECRET_LEN, socket.MSG_WAITALL)
-        known = next((s for s in list(self._secrets) if hmac.compare_digest(s, said)), None)
-        if known is None:
-            return False
-        self._secrets.discard(known)
-        sock.settimeout(None)
-        if sock.family == socket.AF_INET:
-            tune_tcp(sock)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
-        return True
-
-    def _read(self, sock: socket.socket) -> None:
-        with sock:
-            try:
-                if not self._admit(sock):
-                    return
-            except OSError:
-                return
-            finally:
-                with self._handshaking_lock:
-                    self._handshaking.pop(sock, None)
-            connection = Connection(sock)
+    def _read(self, replica: FrameSocket) -> None:
+        with replica.sock:
+            connection = Connection(replica.sock)
             self._deliver(connection, None)
             try:
-                while (body := receive(sock)) is not None:
+                while (frame := replica.receive()) is not None:
                     connection.last_heard = time.monotonic()
-                    message = decode_from_replica(body)
+                    message = decode_from_replica(frame)
                     if isinstance(message, Heartbeat):
                         connection.send(message)
                     elif isinstance(message, Report):
                         connection.send(self._report(message.figures))
                     else:
                         self._deliver(connection, message)
-            except CallboardError:
-                pass  # not a replica of ours: nothing after this frame can be trusted
+            except (CallboardError, OSError):
+                pass  # not a replica of ours, or gone: nothing after this frame can be trusted
             except Exception:
                 logger.exception("a link's reader failed; its connection ends")
             finally:
                 self._deliver(connection, None)
 
     def close(self) -> None:
-        """Stop listening; connections end with their sockets."""
-        self._closed = True
-        for listener in (self._unix, self._tcp):
-            if listener is not None:
-                with contextlib.suppress(OSError):
-                    listener.shutdown(socket.SHUT_RDWR)  # else the thread would stay in accept()
-                listener.close()
+        """Let no more replicas in; connections end with their sockets."""
+        self._listener.close()

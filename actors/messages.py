@@ -1,4 +1,4 @@
-"""What a replica and an engine say to each other on their link, as length-prefixed msgpack frames.
+"""What a replica and an engine say to each other on their link: msgpack messages, one a frame (transport.py).
 
     replica -> engine   Submit, Abort, AbortById, Heartbeat, Report
     engine  -> replica  Tokens (at most one a step), Refused, Status, Heartbeat and Snapshot (the answers to a Heartbeat
@@ -12,9 +12,6 @@ tokens are delivered exactly once (C8).
 
 from __future__ import annotations
 
-import socket
-import struct
-from dataclasses import dataclass
 from enum import IntEnum
 
 import msgspec
@@ -22,7 +19,6 @@ import msgspec
 from actors.metrics import MetricValues, Snapshot
 from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
-MAX_FRAME = 64 << 20  # bytes; checked before anything is allocated
 HEARTBEAT_S = 0.5  # a replica says this often that it is there, and the engine that it has heard it
 LOST_AFTER_BEATS = 6  # an engine that has said nothing for so many is lost: its streams move to others
 LEASE_S = 15.0  # a replica that is silent for longer has its requests aborted
@@ -127,16 +123,6 @@ class Status(msgspec.Struct, array_like=True, tag=6):
     draining: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LinkAddress:
-    """Where an engine listens for one replica; it travels by a Ray call, so the secret never crosses a socket first."""
-
-    path: str  # of a Unix socket, in the abstract namespace; empty: TCP
-    host: str
-    port: int
-    secret: bytes  # 32 bytes, the connection's first frame
-
-
 class EngineLoading(CallboardError):
     """There is an engine, but it has no address yet: it loads its model. The text says how far it is."""
 
@@ -144,65 +130,22 @@ class EngineLoading(CallboardError):
 _encoder = msgspec.msgpack.Encoder()
 _from_replica = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report)
 _from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat)
-PREFIX = struct.Struct("<I")
+encode = _encoder.encode
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """The message with its length prefix."""
-    body = _encoder.encode(message)
-    return PREFIX.pack(len(body)) + body
-
-
-def decode_from_replica(body: bytes) -> Submit | Abort | AbortById | Heartbeat | Report:
-    """Raises CallboardError if `body` is not a message that a replica may send."""
+def decode_from_replica(frame: bytes) -> Submit | Abort | AbortById | Heartbeat | Report:
+    """Raises CallboardError if `frame` is not a message that a replica may send."""
     try:
-        message: Submit | Abort | AbortById | Heartbeat | Report = _from_replica.decode(body)
+        message: Submit | Abort | AbortById | Heartbeat | Report = _from_replica.decode(frame)
     except msgspec.DecodeError as e:
-        raise CallboardError(f"A replica sent a frame of {len(body)} bytes that is no message: {e}.") from None
+        raise CallboardError(f"A replica sent a frame of {len(frame)} bytes that is no message: {e}.") from None
     return message
 
 
-def decode_from_engine(body: bytes) -> Tokens | Refused | Status | Snapshot | Heartbeat:
-    """Raises CallboardError if `body` is not a message that an engine may send."""
+def decode_from_engine(frame: bytes | bytearray) -> Tokens | Refused | Status | Snapshot | Heartbeat:
+    """Raises CallboardError if `frame` is not a message that an engine may send."""
     try:
-        message: Tokens | Refused | Status | Snapshot | Heartbeat = _from_engine.decode(body)
+        message: Tokens | Refused | Status | Snapshot | Heartbeat = _from_engine.decode(frame)
     except msgspec.DecodeError as e:
-        raise CallboardError(f"An engine sent a frame of {len(body)} bytes that is no message: {e}.") from None
+        raise CallboardError(f"An engine sent a frame of {len(frame)} bytes that is no message: {e}.") from None
     return message
-
-
-def frame_size(prefix: bytes | bytearray) -> int:
-    """Bytes of the body that follows; raises CallboardError over the limit."""
-    (size,) = PREFIX.unpack(prefix)
-    if size > MAX_FRAME:
-        raise CallboardError(f"A link frame claims {size} bytes; the limit is {MAX_FRAME}.")
-    return int(size)
-
-
-def receive(sock: socket.socket) -> bytes | None:
-    """The next body of a blocking socket, or None at its end."""
-    prefix = _exactly(sock, PREFIX.size)
-    return None if prefix is None else _exactly(sock, frame_size(prefix))
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        try:
-            part = sock.recv(min(size - len(data), 1 << 20))
-        except OSError:
-            return None
-        if not part:
-            return None
-        data += part
-    return bytes(data)
-
-
-def tune_tcp(sock: socket.socket) -> None:
-    """No delay, and a peer whose host is gone is noticed in seconds, not after the kernel's 15 minutes."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)

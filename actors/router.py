@@ -16,8 +16,9 @@ from typing import Protocol
 
 from actors.engine_client import EngineBusy, EngineDraining, EngineRefusal, QueueTimeout, RequestRefused
 from actors.link import EngineLink, Stream
-from actors.messages import AbortById, LinkAddress, Refusal, Refused
+from actors.messages import AbortById, Refusal, Refused
 from actors.metrics import MetricValues, Snapshot
+from actors.transport import Address
 from runtime.core.config import ModelInfo
 from runtime.core.types import FinishReason, Request, RequestOutput
 
@@ -36,7 +37,7 @@ class Directory(Protocol):
         """The names of the living ones; an engine that is started anew has a new name, and the same id."""
         ...
 
-    async def open_link(self, name: str) -> tuple[LinkAddress, ModelInfo]:
+    async def open_link(self, name: str) -> tuple[Address, ModelInfo]:
         """An address for one connection to an engine, and its model; raises while it has none."""
         ...
 

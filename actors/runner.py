@@ -19,7 +19,7 @@ import ray
 
 from actors.environment import freeze_garbage
 from actors.executor import serve_steps
-from actors.wires import Address
+from actors.transport import Address
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.loading.resolve import resolve
 
@@ -65,6 +65,7 @@ class ModelRunnerActor:
 
     def load(self, config: EngineConfig, rank: int) -> ModelInfo:
         """Load this rank's share of the model; raises CallboardError if that fails."""
+        self._rank = rank
         with self._phases.heard():
             from runtime.worker.runner import ModelRunner
 
@@ -86,7 +87,7 @@ class ModelRunnerActor:
 
         def serve() -> None:
             try:
-                serve_steps(address, self._runner)
+                serve_steps(address, self._runner, self._rank)
             finally:
                 logger.info("the engine is gone; this runner ends")
                 os._exit(0)

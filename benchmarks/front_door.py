@@ -37,9 +37,9 @@ from ray import serve  # noqa: E402
 from actors.directory import RayDirectory  # noqa: E402
 from actors.engine_loop import EngineLoop  # noqa: E402
 from actors.executor import SocketExecutor, serve_steps  # noqa: E402
-from actors.messages import LinkAddress  # noqa: E402
 from actors.names import NAMESPACE, engines_of, new_name  # noqa: E402
 from actors.router import Router  # noqa: E402
+from actors.transport import Address  # noqa: E402
 from runtime.core.config import DEFAULT_MODEL, EngineConfig, ModelInfo  # noqa: E402
 from runtime.core.executor import Executor  # noqa: E402
 from runtime.core.plan import StepPlan, StepResult  # noqa: E402
@@ -99,7 +99,7 @@ class ToyEngine:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def open_link(self, node_id: str) -> tuple[LinkAddress, ModelInfo]:
+    async def open_link(self, node_id: str) -> tuple[Address, ModelInfo]:
         return self._loop.links.open(True, "127.0.0.1"), INFO
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from actors.executor import SocketExecutor, serve_steps
-from actors.wires import Address
+from actors.transport import Address
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
@@ -54,8 +54,8 @@ class EchoRunner:
         return wait
 
 
-def serve(address: Address, device_s: float) -> None:
-    serve_steps(address, EchoRunner(device_s))
+def serve(address: Address, rank: int, device_s: float) -> None:
+    serve_steps(address, EchoRunner(device_s), rank)
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def in_process(device_s: float) -> Iterator[Executor]:
 def sockets(num_ranks: int, host: str, device_s: float) -> Iterator[Executor]:
     spawn = multiprocessing.get_context("spawn")
     executor = SocketExecutor(num_ranks)
-    ranks = [spawn.Process(target=serve, args=(executor.address(r, host), device_s)) for r in range(num_ranks)]
+    ranks = [spawn.Process(target=serve, args=(executor.address(r, host), r, device_s)) for r in range(num_ranks)]
     for process in ranks:
         process.start()
     try:

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import wires
+from actors import transport
 from actors.executor import RunnerFault, RunnersLost, SocketExecutor, serve_steps
-from actors.wires import Address, connect
+from actors.transport import Address, connect
 from runtime.core.executor import InProcess
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
 from runtime.core.types import SamplingParams
@@ -70,9 +70,9 @@ class Runner:
         return expected(plan, self.num_out)
 
 
-def serve_rank(address: Address) -> None:
+def serve_rank(address: Address, rank: int) -> None:
     """The body of a runner process."""
-    serve_steps(address, Runner(address.rank))
+    serve_steps(address, Runner(rank), rank)
 
 
 def expected(plan: StepPlan, num_out: int = 1) -> StepResult:
@@ -92,7 +92,7 @@ class Group:
         for runner in self.runners:
             runner.asynchronous = asynchronous
         self.threads = [
-            threading.Thread(target=serve_steps, args=(self.executor.address(rank, host), runner), daemon=True)
+            threading.Thread(target=serve_steps, args=(self.executor.address(rank, host), runner, rank), daemon=True)
             for rank, runner in enumerate(self.runners)
         ]
         for thread in self.threads:
@@ -118,7 +118,8 @@ def processes(num_ranks: int, host: str = ""):
     spawn = multiprocessing.get_context("spawn")
     executor = SocketExecutor(num_ranks)
     ranks = [
-        spawn.Process(target=serve_rank, args=(executor.address(rank, host),), daemon=True) for rank in range(num_ranks)
+        spawn.Process(target=serve_rank, args=(executor.address(rank, host), rank), daemon=True)
+        for rank in range(num_ranks)
     ]
     for process in ranks:
         process.start()
@@ -135,18 +136,18 @@ def processes(num_ranks: int, host: str = ""):
 # ---- frames -------------------------------------------------------------------------------------------------------
 
 
-def pair(kind: str) -> tuple[wires.Wire, wires.Wire]:
+def pair(kind: str) -> tuple[transport.FrameSocket, transport.FrameSocket]:
     if kind == "unix":
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     else:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             a = socket.create_connection(listener.getsockname())
             b, _ = listener.accept()
-    return wires._wire(a), wires._wire(b)
+    return transport.frame_socket(a), transport.frame_socket(b)
 
 
 KINDS = pytest.mark.parametrize("kind", ["unix", "tcp"])
-packets = st.builds(lambda n, more: max(1, n * (wires._PACKET - 1) + more), st.integers(0, 3), st.integers(-2, 2))
+packets = st.builds(lambda n, more: max(1, n * (transport._PACKET - 1) + more), st.integers(0, 3), st.integers(-2, 2))
 
 
 @KINDS
@@ -167,9 +168,9 @@ def test_frames_of_any_size_keep_their_bounds(kind, sizes):
 def test_a_frame_cut_off_by_a_death_is_the_end(kind):
     a, b = pair(kind)
     if kind == "unix":
-        a.sock.send(wires._MORE + bytes(100))
+        a.sock.send(transport._MORE + bytes(100))
     else:
-        a.sock.send(wires._LENGTH.pack(1000) + bytes(100))
+        a.sock.send(transport._LENGTH.pack(1000) + bytes(100))
     a.sock.close()
     assert b.receive() is None
     b.sock.close()
@@ -177,17 +178,43 @@ def test_a_frame_cut_off_by_a_death_is_the_end(kind):
 
 @KINDS
 def test_an_oversize_frame_is_refused_before_it_is_read(kind, monkeypatch):
-    monkeypatch.setattr(wires, "_MAX_FRAME", 1 << 20)
+    monkeypatch.setattr(transport, "MAX_FRAME", 1 << 20)
     a, b = pair(kind)
     with ThreadPoolExecutor(1) as pool:
         if kind == "unix":
             pool.submit(a.send, bytes(2 << 20))
         else:
-            a.sock.send(wires._LENGTH.pack((1 << 32) - 1))
+            a.sock.send(transport._LENGTH.pack((1 << 32) - 1))
         with pytest.raises(OSError, match="exceeds the limit of 1048576"):
             b.receive()
         b.sock.close()  # a sender that still waits for room ends with it
     a.sock.close()
+
+
+class Frames(transport.FrameProtocol):
+    def __init__(self):
+        super().__init__()
+        self.frames = []
+
+    def frame_received(self, frame):
+        self.frames.append(bytes(frame))
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 50)))
+def test_a_stream_cut_anywhere_gives_whole_frames(frames, cuts):
+    stream, reader = b"".join(map(transport.framed, frames)), Frames()
+    for size in [*cuts, len(stream)]:
+        reader.data_received(stream[:size])
+        stream = stream[size:]
+    assert reader.frames == frames
+
+
+@given(st.binary(max_size=200))
+def test_a_stream_of_anything_gives_frames_within_the_limit_or_an_error(data):
+    reader = Frames()
+    with contextlib.suppress(OSError):  # a length above the limit
+        reader.data_received(data)
+    assert sum(4 + len(frame) for frame in reader.frames) <= len(data)
 
 
 # ---- plans and results --------------------------------------------------------------------------------------------
@@ -395,7 +422,7 @@ def test_a_lost_rank_is_seen_while_another_one_does_not_read():
         blocked = pool.submit(group.executor.submit, plan_of(1, num_ids=20_000_000))
         time.sleep(0.1)
         assert not blocked.done()
-        group.executor._wires[1].sock.shutdown(socket.SHUT_RD)  # as the end of rank 1's socket shows here
+        group.executor._sockets[1].sock.shutdown(socket.SHUT_RD)  # as the end of rank 1's socket shows here
         with pytest.raises(RunnersLost, match="Rank 1 is gone") as error:
             blocked.result(1)
         assert error.value.rank == 1
@@ -422,7 +449,7 @@ def test_waiting_costs_no_cpu(num_ranks):
 
 @HOSTS
 def test_a_runner_whose_result_is_too_large_is_lost(host, monkeypatch):
-    monkeypatch.setattr(wires, "_MAX_FRAME", 1 << 20)
+    monkeypatch.setattr(transport, "MAX_FRAME", 1 << 20)
     with Group(1, host, num_out=1 << 19) as group:
         group.executor.submit(plan_of(0))
         with pytest.raises(RunnersLost, match="exceeds the limit") as error:
@@ -434,11 +461,8 @@ def test_a_runner_whose_result_is_too_large_is_lost(host, monkeypatch):
 
 
 def dial(address: Address) -> socket.socket:
-    if address.path:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.connect(address.path)
-    else:
-        sock = socket.create_connection((address.host, address.port))
+    sock = socket.socket(address.family, address.kind)
+    sock.connect(address.endpoint)
     sock.settimeout(5)
     return sock
 
@@ -487,7 +511,7 @@ def test_a_secret_is_good_for_one_connection_and_never_printed():
 def test_the_socket_is_private_and_removed_once_all_have_connected():
     executor = SocketExecutor(1)
     address = executor.address(0)
-    folder = os.path.dirname(address.path)
+    folder = os.path.dirname(address.endpoint)
     assert os.stat(folder).st_mode & 0o777 == 0o700
     wire = connect(address)
     executor.accept(5)
@@ -567,7 +591,7 @@ def actors(num_ranks: int):
             self.runner = Runner(rank)
 
         def attach(self, address):
-            threading.Thread(target=serve_steps, args=(address, self.runner), daemon=True).start()
+            threading.Thread(target=serve_steps, args=(address, self.runner, self.runner.rank), daemon=True).start()
 
     return [Actor.remote(rank) for rank in range(num_ranks)]
 

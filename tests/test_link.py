@@ -384,8 +384,8 @@ async def test_a_request_that_kills_every_runner_ends_with_an_error(monkeypatch)
 async def test_a_stranger_does_not_get_in():
     engine = Engine()
     address = engine.loop.links.open(False, "127.0.0.1")
-    reader, writer = await asyncio.open_connection(address.host, address.port)
-    writer.write(b"\x20\0\0\0" + b"x" * 32)
+    reader, writer = await asyncio.open_connection(*address.endpoint)
+    writer.write(b"x" * 32)
     assert await reader.read() == b""
     writer.close()
     engine.same_node = False

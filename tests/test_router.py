@@ -12,7 +12,8 @@ from test_link import INFO, Engine, eventually, link_to, read, request
 
 from actors import link as link_module
 from actors.engine_client import EngineBusy, EngineDraining, RequestRefused
-from actors.messages import Heartbeat, LinkAddress
+from actors.messages import Heartbeat
+from actors.transport import Address
 from runtime.core.types import FinishReason, Request, SamplingParams
 
 
@@ -155,7 +156,7 @@ async def test_an_engine_that_accepts_nobody_is_not_healthy():
     engines = [Engine(), Engine()]
 
     async def nowhere():
-        return LinkAddress("\0callboard-test-nobody", "", 0, b"x" * 32), INFO
+        return Address(socket.SOCK_STREAM, "\0callboard-test-nobody", b"x" * 32), INFO
 
     open_link, engines[0].open_link = engines[0].open_link, nowhere
     group = link_to(*engines)
