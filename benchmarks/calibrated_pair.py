@@ -29,7 +29,7 @@ from benchmarks.measure import Results, new_parser
 from benchmarks.models import CONFIGS
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.models.decoder import Decoder, Numerics
 from runtime.worker.runner import choose_numerics
 
@@ -73,7 +73,7 @@ class Pair:
         dtype_name = str(numerics.dtype).removeprefix("torch.")
         self.target_config = target | {"torch_dtype": dtype_name}
         self.draft_config = self.target_config | draft | {"tie_word_embeddings": True, "rms_norm_eps": eps}
-        self.target_spec, self.draft_spec = (describe(c)[0] for c in (self.target_config, self.draft_config))
+        self.target_spec, self.draft_spec = (load_spec(c)[0] for c in (self.target_config, self.draft_config))
         self.numerics = numerics
         self._generator = torch.Generator(numerics.device).manual_seed(seed)
         width = draft["hidden_size"]

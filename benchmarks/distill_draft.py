@@ -37,7 +37,7 @@ from runtime.core.types import Request, SamplingParams
 from runtime.llm import LLM
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.loading.resolve import resolve
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.models.decoder import Decoder
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import choose_numerics
@@ -198,7 +198,7 @@ def draft_config(target: dict[str, Any], hidden: int, num_layers: int) -> dict[s
 
 
 def num_weights(config: dict[str, Any]) -> int:
-    return sum(math.prod(shape) for shape in describe(config)[0].shapes().values())
+    return sum(math.prod(shape) for shape in load_spec(config)[0].shapes().values())
 
 
 def load_teacher(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -309,7 +309,7 @@ def save(folder: Path, config: dict[str, Any], draft: LlamaForCausalLM, tokenize
 def open_decoder(folder: Path) -> Decoder:
     """The draft as it is served."""
     checkpoint = open_checkpoint(folder)
-    return Decoder.load(checkpoint, *describe(checkpoint.config), choose_numerics(EngineConfig()), _MAX_LEN)
+    return Decoder.load(checkpoint, *load_spec(checkpoint.config), choose_numerics(EngineConfig()), _MAX_LEN)
 
 
 def main() -> None:

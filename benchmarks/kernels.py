@@ -21,12 +21,12 @@ from benchmarks.kernels_attention import BF16_FLOP_S, HBM_BYTES_S, decode_bytes,
 from benchmarks.measure import Results, new_parser
 from benchmarks.models import spec_of
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.kernels.few_rows import MAX_ROWS, few_rows_linear_triton
-from runtime.kernels.fixed_linear import fixed_linear_triton
+from runtime.kernels.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.gated_activation import gated_activation_triton
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.rope import rope_rows_triton, rope_store_kv_triton, rope_table
 from runtime.kernels.sample import NUM_PARAMS, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, sample_tokens_triton
+from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_triton
 from runtime.kernels.step_inputs import build_inputs
 
 _ROTATION_BYTES = 256 << 20  # several times the L2 cache
@@ -53,9 +53,9 @@ def products(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     shapes = {"head": (spec.vocab_size, spec.hidden_size)}
     for name, (parts, _) in spec.linears().items():
         shapes[name] = sum(size_out for size_out, _ in parts.values()), next(iter(parts.values()))[1]
-    kernels: dict[str, Callable] = {"fixed_linear": fixed_linear_triton}
+    kernels: dict[str, Callable] = {"fixed_linear": batch_invariant_linear_triton}
     if rows <= MAX_ROWS:
-        kernels["few_rows_linear"] = few_rows_linear_triton
+        kernels["few_rows_linear"] = skinny_gemm_triton
     for (name, (size_out, size_in)), (kernel, product) in itertools.product(shapes.items(), kernels.items()):
         launches = max(2, min(32, _ROTATION_BYTES // (2 * size_out * size_in)))
         pairs = [(randn(rows, size_in), randn(size_out, size_in)) for _ in range(launches)]

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from benchmarks.models import CONFIGS
 from runtime.loading.folder import INDEX_NAME
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.models.decoder import random_parameter
 from runtime.text.pieces import BYTE_OF_CHAR
 
@@ -54,8 +54,8 @@ def write_folder(folder: Path, config: dict[str, Any], read: Callable[[str], tor
 
 def _write_weights(folder: Path, config: dict[str, Any], read: Callable[[str], torch.Tensor]) -> None:
     """All tensors of the model in shards of at most 4 GiB, and their index; two shards are written at a time."""
-    spec, layout = describe(config)
-    sources, dtype = layout.names_of(spec), getattr(torch, config["torch_dtype"])
+    spec, weight_map = load_spec(config)
+    sources, dtype = weight_map.names_of(spec), getattr(torch, config["torch_dtype"])
     shards: list[dict[str, str]] = [{}]  # parameter -> tensor
     size = 0
     for parameter, shape in spec.shapes().items():
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     config = CONFIGS[args.model] | {"torch_dtype": args.dtype}
-    shapes = describe(config)[0].shapes()
+    shapes = load_spec(config)[0].shapes()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(args.seed)
     write_folder(args.folder, config, lambda name: random_parameter(name, shapes[name], generator))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.models import describe
+from runtime.models import load_spec
 
 
 def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
@@ -91,4 +91,4 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def spec_of(model: str) -> DecoderSpec:
     """The spec of a name in CONFIGS."""
-    return describe(CONFIGS[model])[0]
+    return load_spec(CONFIGS[model])[0]

@@ -1,6 +1,6 @@
 """Linear layers on a GPU: finds launch configurations, and times all products of a model's decode step in a row.
 
-    python -m benchmarks.tune_linear tune 1 8 16       # finds runtime/kernels/linear_table.py, and writes it
+    python -m benchmarks.tune_linear tune 1 8 16       # finds runtime/kernels/skinny_gemm_configs.py, and writes it
     python -m benchmarks.tune_linear chain 1 2 4 8 16  # whole models with the table as it is, against cuBLAS
 
 Everything is timed as one CUDA graph over different weights, so that none is still in the cache and each kernel's start
@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from triton.runtime.errors import OutOfResources
 
-from runtime.kernels import linear_table
-from runtime.kernels.few_rows import few_rows_config, few_rows_linear_triton
-from runtime.kernels.fixed_linear import fixed_linear_triton
-from runtime.kernels.linear_table import FEW_ROWS, FewRows
+from runtime.kernels import skinny_gemm_configs
+from runtime.kernels.batch_invariant_linear import batch_invariant_linear_triton
+from runtime.kernels.skinny_gemm import skinny_gemm_config, skinny_gemm_triton
+from runtime.kernels.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
 
 # name: (layers, hidden, query, key/value, ffn, vocabulary)
 MODELS = {
@@ -71,16 +71,16 @@ def run_few(product: Product, x: torch.Tensor, weight: torch.Tensor, residual: t
     """As the decoder uses it: norm before, activation or residual after."""
     match product.form:
         case "out" | "down":
-            return few_rows_linear_triton(x, weight, residual=residual)
+            return skinny_gemm_triton(x, weight, residual=residual)
         case "gate_up":
-            return few_rows_linear_triton(x, weight, norm_weight=x[0], eps=1e-5, activation="silu")
+            return skinny_gemm_triton(x, weight, norm_weight=x[0], eps=1e-5, activation="silu")
         case "head":
-            return few_rows_linear_triton(x, weight, norm_weight=x[0], eps=1e-5, out_dtype=torch.float32)
-    return few_rows_linear_triton(x, weight, norm_weight=x[0], eps=1e-5)
+            return skinny_gemm_triton(x, weight, norm_weight=x[0], eps=1e-5, out_dtype=torch.float32)
+    return skinny_gemm_triton(x, weight, norm_weight=x[0], eps=1e-5)
 
 
 def run_fixed(product: Product, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    return fixed_linear_triton(x, weight)
+    return batch_invariant_linear_triton(x, weight)
 
 
 def run_cublas(product: Product, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def time_products(run: Callable, shapes: list[Product], rows: int, pool: torch.T
     return graph_us(lambda: [run(p, inputs[p.size_in], w, residuals[p.size_out]) for p, w in pairs], warm_up)
 
 
-def candidates(product: Product, rows: int) -> list[FewRows]:
+def candidates(product: Product, rows: int) -> list[SkinnyGemmConfig]:
     """What is worth trying for one product."""
     if rows == 1:
         shapes = [(2, 1024, 1), (4, 512, 1), (4, 1024, 1), (2, 1024, 2), (4, 512, 2), (4, 1024, 2), (8, 512, 2),
@@ -136,32 +136,33 @@ def candidates(product: Product, rows: int) -> list[FewRows]:
         if product.size_in > 2048:
             shapes += [(8, 1024, 8), (8, 2048, 8), (2, 4096, 8), (4, 4096, 8)]
         ahead = [(4, 512, 1), (4, 512, 2), (2, 1024, 2), (4, 1024, 2), (4, 512, 4), (4, 1024, 4), (8, 512, 4)]
-        return [FewRows(*shape, 1) for shape in shapes] + [FewRows(*shape, 2) for shape in ahead]
+        return [SkinnyGemmConfig(*shape, 1) for shape in shapes] + [SkinnyGemmConfig(*shape, 2) for shape in ahead]
     tiles = [(16, 256, 2, 4), (16, 256, 4, 4), (16, 512, 4, 3), (16, 512, 4, 4), (16, 512, 8, 4), (16, 1024, 8, 3),
              (32, 128, 2, 4), (32, 256, 2, 3), (32, 256, 4, 3), (32, 256, 4, 4), (32, 512, 4, 3)]  # fmt: skip
     if product.size_out > 4096:
         tiles += [(64, 256, 4, 3), (64, 256, 4, 4)]
-    return [FewRows(*tile) for tile in tiles]
+    return [SkinnyGemmConfig(*tile) for tile in tiles]
 
 
-def compile_one(job: tuple[Product, int, FewRows]) -> None:
+def compile_one(job: tuple[Product, int, SkinnyGemmConfig]) -> None:
     """Fills the compile cache from a process of its own."""
     product, rows, config = job
-    FEW_ROWS[product.size_out, product.size_in, bucket(rows)] = config
+    SKINNY_GEMM_CONFIGS[product.size_out, product.size_in, bucket(rows)] = config
     x, residual = (torch.zeros(rows, n, device="cuda").bfloat16() for n in (product.size_in, product.size_out))
     weight = torch.empty(product.size_out, product.size_in, device="cuda", dtype=torch.bfloat16)
     with contextlib.suppress(OutOfResources):
         run_few(product, x, weight, residual)
 
 
-def compile_all(jobs: list[tuple[Product, int, FewRows]]) -> None:
+def compile_all(jobs: list[tuple[Product, int, SkinnyGemmConfig]]) -> None:
     """Must run before this process uses the GPU: forked children cannot share it."""
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 15), mp_context=get_context("fork")) as executor:
         list(tqdm(executor.map(compile_one, jobs, chunksize=2), total=len(jobs), desc="compile"))
 
 
 def tune(model: str, rows: int, pool: torch.Tensor, layers: int = 8) -> None:
-    """Tries one product's configurations after the other's within a row of layers, twice; leaves the best in FEW_ROWS.
+    """Tries one product's configurations after the other's within a row of layers, twice; leaves the best in
+    SKINNY_GEMM_CONFIGS.
 
     A kernel's best form depends on its neighbours, whose ends and starts it overlaps with."""
     shapes = products(model)
@@ -169,16 +170,16 @@ def tune(model: str, rows: int, pool: torch.Tensor, layers: int = 8) -> None:
     best = math.inf
     for product in [*dict.fromkeys(shapes)] * 2:
         key = (product.size_out, product.size_in, bucket(rows))
-        chosen = few_rows_config(product.size_out, product.size_in, rows)
+        chosen = skinny_gemm_config(product.size_out, product.size_in, rows)
         for config in candidates(product, rows):
-            FEW_ROWS[key] = config
+            SKINNY_GEMM_CONFIGS[key] = config
             try:
                 us = time_products(run_few, shapes, rows, pool, warm_up=0.01)
             except OutOfResources:
                 continue
             if us < best:
                 best, chosen = us, config
-        FEW_ROWS[key] = chosen
+        SKINNY_GEMM_CONFIGS[key] = chosen
         report(op="tune", model=model, rows=rows, form=product.form, config=chosen, us=round(best, 1))
 
 
@@ -199,11 +200,15 @@ def bucket(rows: int) -> int:
 
 
 def write_table() -> None:
-    """FEW_ROWS into runtime/kernels/linear_table.py."""
-    path = Path(linear_table.__file__)
-    head = path.read_text().split("FEW_ROWS: ")[0]
-    lines = [f"    {key}: FewRows{tuple(config)},\n" for key, config in sorted(FEW_ROWS.items())]
-    lines = ["FEW_ROWS: dict[tuple[int, int, int], FewRows] = {  # (N, K, most rows)\n", *lines, "}\n"]
+    """SKINNY_GEMM_CONFIGS into runtime/kernels/skinny_gemm_configs.py."""
+    path = Path(skinny_gemm_configs.__file__)
+    head = path.read_text().split("SKINNY_GEMM_CONFIGS: ")[0]
+    lines = [f"    {key}: SkinnyGemmConfig{tuple(config)},\n" for key, config in sorted(SKINNY_GEMM_CONFIGS.items())]
+    lines = [
+        "SKINNY_GEMM_CONFIGS: dict[tuple[int, int, int], SkinnyGemmConfig] = {  # (N, K, most rows)\n",
+        *lines,
+        "}\n",
+    ]
     path.write_text(head + "".join(lines))
 
 

@@ -14,7 +14,7 @@ from runtime.loading.folder import read_json
 from runtime.loading.gguf import GGML_TYPES, GgufFile
 from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
 from runtime.loading.resolve import resolve
-from runtime.models import FAMILIES, describe
+from runtime.models import FAMILIES, load_spec
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 
@@ -43,10 +43,10 @@ def model_report(config: EngineConfig) -> str:
     has_weights = path.is_file() or any(path.glob("*.safetensors"))
     checkpoint = open_checkpoint(path) if has_weights else None
     model_config = checkpoint.config if checkpoint else read_json(path / "config.json")
-    spec, layout = describe(model_config)
+    spec, weight_map = load_spec(model_config)
     stored = f"{model_config.get('dtype') or model_config.get('torch_dtype') or 'unknown'} by its config.json"
     if checkpoint:
-        layout.find(spec, checkpoint)
+        weight_map.find(spec, checkpoint)
         types = Counter(checkpoint.type_name(name) for name in checkpoint.names())
         stored = ", ".join(f"{count} {kind}" for kind, count in types.most_common()) + " tensors"
     lines = [
@@ -66,7 +66,7 @@ def check_model(config: EngineConfig) -> None:
     """Raises CallboardError if the model cannot be had, is not supported or cannot do what `config` asks. It fetches
     the model, reads what describes it and nothing else, and needs neither torch nor a second."""
     path = resolve(config.model, config.revision)
-    spec, _ = describe(read_json(path / "config.json") if path.is_dir() else read_gguf_model(GgufFile(path)).config)
+    spec, _ = load_spec(read_json(path / "config.json") if path.is_dir() else read_gguf_model(GgufFile(path)).config)
     spec.check(config)
     load_tokenizer(path, config.chat_template)
     SamplingDefaults.load(path, config.generation_config)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.models import describe
+from runtime.models import load_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,7 +125,7 @@ def spec_of(case: str, **changes: Any) -> DecoderSpec:
     names["Gemma3Config"] = "Gemma3ForConditionalGeneration"
     architecture = names.get(kind) or kind.replace("Config", "ForCausalLM")
     base = _GPT2 if kind == "GPT2Config" else _BASE
-    return describe({**base, **own, **changes, "architectures": [architecture]})[0]
+    return load_spec({**base, **own, **changes, "architectures": [architecture]})[0]
 
 
 def save_model(folder: Path, case: str) -> PreTrainedModel:

@@ -31,7 +31,7 @@ from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
 from runtime.kernels import _triton  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
-from runtime.kernels.token_mask import mask_tokens_triton  # noqa: E402
+from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.models.decoder import Decoder, Numerics  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.grammar_state import GrammarState  # noqa: E402
@@ -131,7 +131,7 @@ def main() -> None:
             case = f"{name}, grammars"
             sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))
             at, words, *automata = (torch.empty(size, dtype=torch.int32, device=META) for size in sizes)
-            mask_tokens_triton(logits, at, words)
+            apply_bitmask_triton(logits, at, words)
             mask_states_triton(logits, *automata)
             advance_states_triton(token_ids, *automata)
 

@@ -18,7 +18,7 @@ from runtime.kernels.experts import route_torch
 from runtime.kernels.gated_activation import gated_activation_exact
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.layer_norm import layer_norm_torch
-from runtime.kernels.linear import agreeing_sizes, batch_invariant_linear
+from runtime.kernels.linear import agreeing_sizes, batch_invariant_product
 from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.kernels.rope import rope_table
 from runtime.kernels.sampling import token_logprobs
@@ -40,7 +40,7 @@ def two_threads():
 @given(st.sampled_from([(16, 48), (50, 1), (576, 333), (1536, 48), (100, 90)]), st.integers(1, 150), st.integers(0, 40))
 def test_products(dtype, size, num_rows, first):
     torch.manual_seed(size[0])
-    product = batch_invariant_linear(torch.randn(*reversed(size)).to(dtype), torch.randn(size[1]).to(dtype))
+    product = batch_invariant_product(torch.randn(*reversed(size)).to(dtype), torch.randn(size[1]).to(dtype))
     x = torch.randn(190, size[0]).to(dtype)
     assert torch.equal(product(x[first : first + num_rows]), product(x)[first : first + num_rows])
 
@@ -113,7 +113,7 @@ def test_a_batch_is_cut_into_such_calls(monkeypatch, num_rows):
     monkeypatch.setattr(linear, "packed_linear", form_of(lambda num_rows, place: 8 + (16 <= num_rows < 24)))
     weight, x = torch.randn(30, 21), torch.randn(num_rows, 21)
     want = form_of(lambda num_rows, place: 9)(weight, None)(x)
-    assert torch.equal(batch_invariant_linear(weight, None)(x), want)
+    assert torch.equal(batch_invariant_product(weight, None)(x), want)
 
 
 def test_float32_multiplies_where_a_narrow_dtype_is_irregular(monkeypatch):
@@ -124,7 +124,7 @@ def test_float32_multiplies_where_a_narrow_dtype_is_irregular(monkeypatch):
     monkeypatch.setattr(linear, "can_pack", lambda dtype, device: True)
     monkeypatch.setattr(linear, "packed_linear", form)
     weight, x = torch.randn(30, 21).bfloat16(), torch.randn(5, 21).bfloat16()
-    got = batch_invariant_linear(weight, None)(x)
+    got = batch_invariant_product(weight, None)(x)
     assert torch.equal(got, form(weight.float(), None)(x.float()).bfloat16())
 
 
@@ -134,4 +134,4 @@ def test_where_nothing_is_regular_rows_are_computed_alone(monkeypatch):
         monkeypatch.setattr(linear, name, irregular)
     weight, bias, x = torch.randn(30, 21), torch.randn(30), torch.randn(5, 21)
     want = torch.cat([F.linear(row.clone(), weight, bias) for row in x.split(1)])
-    assert torch.equal(batch_invariant_linear(weight, bias)(x), want)
+    assert torch.equal(batch_invariant_product(weight, bias)(x), want)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.models import CONFIGS, spec_of
 from benchmarks.profile_step import by_name
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +67,7 @@ def test_a_moment_counts_for_one_kernel():
 def test_a_random_model_is_a_model(tmp_path):
     run("make_random_model", "tiny", str(tmp_path))
     checkpoint, tokenizer = open_checkpoint(tmp_path), Tokenizer.load(tmp_path)
-    assert describe(checkpoint.config)[0] == spec_of("tiny")
+    assert load_spec(checkpoint.config)[0] == spec_of("tiny")
     assert set(checkpoint.names()) == {name for name in checkpoint.names() if checkpoint.shape(name)}
     assert tokenizer.vocab_size == CONFIGS["tiny"]["vocab_size"]
     words = {tokenizer.decode([i]) for i in range(1000, 30000)}

@@ -11,7 +11,7 @@ from benchmarks.make_random_model import write_folder
 from runtime.core.config import EngineConfig
 from runtime.core.types import SamplingParams
 from runtime.llm import LLM
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.worker.runner import choose_numerics
 
 NUMERICS = choose_numerics(EngineConfig(device="cpu"))
@@ -51,7 +51,7 @@ def test_an_engine_of_the_written_folder_samples_what_was_measured(pair: Pair, t
 
 def test_sizes_are_those_of_the_speed_bars():
     def nbytes(**shape):
-        return 2 * num_bytes(describe(TARGET | shape)[0], NUMERICS) // NUMERICS.dtype.itemsize
+        return 2 * num_bytes(load_spec(TARGET | shape)[0], NUMERICS) // NUMERICS.dtype.itemsize
 
     small, one_b = (nbytes(tie_word_embeddings=True, **DRAFTS[name]) for name in ("small", "1b"))
     assert small * 20 <= nbytes()

@@ -8,7 +8,7 @@ import pytest
 from runtime.core.types import CallboardError, SamplingParams
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.models import describe
+from runtime.models import load_spec
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
@@ -42,26 +42,28 @@ LLAMA = {
 )
 def test_a_field_that_no_model_can_have_is_named(field, value, want):
     with pytest.raises(CallboardError, match=f"{field} .*{want}") as error:
-        describe(LLAMA | {field: value})
+        load_spec(LLAMA | {field: value})
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 200
 
 
 def test_fields_within_others_are_looked_at_too():
     with pytest.raises(CallboardError, match="has factor 'x'; it must be a number above 0"):
-        describe(LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": "x"}})
+        load_spec(LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": "x"}})
     with pytest.raises(CallboardError, match="num_hidden_layers 0"):
-        describe({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA | {"num_hidden_layers": 0}})
+        load_spec(
+            {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA | {"num_hidden_layers": 0}}
+        )
 
 
 def test_quantized_weights_are_refused_by_their_method():
     with pytest.raises(CallboardError, match=r"quantized \(fp8\)"):
-        describe(LLAMA | {"quantization_config": {"quant_method": "fp8"}})
+        load_spec(LLAMA | {"quantization_config": {"quant_method": "fp8"}})
 
 
 def test_what_models_have_passes():
-    describe(LLAMA)
-    describe(LLAMA | {"head_dim": None, "rope_scaling": None, "sliding_window": None, "tie_word_embeddings": None})
+    load_spec(LLAMA)
+    load_spec(LLAMA | {"head_dim": None, "rope_scaling": None, "sliding_window": None, "tie_word_embeddings": None})
 
 
 def test_names_and_shapes_that_no_file_has_are_refused(tmp_path):

@@ -17,6 +17,7 @@ from runtime.kernels.automata import (
     mask_states_torch,
     mask_states_triton,
 )
+from runtime.kernels.bitmask import apply_bitmask_torch, apply_bitmask_triton
 from runtime.kernels.graph_io import read_input, read_input_torch, write_output, write_output_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.sample import (
@@ -34,7 +35,6 @@ from runtime.kernels.sample import (
 )
 from runtime.kernels.scatter_writes import scatter_writes, scatter_writes_torch
 from runtime.kernels.step_inputs import build_inputs, build_inputs_torch
-from runtime.kernels.token_mask import mask_tokens_torch, mask_tokens_triton
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots
@@ -88,8 +88,8 @@ def check_masks(device: torch.device = CPU) -> None:
         words = torch.randint(-(2**31), 2**31 - 1, (3, num_words), device=device).int()
         logits, rows = torch.randn(5, vocab, device=device), torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
         want = logits.clone()
-        mask_tokens_torch(want, rows, words)
-        mask_tokens_triton(logits, rows, words)
+        apply_bitmask_torch(want, rows, words)
+        apply_bitmask_triton(logits, rows, words)
         assert torch.equal(logits, want)
 
         num_states, num_classes = 4, 3

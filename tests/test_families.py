@@ -20,10 +20,10 @@ from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, RopeSpec
 from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.models.decoder import Decoder
-from runtime.models.layout import Layout
-from runtime.models.llama import LAYOUT as LLAMA
+from runtime.models.llama import WEIGHT_MAP as LLAMA
+from runtime.models.weight_map import WeightMap
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 
@@ -153,7 +153,7 @@ def test_variants_that_are_not_supported_are_refused():
         ("MistralForCausalLM", base | {"hidden_act": "relu"}, "hidden_act is 'relu'; supported is silu"),
     ):
         with pytest.raises(CallboardError, match=message):
-            describe(config | {"architectures": [architecture]})
+            load_spec(config | {"architectures": [architecture]})
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_variants_that_are_not_supported_are_refused():
 )  # fmt: skip
 def test_configs_as_they_are_published(config, billions, expected):
     """Written by transformers 4, which says less and calls it otherwise."""
-    spec, _ = describe(config)
+    spec, _ = load_spec(config)
     assert sum(math.prod(shape) for shape in spec.shapes().values()) / 1e9 == pytest.approx(billions, rel=1e-3)
     assert {name: getattr(spec, name) for name in expected} == expected
 
@@ -212,10 +212,10 @@ def test_triton_steps_are_those_of_the_torch_path(interpreted):
 
 
 class Copies:
-    """A checkpoint in Mixtral's layout, in which all experts are the feed-forward layer of a dense one."""
+    """A checkpoint with Mixtral's names, in which all experts are the feed-forward layer of a dense one."""
 
-    def __init__(self, dense: Checkpoint, spec: DecoderSpec, layout: Layout) -> None:
-        parameters = {name: parameter for parameter, name in layout.names_of(spec).items()}
+    def __init__(self, dense: Checkpoint, spec: DecoderSpec, weight_map: WeightMap) -> None:
+        parameters = {name: parameter for parameter, name in weight_map.names_of(spec).items()}
         sources = LLAMA.names_of(replace(spec, experts=None))
         self.router = {name for name, p in parameters.items() if "router" in p}
         self.sources = {n: sources.get(re.sub(r"experts\.\d+\.", "", p)) for n, p in parameters.items()}
@@ -238,11 +238,11 @@ class Copies:
 def test_a_mixture_of_copies_answers_like_the_dense_model(smollm2_path):
     tokenizer, checkpoint = Tokenizer.load(smollm2_path), open_checkpoint(smollm2_path)
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
-    spec, layout = describe(checkpoint.config | mixtral)
+    spec, weight_map = load_spec(checkpoint.config | mixtral)
     config = EngineConfig(device="cpu", num_threads=2, max_model_len=128, max_num_seqs=2, dtype="float32")
     runner = ModelRunner.__new__(ModelRunner)
     runner._prepare(config, spec, 0, 1)
-    decoder = Decoder.load(Copies(checkpoint, spec, layout), spec, layout, runner.numerics, 128)
+    decoder = Decoder.load(Copies(checkpoint, spec, weight_map), spec, weight_map, runner.numerics, 128)
     with mock.patch.object(runner, "_warm_up"):
         runner._open(decoder, "copies", checkpoint.eos_token_ids)
     tokens = tokenizer.encode("Once upon a time, in a small village by the sea,")

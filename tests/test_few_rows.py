@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 
-from runtime.kernels.few_rows import few_rows_config, few_rows_linear_torch
-from runtime.kernels.fixed_linear import choose_tiling, chunk_size
+from runtime.kernels.batch_invariant_linear import choose_tiling, chunk_size
+from runtime.kernels.skinny_gemm import skinny_gemm_config, skinny_gemm_torch
 
 
 def test_folded_steps_are_the_plain_ones():
@@ -14,21 +14,21 @@ def test_folded_steps_are_the_plain_ones():
     bias = torch.randn(20)
     normed = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm
     product = normed @ weight.T + bias
-    torch.testing.assert_close(few_rows_linear_torch(x, weight, bias, norm_weight=norm, eps=1e-5), product)
+    torch.testing.assert_close(skinny_gemm_torch(x, weight, bias, norm_weight=norm, eps=1e-5), product)
     gate, up = product[:, :10], product[:, 10:]
     silu, gelu = gate * torch.sigmoid(gate), torch.nn.functional.gelu(gate, approximate="tanh")
     for activation, gated in (("silu", silu * up), ("gelu_tanh", gelu * up)):
-        got = few_rows_linear_torch(x, weight, bias, norm_weight=norm, eps=1e-5, activation=activation)
+        got = skinny_gemm_torch(x, weight, bias, norm_weight=norm, eps=1e-5, activation=activation)
         torch.testing.assert_close(got, gated)
     want = residual + x @ weight.T
-    assert few_rows_linear_torch(x, weight, residual=residual) is residual
+    assert skinny_gemm_torch(x, weight, residual=residual) is residual
     torch.testing.assert_close(residual, want)
-    assert few_rows_linear_torch(x.bfloat16(), weight.bfloat16(), out_dtype=torch.float32).dtype == torch.float32
+    assert skinny_gemm_torch(x.bfloat16(), weight.bfloat16(), out_dtype=torch.float32).dtype == torch.float32
 
 
 INTERPRETED = """
 import torch
-from runtime.kernels import few_rows, fixed_linear
+from runtime.kernels import skinny_gemm, batch_invariant_linear
 
 def poisoned(*shape, **options):  # every element has to be written
     return torch.full(shape[0] if isinstance(shape[0], tuple) else shape, torch.nan, **options)
@@ -56,13 +56,13 @@ for dtype in (torch.float32, torch.float16):
             options |= {"bias": rand(size_out)} if "bias" in form else {}
             wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
             wide["out_dtype"] = None
-            want = few_rows.few_rows_linear_torch(x.double(), weight.double(), **wide)
-            got = few_rows.few_rows_linear_triton(x, weight, **options)
+            want = skinny_gemm.skinny_gemm_torch(x.double(), weight.double(), **wide)
+            got = skinny_gemm.skinny_gemm_triton(x, weight, **options)
             assert got.dtype == options.get("out_dtype", dtype)
             assert "residual" not in options or got is options["residual"]
             if "residual" not in options:
                 out = torch.full_like(got, torch.nan)
-                assert few_rows.few_rows_linear_triton(x, weight, **options, out=out) is out
+                assert skinny_gemm.skinny_gemm_triton(x, weight, **options, out=out) is out
                 assert torch.equal(out, got)
             check(got, want, dtype, rows, size_out, size_in, form)
 
@@ -70,15 +70,16 @@ for dtype in (torch.float32, torch.float16):
         for with_bias in (False, True):
             x, weight, bias = rand(rows, size_in + 3)[:, :size_in], rand(size_out, size_in), rand(size_out)
             arguments = (x, weight, bias) if with_bias else (x, weight)
-            got = fixed_linear.fixed_linear_triton(*arguments)
-            want = fixed_linear.fixed_linear_torch(*(a.double() for a in arguments))
+            got = batch_invariant_linear.batch_invariant_linear_triton(*arguments)
+            want = batch_invariant_linear.batch_invariant_linear_torch(*(a.double() for a in arguments))
             if rows:
                 check(got, want, dtype, rows, size_out, size_in, with_bias)
             out = torch.full((rows, size_out), torch.nan)
-            assert fixed_linear.fixed_linear_triton(*arguments, out_dtype=torch.float32, out=out) is out
+            given = {"out_dtype": torch.float32, "out": out}
+            assert batch_invariant_linear.batch_invariant_linear_triton(*arguments, **given) is out
             residual = rand(rows, size_out)
             total = want + residual.double()
-            assert fixed_linear.fixed_linear_triton(*arguments, residual=residual) is residual
+            assert batch_invariant_linear.batch_invariant_linear_triton(*arguments, residual=residual) is residual
             if rows:
                 check(out, want, dtype, rows, size_out, size_in, "out")
                 check(residual, total, dtype, rows, size_out, size_in, "residual")
@@ -98,7 +99,7 @@ def test_kernels_under_the_interpreter(interpreted):
     ("size_out", "size_in"), [(3072, 2048), (128256, 4096), (2048, 8192), (576, 576), (49152, 576)]
 )
 def test_configurations_suit_the_kernels(size_out, size_in, rows):
-    config = few_rows_config(size_out, size_in, rows)
+    config = skinny_gemm_config(size_out, size_in, rows)
     assert config.block_n % (2 if rows == 1 else 16) == 0  # gate and up rows in pairs; rows of a matrix instruction
     assert rows == 1 or config.block_k % (16 * config.num_warps) == 0
 

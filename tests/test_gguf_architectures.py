@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.models import describe
+from runtime.models import load_spec
 
 SMALL = {
     "vocab_size": 61,
@@ -128,12 +128,12 @@ def _export(name: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, P
 def test_a_model_comes_back(tmp_path: Path, name: str):
     model, path = _export(name, tmp_path)
     checkpoint = open_checkpoint(path)
-    spec, layout = describe(checkpoint.config)
-    theirs, _ = describe(
+    spec, weight_map = load_spec(checkpoint.config)
+    theirs, _ = load_spec(
         json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     )
     assert spec == theirs
-    layout.find(spec, checkpoint)
+    weight_map.find(spec, checkpoint)
 
     folder = tmp_path / "back"
     folder.mkdir()

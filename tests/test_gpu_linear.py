@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from runtime.kernels.few_rows import MAX_ROWS, few_rows_linear_torch, few_rows_linear_triton
-from runtime.kernels.fixed_linear import fixed_linear_torch, fixed_linear_triton
+from runtime.kernels.batch_invariant_linear import batch_invariant_linear_torch, batch_invariant_linear_triton
+from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_torch, skinny_gemm_triton
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,8 +42,8 @@ def test_few_rows_against_float64(size_out, size_in, dtype, near, form):
         if "residual" in options:
             options["residual"] = randn(rows, size_out)
         wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        want = few_rows_linear_torch(x.double(), weight.double(), **wide | {"out_dtype": None})
-        got = few_rows_linear_triton(x, weight, **options)
+        want = skinny_gemm_torch(x.double(), weight.double(), **wide | {"out_dtype": None})
+        got = skinny_gemm_triton(x, weight, **options)
         assert got.dtype == options.get("out_dtype", dtype)
         assert error(got, want) < near, rows
 
@@ -57,16 +57,18 @@ def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(size_out, size_in, 
     x = torch.randn(2100, size_in, device="cuda", generator=generator).to(dtype)
     weight = (torch.randn(size_out, size_in, device="cuda", generator=generator) * size_in**-0.5).to(dtype)
     bias = torch.randn(size_out, device="cuda", generator=generator).to(dtype)
-    whole = fixed_linear_triton(x, weight, bias)
-    want = fixed_linear_torch(x[:64].double(), weight.double(), bias.double())
+    whole = batch_invariant_linear_triton(x, weight, bias)
+    want = batch_invariant_linear_torch(x[:64].double(), weight.double(), bias.double())
     assert error(whole[:64], want) < {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     for first, rows in ((0, 1), (2099, 1), (5, 7), (63, 2), (1000, 32), (7, 64), (128, 65), (300, 256), (11, 700)):
-        part = fixed_linear_triton(x[first : first + rows], weight, bias)
+        part = batch_invariant_linear_triton(x[first : first + rows], weight, bias)
         assert torch.equal(part, whole[first : first + rows]), (first, rows)
-    sums = fixed_linear_triton(x, weight, bias, residual=whole.clone())
+    sums = batch_invariant_linear_triton(x, weight, bias, residual=whole.clone())
     assert error(sums[:64], want + whole[:64].double()) < {torch.float32: 3e-6}.get(dtype, 8e-3)
     for first, rows in ((0, 1), (5, 7), (7, 64), (300, 256)):
-        part = fixed_linear_triton(x[first : first + rows], weight, bias, residual=whole[first : first + rows].clone())
+        part = batch_invariant_linear_triton(
+            x[first : first + rows], weight, bias, residual=whole[first : first + rows].clone()
+        )
         assert torch.equal(part, sums[first : first + rows]), (first, rows)
 
 
@@ -83,13 +85,13 @@ def test_a_graph_of_dependent_layers_equals_layers_one_by_one(rows):
     def forward(after_each) -> torch.Tensor:
         residual = start.clone()
         for qkv, out, gate_up, down in layers:
-            x = few_rows_linear_triton(residual, qkv, norm_weight=norm, eps=1e-5)
+            x = skinny_gemm_triton(residual, qkv, norm_weight=norm, eps=1e-5)
             after_each()
-            few_rows_linear_triton(x[:, hidden : 2 * hidden], out, residual=residual)
+            skinny_gemm_triton(x[:, hidden : 2 * hidden], out, residual=residual)
             after_each()
-            x = few_rows_linear_triton(residual, gate_up, norm_weight=norm, eps=1e-5, activation="silu")
+            x = skinny_gemm_triton(residual, gate_up, norm_weight=norm, eps=1e-5, activation="silu")
             after_each()
-            few_rows_linear_triton(x, down, residual=residual)
+            skinny_gemm_triton(x, down, residual=residual)
             after_each()
         return residual
 

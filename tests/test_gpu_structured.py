@@ -13,7 +13,7 @@ from triton_engine import SPEC as WIDE
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import FinishReason, Grammar
-from runtime.kernels import automata, sample, token_mask
+from runtime.kernels import automata, bitmask, sample
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
 
@@ -93,7 +93,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(runner):
 def test_the_first_grammars_compile_no_kernel():
     fresh = gpu_runner(dtype="bfloat16")
     kernels = [
-        automata._mask_states_kernel, automata._advance_states_kernel, token_mask._mask_tokens_kernel,
+        automata._mask_states_kernel, automata._advance_states_kernel, bitmask._apply_bitmask_kernel,
         sample._best_of_tile_kernel, sample._best_of_row_kernel,
     ]  # fmt: skip
 

@@ -88,7 +88,7 @@ import sys
 from pathlib import Path
 import torch
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.models.decoder import Decoder, Numerics
 
 def status(key):
@@ -96,11 +96,11 @@ def status(key):
 
 torch.set_num_threads(1)
 checkpoint = open_checkpoint(Path(sys.argv[1]))
-spec, layout = describe(checkpoint.config)
+spec, weight_map = load_spec(checkpoint.config)
 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
 before = status("VmRSS")
 numerics = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
-decoder = Decoder.load(checkpoint, spec, layout, numerics, 64)
+decoder = Decoder.load(checkpoint, spec, weight_map, numerics, 64)
 print(status("VmHWM") - before)
 """
 

@@ -21,7 +21,7 @@ from transformers import (
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import RopeSpec
 from runtime.core.types import CallboardError
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.models.llama import decoder_spec
 from runtime.worker.runner import ModelRunner
 
@@ -120,15 +120,15 @@ def test_rope_is_read_from_both_forms_of_config():
 
 def test_unsupported_models_are_named_with_what_is_supported():
     with pytest.raises(CallboardError, match=r"MambaForCausalLM; supported are .*LlamaForCausalLM, .*Qwen"):
-        describe({"architectures": ["MambaForCausalLM"]})
+        load_spec({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(CallboardError, match="lacks num_hidden_layers, which LlamaForCausalLM needs"):
-        describe({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "hidden_size": 8})
+        load_spec({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, "hidden_size": 8})
     with pytest.raises(CallboardError, match="'mrope'; supported are default, linear, dynamic, llama3, yarn and"):
         decoder_spec(BASE | {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}})
     with pytest.raises(CallboardError, match="hidden_act is 'gelu'; supported is silu"):
         decoder_spec(BASE | {"hidden_act": "gelu"})
     with pytest.raises(CallboardError, match="dense layers between those of experts"):
-        describe(BASE | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]})
+        load_spec(BASE | {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0]})
 
 
 def damaged(source: Path, target: Path, change) -> Path:

@@ -86,7 +86,7 @@ def test_blocks_window_and_soft_cap(block_size, options):
 @pytest.mark.parametrize("options", [{}, {"window": 19, "soft_cap": 2.0}])
 def test_settled_rows_within_a_window(count, options):
     q, kv, rows = paged_case([(70, count), (9, count), (140, count)], (3, 1, 64))
-    rows.settled = True  # as in a graph: what is in the cache is requested before the kernel before has ended
+    rows.prefix_ready = True  # as in a graph: what is in the cache is requested before the kernel before has ended
     check(decode_attention, (q, kv, rows), **options)
 
 

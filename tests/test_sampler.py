@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
-from runtime.kernels.filters import lower_bounds_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_bits, noise_keys
 from runtime.kernels.sampling import apply_penalties, token_logprobs
+from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots
 
@@ -147,13 +147,13 @@ def test_filters_equal_their_definition(rows, vocab, seed, spread):
     torch.manual_seed(seed)
     logits = torch.stack([torch.randperm(vocab).float().div(vocab).sub(0.5).mul(4 * spread) for _ in rows])
     top_k, top_p, min_p = zip(*rows, strict=True)
-    bounds = lower_bounds_torch(logits, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
+    bounds = top_k_top_p_bounds_torch(logits, torch.tensor(top_k), torch.tensor(top_p), torch.tensor(min_p))
     for row, filters in enumerate(rows):
         got = set((logits[row] >= bounds[row]).nonzero().flatten().tolist())
         want = plain_survivors(logits[row].tolist(), *filters)
         assert len(got ^ want) <= (0.0 < filters[1] < 1.0)  # fp32 may fall on the other side of top_p's edge
         assert got
-        alone = lower_bounds_torch(
+        alone = top_k_top_p_bounds_torch(
             logits[row : row + 1], *(torch.tensor([f]) for f in filters)
         )  # independent of the other rows
         assert torch.equal(alone, bounds[row : row + 1])

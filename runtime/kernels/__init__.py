@@ -77,7 +77,7 @@ def _attend(
     at = 0
     for rows in parts:
         end = at + rows.num_tokens
-        attend = decode_attention if rows.max_count == 1 or rows.settled else prefill_attention
+        attend = decode_attention if rows.max_count == 1 or rows.prefix_ready else prefill_attention
         attend(q[at:end], kv, rows, out=out[at:end], **options)
         at = end
     return out

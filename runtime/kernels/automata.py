@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
-from runtime.kernels.token_mask import mask_tokens_torch
+from runtime.kernels.bitmask import apply_bitmask_torch
 
 # Columns of a place, int32: where in the pool the three parts begin, and the number of classes.
 MASKS, CLASSES, NEXT, NUM_CLASSES = range(4)
@@ -43,7 +43,9 @@ def mask_states_torch(
         for i, guess in enumerate([*guesses[:num_guesses], -1]):
             if state >= 0:
                 words = pool[place[MASKS] + state * num_words :][:num_words]
-                mask_tokens_torch(logits, torch.tensor([at + i], dtype=torch.int32, device=logits.device), words[None])
+                apply_bitmask_torch(
+                    logits, torch.tensor([at + i], dtype=torch.int32, device=logits.device), words[None]
+                )
             state = _next_torch(state, guess, place, pool)
 
 

@@ -20,12 +20,12 @@ from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_
 from runtime.kernels.paged_attention import (
     LOG2_E,
     PagedRows,
-    absorb,
+    attend_range,
     find_row,
     load_tile,
     rows_searched,
+    softmax_step,
     tile_pointers,
-    walk,
 )
 
 _TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
@@ -67,7 +67,7 @@ def _decode_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,  # segments loaded at a time
-    EAGER: tl.constexpr,  # the first tile of a segment is requested before the wait: of settled rows, without FIXED
+    EAGER: tl.constexpr,  # the first tile of a segment is requested before the wait: with prefix_ready, without FIXED
     LOWEST: tl.constexpr,  # below all scores, yet finite
     PDL: tl.constexpr,
 ):
@@ -104,7 +104,7 @@ def _decode_attention_kernel(
         k = load_tile(pointers, old, HEAD_DIM, BLOCK_D)
         v = load_tile(pointers + kv_stride, old, HEAD_DIM, BLOCK_D)
     # The launch before this one (RoPE and the store of k and v) has waited before it let this one start: rows, tables
-    # and, where rows are settled, all keys before them were complete then.
+    # and, with prefix_ready, all keys before them were complete then.
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -129,7 +129,7 @@ def _decode_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if FIXED:
         for segment in range(split, segments, num_splits):
-            segment_m, segment_total, segment_acc = walk(
+            segment_m, segment_total, segment_acc = attend_range(
                 q, q_positions, k_ptr, kv_stride, table_ptr, tl.maximum(origin + segment * SEGMENT, lowest),
                 tl.minimum(origin + (segment + 1) * SEGMENT, length), tl.full([BLOCK_M], LOWEST, tl.float32),
                 tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), scale_log2,
@@ -151,9 +151,11 @@ def _decode_attention_kernel(
             k = tl.where(new[:, None], load_tile(pointers, new, HEAD_DIM, BLOCK_D), k)
             v = tl.where(new[:, None], load_tile(pointers + kv_stride, new, HEAD_DIM, BLOCK_D), v)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            m, total, acc = absorb(scores, v, positions, q_positions, m, total, acc, scale_log2, True, WINDOW, SOFT_CAP)
+            m, total, acc = softmax_step(
+                scores, v, positions, q_positions, m, total, acc, scale_log2, True, WINDOW, SOFT_CAP
+            )
             begin += BLOCK_N
-        m, total, acc = walk(
+        m, total, acc = attend_range(
             q, q_positions, k_ptr, kv_stride, table_ptr, begin, end, m, total, acc, scale_log2,
             BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
         )  # fmt: skip
@@ -242,7 +244,7 @@ def decode_attention(
     tile_rows = next_power_of_2(tile_tokens * group)
     programs = num_tiles * num_kv_heads
     splits = max(1, min(capacity // programs, _MAX_SPLITS))
-    eager = splits > 1 and not deterministic and rows.settled
+    eager = splits > 1 and not deterministic and rows.prefix_ready
     block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic)
     segment = _FIXED_SEGMENT if deterministic else block_n
     segments = -(-rows.max_len // segment)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.few_rows import MAX_ROWS, few_rows_linear_triton
-from runtime.kernels.fixed_linear import fixed_linear_triton
+from runtime.kernels.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.gated_activation import Activation, gated_activation_triton
 from runtime.kernels.linear import Linear
 from runtime.kernels.rms_norm import rms_norm_triton
+from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_triton
 
 
 class FusedLinear(Linear):
@@ -32,44 +32,44 @@ class FusedLinear(Linear):
         super().__init__(self._product, norm, partial(gated_activation_triton, activation=activation, gated=gated))
         self.weight, self.bias, self.deterministic = weight, bias, deterministic
         self.folded = activation if gated else None  # what the kernel of few rows can do after the product
-        self.few_rows = partial(few_rows_linear_triton, weight=weight, bias=bias)
+        self.skinny_gemm = partial(skinny_gemm_triton, weight=weight, bias=bias)
 
-    def _few(self, x: torch.Tensor) -> bool:
+    def _is_skinny(self, x: torch.Tensor) -> bool:
         return len(x) <= MAX_ROWS and not self.deterministic
 
-    def _few_normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, **options: Any) -> torch.Tensor:
+    def _skinny_normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, **options: Any) -> torch.Tensor:
         if self.norm is rms_norm_triton:
-            return self.few_rows(x, norm_weight=norm_weight, eps=eps, **options)
-        return self.few_rows(self.norm(x, norm_weight, eps), **options)
+            return self.skinny_gemm(x, norm_weight=norm_weight, eps=eps, **options)
+        return self.skinny_gemm(self.norm(x, norm_weight, eps), **options)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.deterministic:
-            return fixed_linear_triton(x, self.weight, self.bias)
+            return batch_invariant_linear_triton(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, post_norm: torch.Tensor | None = None, eps: float = 0.0
     ) -> None:
         if post_norm is not None:
-            self.norm(self.few_rows(x) if self._few(x) else self._product(x), post_norm, eps, residual)
-        elif self._few(x):
-            self.few_rows(x, residual=residual)
+            self.norm(self.skinny_gemm(x) if self._is_skinny(x) else self._product(x), post_norm, eps, residual)
+        elif self._is_skinny(x):
+            self.skinny_gemm(x, residual=residual)
         elif self.deterministic:
-            fixed_linear_triton(x, self.weight, self.bias, residual=residual)
+            batch_invariant_linear_triton(x, self.weight, self.bias, residual=residual)
         elif self.bias is not None:
             super().add_to(residual, x)
         else:
             residual.addmm_(x, self.weight.t())
 
     def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if self._few(x):
-            return self._few_normed(x, norm_weight, eps)
+        if self._is_skinny(x):
+            return self._skinny_normed(x, norm_weight, eps)
         return super().normed(x, norm_weight, eps)
 
     def gated(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if not self._few(x):
+        if not self._is_skinny(x):
             return super().gated(x, norm_weight, eps)
-        y = self._few_normed(x, norm_weight, eps, activation=self.folded)
+        y = self._skinny_normed(x, norm_weight, eps, activation=self.folded)
         return self.activate(y) if self.folded is None else y
 
     def logits(
@@ -77,11 +77,11 @@ class FusedLinear(Linear):
     ) -> torch.Tensor:
         """In fp32: rounded to bf16, the best two of 128,000 logits are often the same number."""
         weight, bias, wide = self.weight, self.bias, torch.float32
-        if self._few(x):
-            return self._few_normed(x, norm_weight, eps, out_dtype=wide, out=out)
+        if self._is_skinny(x):
+            return self._skinny_normed(x, norm_weight, eps, out_dtype=wide, out=out)
         h = self.norm(x, norm_weight, eps)
         if self.deterministic:
-            return fixed_linear_triton(h, weight, bias, wide, out)
+            return batch_invariant_linear_triton(h, weight, bias, wide, out)
         if h.dtype == wide or bias is not None or not h.is_cuda:
             logits = F.linear(h, weight, bias).float()
             return logits if out is None else out.copy_(logits)

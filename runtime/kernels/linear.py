@@ -5,7 +5,7 @@ few rows (fp32 1.8x at one row). The two calls are private to torch, so a build 
 
 In which order a library sums is its own affair: it depends on the CPU's instructions, the library's version, the number
 of threads, and on the number of rows and a row's place among them. Deterministic mode therefore trusts no product, but
-measures (`batch_invariant_linear`).
+measures (`batch_invariant_product`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def cpu_product(weight: torch.Tensor, bias: torch.Tensor | None, packed: bool, deterministic: bool) -> Product:
     """x @ weight.T + bias for weight [out, in]. Deterministic: a row's bits do not depend on the other rows."""
     if deterministic:
-        return batch_invariant_linear(weight, bias)
+        return batch_invariant_product(weight, bias)
     return packed_linear(weight, bias) if packed else lambda x: F.linear(x, weight, bias)
 
 
@@ -90,7 +90,7 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return partial(F.linear, weight=weight, bias=bias)
 
 
-def batch_invariant_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def batch_invariant_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """A product that gives a row the same bits whatever the other rows are, on this machine with this many threads.
 
     Rows go through calls of few fixed sizes: those that were seen to give a row the same bits at every place. Where the

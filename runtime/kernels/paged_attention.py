@@ -28,8 +28,8 @@ class PagedRows:
     num_tokens: int
     max_count: int  # most tokens of a row
     max_len: int  # most positions that a row's last token sees
-    settled: bool = False  # no launch of this step writes a key before a row's start, as another row that shares its
-    # prefix might
+    # No launch of this step writes a key before a row's start, as another row that shares its prefix might.
+    prefix_ready: bool = False
 
 
 def paged_attention_torch(
@@ -110,7 +110,7 @@ def load_tile(pointers, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @jit
-def absorb(
+def softmax_step(
     scores,  # [M, N] q k^T
     v,  # [N, D]
     positions,  # [N]
@@ -141,7 +141,7 @@ def absorb(
 
 
 @jit
-def walk(
+def attend_range(
     q, q_positions, k_ptr, kv_stride, table_ptr, begin, stop, m, total, acc, scale_log2,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -154,5 +154,7 @@ def walk(
         k = load_tile(pointers, inside, HEAD_DIM, BLOCK_D)
         v = load_tile(pointers + kv_stride, inside, HEAD_DIM, BLOCK_D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        m, total, acc = absorb(scores, v, positions, q_positions, m, total, acc, scale_log2, MASKED, WINDOW, SOFT_CAP)
+        m, total, acc = softmax_step(
+            scores, v, positions, q_positions, m, total, acc, scale_log2, MASKED, WINDOW, SOFT_CAP
+        )
     return m, total, acc

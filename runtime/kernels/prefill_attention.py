@@ -11,7 +11,7 @@ import torch
 
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.paged_attention import LOG2_E, PagedRows, find_row, rows_searched, walk
+from runtime.kernels.paged_attention import LOG2_E, PagedRows, attend_range, find_row, rows_searched
 
 
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -72,11 +72,11 @@ def _prefill_attention_kernel(
         begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         seen_by_all = begin  # windows are masked throughout
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
-    m, total, acc = walk(
+    m, total, acc = attend_range(
         q, q_positions, k_ptr, kv_stride, table_ptr, begin, seen_by_all, m, total, acc, scale_log2,
         BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, 0, SOFT_CAP,
     )  # fmt: skip
-    m, total, acc = walk(
+    m, total, acc = attend_range(
         q, q_positions, k_ptr, kv_stride, table_ptr, seen_by_all, start + count, m, total, acc, scale_log2,
         BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
     )  # fmt: skip

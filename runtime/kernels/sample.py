@@ -19,9 +19,9 @@ import torch
 
 from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.choose import LEVELS, NUM_COUNTERS, NUM_STATE, choose_kernel
-from runtime.kernels.filters import lower_bounds_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_keys, noise_of_tokens
 from runtime.kernels.token_keys import is_filtered, key_of, load_float, mass_of, packed, write_token
+from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
 
 # Columns of a slot's parameters, int32; floats as their bits.
 TEMPERATURE, SEED_LOW, SEED_HIGH, TOP_K, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE, PROMPT_LEN = range(10)
@@ -70,7 +70,7 @@ def sample_tokens_torch(
     scaled = logits / temperature.where(temperature > 0, 1.0)
     if filters:
         top_p = floats[:, TOP_P].where(temperature[:, 0] > 0, 1.0)
-        bounds = lower_bounds_torch(scaled, own[:, TOP_K], top_p, floats[:, MIN_P])
+        bounds = top_k_top_p_bounds_torch(scaled, own[:, TOP_K], top_p, floats[:, MIN_P])
         scaled = scaled.masked_fill(scaled < bounds[:, None], -math.inf)
     failed = ~logits.isfinite().all(-1) if resample is None else resample.token_ids[resample.rows.long()] < 0
     chosen = torch.where(temperature > 0, scaled + noise, logits).argmax(-1).int().masked_fill_(failed, -1)

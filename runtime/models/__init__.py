@@ -10,7 +10,7 @@ from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
 from runtime.models import gemma, gpt2, llama, mistral, phi, qwen
 from runtime.models.config_checks import check_config
-from runtime.models.layout import Layout
+from runtime.models.weight_map import WeightMap
 
 _RANDOM = "logits and greedy tokens of random weights, against transformers"
 
@@ -22,50 +22,50 @@ class Family:
     models: str  # the published models that it stands for
     example: str  # one of them on the Hugging Face hub
     decoder_spec: Callable[[Mapping[str, Any]], DecoderSpec]  # of a config.json
-    layout: Layout
+    weight_map: WeightMap
     verified: str = _RANDOM  # what was compared, and with what
 
 
 FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures`
-    "GPT2LMHeadModel": Family("GPT-2, DistilGPT2", "openai-community/gpt2", gpt2.decoder_spec, gpt2.LAYOUT),
-    "Gemma2ForCausalLM": Family("Gemma 2", "google/gemma-2-2b-it", gemma.gemma2_spec, gemma.LAYOUT),
+    "GPT2LMHeadModel": Family("GPT-2, DistilGPT2", "openai-community/gpt2", gpt2.decoder_spec, gpt2.WEIGHT_MAP),
+    "Gemma2ForCausalLM": Family("Gemma 2", "google/gemma-2-2b-it", gemma.gemma2_spec, gemma.WEIGHT_MAP),
     "Gemma3ForCausalLM": Family(
         "Gemma 3 270M, 1B",
         "google/gemma-3-270m",
         gemma.gemma3_spec,
-        gemma.LAYOUT,
+        gemma.WEIGHT_MAP,
         f"{_RANDOM}; texts and perplexity of Gemma 3 270M",
     ),
     "Gemma3ForConditionalGeneration": Family(
-        "Gemma 3 4B, 12B, 27B, without images", "google/gemma-3-4b-it", gemma.gemma3_spec, gemma.LAYOUT
+        "Gemma 3 4B, 12B, 27B, without images", "google/gemma-3-4b-it", gemma.gemma3_spec, gemma.WEIGHT_MAP
     ),
     "LlamaForCausalLM": Family(
         "Llama 2, 3, 3.1, 3.2; SmolLM2",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         llama.decoder_spec,
-        llama.LAYOUT,
+        llama.WEIGHT_MAP,
         f"{_RANDOM}; texts and perplexity of SmolLM2-135M-Instruct",
     ),
     "MistralForCausalLM": Family(
-        "Mistral 7B v0.1-v0.3", "mistralai/Mistral-7B-Instruct-v0.3", mistral.decoder_spec, mistral.LAYOUT
+        "Mistral 7B v0.1-v0.3", "mistralai/Mistral-7B-Instruct-v0.3", mistral.decoder_spec, mistral.WEIGHT_MAP
     ),
     "MixtralForCausalLM": Family(
         "Mixtral 8x7B, 8x22B",
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
         mistral.moe_decoder_spec,
-        mistral.MOE_LAYOUT,
+        mistral.MOE_WEIGHT_MAP,
         f"{_RANDOM}; a text of SmolLM2-135M-Instruct with copies of its feed-forward layers as experts",
     ),
     "Phi3ForCausalLM": Family(
-        "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "microsoft/Phi-4-mini-instruct", phi.decoder_spec, phi.LAYOUT
+        "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "microsoft/Phi-4-mini-instruct", phi.decoder_spec, phi.WEIGHT_MAP
     ),
-    "Qwen2ForCausalLM": Family("Qwen2, Qwen2.5", "Qwen/Qwen2.5-0.5B-Instruct", qwen.decoder_spec, qwen.LAYOUT),
-    "Qwen3ForCausalLM": Family("Qwen3", "Qwen/Qwen3-0.6B", qwen.decoder_spec, qwen.LAYOUT),
-    "Qwen3MoeForCausalLM": Family("Qwen3-MoE", "Qwen/Qwen3-30B-A3B", qwen.moe_decoder_spec, qwen.MOE_LAYOUT),
+    "Qwen2ForCausalLM": Family("Qwen2, Qwen2.5", "Qwen/Qwen2.5-0.5B-Instruct", qwen.decoder_spec, qwen.WEIGHT_MAP),
+    "Qwen3ForCausalLM": Family("Qwen3", "Qwen/Qwen3-0.6B", qwen.decoder_spec, qwen.WEIGHT_MAP),
+    "Qwen3MoeForCausalLM": Family("Qwen3-MoE", "Qwen/Qwen3-30B-A3B", qwen.moe_decoder_spec, qwen.MOE_WEIGHT_MAP),
 }
 
 
-def describe(config: Mapping[str, Any]) -> tuple[DecoderSpec, Layout]:
+def load_spec(config: Mapping[str, Any]) -> tuple[DecoderSpec, WeightMap]:
     """The spec of a config.json, and how its checkpoint stores it.
 
     Raises CallboardError if the architecture, or a variant that the config asks for, is not supported."""
@@ -75,6 +75,6 @@ def describe(config: Mapping[str, Any]) -> tuple[DecoderSpec, Layout]:
     family = FAMILIES[name]
     check_config(config)
     try:
-        return family.decoder_spec(config), family.layout
+        return family.decoder_spec(config), family.weight_map
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e

@@ -19,7 +19,7 @@ from runtime.kernels.attention import AttentionPlan
 from runtime.kernels.experts import Experts, GroupedExperts
 from runtime.kernels.linear import Linear
 from runtime.kernels.rope import rope_table
-from runtime.models.layout import Layout, Tensors
+from runtime.models.weight_map import Tensors, WeightMap
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Decoder:
         for n in ("post_attn_norm", "post_ffn_norm"):
             norms[n] = self._norm(prefix + n, read) if spec.post_norms else None
         for n in ("q_norm", "k_norm"):
-            norms[n] = read(prefix + n)[turning_order(spec)] if spec.qk_norm else None
+            norms[n] = read(prefix + n)[rope_permutation(spec)] if spec.qk_norm else None
         dense = spec.experts is None
         linears = {
             name: self.kernels.linear(*self._weights(prefix, name, read)) if dense or name in ("qkv", "out") else None
@@ -128,7 +128,7 @@ class Decoder:
             if name == "qkv" and self.spec.rope.partial not in (0.0, 1.0):
                 heads = fused.view(-1, self.spec.head_dim, *fused.shape[1:])
                 turned = heads[: self.spec.num_heads + self.spec.num_kv_heads]
-                turned.copy_(turned[:, turning_order(self.spec)])
+                turned.copy_(turned[:, rope_permutation(self.spec)])
             joined.append(fused)
         return joined[0], joined[1] if has_bias else None
 
@@ -137,17 +137,17 @@ class Decoder:
 
     @classmethod
     def load(
-        cls, checkpoint: Weights, spec: DecoderSpec, layout: Layout, numerics: Numerics, num_positions: int
+        cls, checkpoint: Weights, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics, num_positions: int
     ) -> Decoder:
-        """From a checkpoint of that layout, whose tensors are all checked before any is read."""
-        sources = layout.find(spec, checkpoint)
+        """From a checkpoint with the tensors of the weight map, whose tensors are all checked before any is read."""
+        sources = weight_map.find(spec, checkpoint)
 
         def read(parameter: str) -> torch.Tensor:
             name, device = sources[parameter], numerics.device
-            if layout.norms_plus_one and parameter.endswith("norm"):  # in fp32: 1 + w has more digits than w
+            if weight_map.norms_plus_one and parameter.endswith("norm"):  # in fp32: 1 + w has more digits than w
                 return checkpoint.tensor(name, torch.float32, device).add_(1.0)
             tensor = checkpoint.tensor(name, numerics.dtype, device)
-            return tensor.t().contiguous() if layout.transposed and parameter.endswith(".weight") else tensor
+            return tensor.t().contiguous() if weight_map.transposed and parameter.endswith(".weight") else tensor
 
         start = time.perf_counter()
         decoder = cls(spec, numerics, num_positions, read)
@@ -203,7 +203,7 @@ class Decoder:
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 
-def turning_order(spec: DecoderSpec) -> torch.Tensor:
+def rope_permutation(spec: DecoderSpec) -> torch.Tensor:
     """[head_dim]: the dimensions of a head such that i turns with i + head_dim / 2 (see rope_table).
 
     Checkpoints in which only the first ones turn pair those among themselves; q and k may be reordered alike."""

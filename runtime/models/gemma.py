@@ -10,12 +10,12 @@ from typing import Any
 from runtime.core.decoder_spec import DecoderSpec, RopeSpec
 from runtime.core.types import CallboardError
 from runtime.models import llama
-from runtime.models.layout import Layout
 from runtime.models.rope import rope_spec
+from runtime.models.weight_map import WeightMap
 
-LAYOUT = Layout(
+WEIGHT_MAP = WeightMap(
     {
-        **llama.LAYOUT.names,
+        **llama.WEIGHT_MAP.names,
         "post_attn_norm": "model.layers.{}.post_attention_layernorm.weight",
         "ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight",
         "post_ffn_norm": "model.layers.{}.post_feedforward_layernorm.weight",

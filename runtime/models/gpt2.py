@@ -7,9 +7,9 @@ from typing import Any
 
 from runtime.core.decoder_spec import DecoderSpec, RopeSpec
 from runtime.core.types import CallboardError
-from runtime.models.layout import Layout
+from runtime.models.weight_map import WeightMap
 
-LAYOUT = Layout(
+WEIGHT_MAP = WeightMap(
     {
         "embed": "wte.weight",
         "positions": "wpe.weight",

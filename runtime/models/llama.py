@@ -7,10 +7,10 @@ from typing import Any
 
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
-from runtime.models.layout import Layout
 from runtime.models.rope import context, rope_spec
+from runtime.models.weight_map import WeightMap
 
-LAYOUT = Layout({
+WEIGHT_MAP = WeightMap({
     "embed": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",

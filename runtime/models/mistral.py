@@ -8,11 +8,11 @@ from typing import Any
 
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.models import llama
-from runtime.models.layout import Layout
+from runtime.models.weight_map import WeightMap
 
-LAYOUT = llama.LAYOUT
-MOE_LAYOUT = Layout({
-    **LAYOUT.names,
+WEIGHT_MAP = llama.WEIGHT_MAP
+MOE_WEIGHT_MAP = WeightMap({
+    **WEIGHT_MAP.names,
     "router": "model.layers.{}.block_sparse_moe.gate",
     "gate": "model.layers.{}.block_sparse_moe.experts.{}.w1",
     "up": "model.layers.{}.block_sparse_moe.experts.{}.w3",

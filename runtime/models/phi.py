@@ -8,10 +8,10 @@ from typing import Any
 
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.models import llama, mistral
-from runtime.models.layout import Layout
+from runtime.models.weight_map import WeightMap
 
-LAYOUT = Layout({
-    **llama.LAYOUT.names,
+WEIGHT_MAP = WeightMap({
+    **llama.WEIGHT_MAP.names,
     "qkv": "model.layers.{}.self_attn.qkv_proj",
     "gate_up": "model.layers.{}.mlp.gate_up_proj",
 })  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.core.types import CallboardError
 from runtime.models import llama
-from runtime.models.layout import Layout
+from runtime.models.weight_map import WeightMap
 
 _QK_NORMS = {
     "q_norm": "model.layers.{}.self_attn.q_norm.weight",
@@ -21,8 +21,8 @@ _EXPERTS = {
     "up": "model.layers.{}.mlp.experts.{}.up_proj",
     "down": "model.layers.{}.mlp.experts.{}.down_proj",
 }
-LAYOUT = Layout({**llama.LAYOUT.names, **_QK_NORMS})
-MOE_LAYOUT = Layout({**LAYOUT.names, **_EXPERTS})
+WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, **_QK_NORMS})
+MOE_WEIGHT_MAP = WeightMap({**WEIGHT_MAP.names, **_EXPERTS})
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:

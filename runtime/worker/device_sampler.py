@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
 from runtime.kernels.automata import AT, FIRST
+from runtime.kernels.bitmask import apply_bitmask_triton
 from runtime.kernels.sample import (
     FREQUENCY,
     MIN_P,
@@ -24,7 +25,6 @@ from runtime.kernels.sample import (
     sample_tokens_triton,
 )
 from runtime.kernels.sampling import apply_penalties, token_logprobs
-from runtime.kernels.token_mask import mask_tokens_triton
 from runtime.worker.grammar_state import Masks
 from runtime.worker.sampler import MASKED_LOGIT, Logprobs
 from runtime.worker.transfers import Transfers
@@ -166,7 +166,7 @@ class DeviceSampler:
         sent = self._upload(*parts).split([len(part) for part in parts])
         index, slots, positions, numbers, failed, tracked, words = sent
         if len(numbers):
-            mask_tokens_triton(logits, numbers, words.view(masks.words.shape))
+            apply_bitmask_triton(logits, numbers, words.view(masks.words.shape))
         if len(failed):
             token_ids.index_fill_(0, failed.long(), -1)
         automata = masks.automata if len(masks.tracked) else None
@@ -188,7 +188,7 @@ class DeviceSampler:
         """Rule out what grammars do not allow; the rows whose automaton goes on by what is sampled."""
         if len(masks.numbers):
             at = np.searchsorted(rows, masks.numbers).astype(np.int32)
-            mask_tokens_triton(logits, self._upload(at), self._upload(masks.words))
+            apply_bitmask_triton(logits, self._upload(at), self._upload(masks.words))
             token_ids.index_fill_(0, self._upload(masks.failed.astype(np.int64)), -1)
         if not len(masks.tracked) or masks.automata is None:
             return None

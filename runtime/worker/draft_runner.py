@@ -10,7 +10,7 @@ from runtime.core.executor import InProcess
 from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.resolve import resolve
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 
@@ -23,7 +23,7 @@ def load_draft(config: EngineConfig) -> DraftCore:
     Raises CallboardError as ModelRunner does, and if its token ids are not those of the engine's model."""
     path = resolve(config.draft or "", None, progress=False)
     _check_vocabulary(config, Tokenizer.load(path))
-    spec, _ = describe(open_checkpoint(path).config)
+    spec, _ = load_spec(open_checkpoint(path).config)
     own = config.draft_config()
     if own.max_model_len is not None:
         own = replace(own, max_model_len=min(own.max_model_len, spec.max_positions))

@@ -263,7 +263,9 @@ class GpuSteps:
             slots, starts, firsts, self.tokens, self.tables, self.block_size, num_tokens, count,
             None if count == 1 else own_counts,
         )  # fmt: skip
-        rows = PagedRows(slots, starts, firsts, self.tables, size, num_tokens, count, self.max_model_len, settled=True)
+        rows = PagedRows(
+            slots, starts, firsts, self.tables, size, num_tokens, count, self.max_model_len, prefix_ready=True
+        )
         hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         token_ids = self.sampler.sample(logits, sample_slots, positions, self.tokens, self.params)

@@ -29,7 +29,7 @@ from runtime.core.types import CallboardError, Grammar, SamplingParams
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear import can_pack
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.models import describe
+from runtime.models import load_spec
 from runtime.models.decoder import Decoder, Numerics
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
@@ -71,14 +71,14 @@ class ModelRunner:
         any weight is read."""
         self.is_draft = is_draft
         checkpoint = open_checkpoint(path)
-        spec, layout = describe(checkpoint.config)
+        spec, weight_map = load_spec(checkpoint.config)
         if (bad := next((i for i in checkpoint.eos_token_ids if not 0 <= i < spec.vocab_size), None)) is not None:
             raise CallboardError(
                 f"{path} names the end-of-sequence id {bad}, which is not in its vocabulary of {spec.vocab_size}; "
                 "correct eos_token_id in its config.json or generation_config.json."
             )
         self._prepare(config, spec, rank, world_size)
-        decoder = Decoder.load(checkpoint, spec, layout, self.numerics, self.memory.max_model_len)
+        decoder = Decoder.load(checkpoint, spec, weight_map, self.numerics, self.memory.max_model_len)
         self._open(decoder, checkpoint.fingerprint, checkpoint.eos_token_ids)
         if not is_draft or not self.asynchronous:  # a device's draft would wait for its host at every token
             self.grammar_state.serve(lambda: Vocabulary.of(Tokenizer.load(path), self.info))

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.plan import Int32s, NewSlot
-from runtime.kernels.filters import lower_bounds_torch
+from runtime.kernels.bitmask import apply_bitmask_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.sampling import apply_penalties, token_logprobs
-from runtime.kernels.token_mask import mask_tokens_torch
+from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.worker.grammar_state import Masks
 from runtime.worker.slots import Slots
 
@@ -121,7 +121,7 @@ class Sampler:
             self._apply_bias_and_stops(chosen, slots[rows], positions[rows])
             if masks is not None:
                 at = np.searchsorted(rows, masks.numbers)
-                mask_tokens_torch(chosen, self._tensor(at), self._tensor(masks.words))
+                apply_bitmask_torch(chosen, self._tensor(at), self._tensor(masks.words))
                 finite[self._tensor(masks.failed).long()] = False
             token_ids[index] = self._choose(chosen, slots[rows], positions[rows], state)
         logprobs = self._logprobs(logits, token_ids, slots)
@@ -166,7 +166,7 @@ class Sampler:
             index, subset = self._tensor(rows), slots[rows]
             chosen = logits.index_select(0, index)
             top_k = self._tensor(self.ints["top_k"][subset])
-            bounds = lower_bounds_torch(chosen, top_k, self._float("top_p", subset), self._float("min_p", subset))
+            bounds = top_k_top_p_bounds_torch(chosen, top_k, self._float("top_p", subset), self._float("min_p", subset))
             logits.index_copy_(0, index, chosen.masked_fill_(chosen < bounds[:, None], -torch.inf))
         keys = noise_keys(self._tensor(self.seed[slots]), self._tensor(positions))
         return logits.add_(gumbel_noise(keys[:, :, None], self.vocab_ids)).argmax(-1)

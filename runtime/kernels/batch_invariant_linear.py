@@ -20,7 +20,7 @@ _NUM_SMS = 132  # of an H100 or H200; on others the same cut is merely not the b
 _GROUP = 8  # tiles of x that neighbouring programs share a tile of the weight with
 
 
-def fixed_linear_torch(
+def batch_invariant_linear_torch(
     x: torch.Tensor,  # [num_rows, K]
     weight: torch.Tensor,  # [N, K]
     bias: torch.Tensor | None = None,  # [N]
@@ -154,7 +154,7 @@ class Tiling(NamedTuple):
     split: bool
 
 
-def fixed_linear_triton(
+def batch_invariant_linear_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -162,7 +162,7 @@ def fixed_linear_triton(
     out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`fixed_linear_torch` with fp32 sums in an order that depends on nothing but the weight's shape and dtype."""
+    """`batch_invariant_linear_torch` with fp32 sums in an order that only the weight's shape and dtype decide."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]
     if residual is not None:
         out = residual

@@ -21,7 +21,7 @@ class Tensors(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WeightMap:
     """Our parameter -> the checkpoint's tensor, and how to read it.
 
     In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name."""

@@ -10,7 +10,7 @@ import torch
 _NUCLEUS_GUESSES = (1024, 8192)  # tokens sorted for top-p before all of them are; almost every nucleus is smaller
 
 
-def lower_bounds_torch(
+def top_k_top_p_bounds_torch(
     logits: torch.Tensor,  # [n, vocab] float32, already divided by the temperature
     top_k: torch.Tensor,  # [n] int32 or int64, 0 is off
     top_p: torch.Tensor,  # [n] float32, 1 is off

@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.linear_table import FEW_ROWS, FewRows
 from runtime.kernels.rms_norm import rms_norm_triton
+from runtime.kernels.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
 
 MAX_ROWS = 16
 
 Activation = Literal["silu", "gelu_tanh"]
 
 
-def few_rows_linear_torch(
+def skinny_gemm_torch(
     x: torch.Tensor,  # [num_rows, K], num_rows <= MAX_ROWS
     weight: torch.Tensor,  # [N, K]
     bias: torch.Tensor | None = None,  # [N]
@@ -204,7 +204,7 @@ def _tile_kernel(
     )  # fmt: skip
 
 
-def few_rows_linear_triton(
+def skinny_gemm_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -216,7 +216,7 @@ def few_rows_linear_triton(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`few_rows_linear_torch` as one kernel with fp32 sums; x's rows may be strided."""
+    """`skinny_gemm_torch` as one kernel with fp32 sums; x's rows may be strided."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]
     pdl = use_pdl(x)
     if residual is not None:
@@ -225,7 +225,7 @@ def few_rows_linear_triton(
         width = size_out if activation is None else size_out // 2
         out = torch.empty((num_rows, width), dtype=out_dtype or x.dtype, device=x.device)
     one_by_one = num_rows == 1 or x.dtype == torch.float32  # tensor cores have no fp32
-    config = few_rows_config(size_out, size_in, 1 if one_by_one else num_rows)
+    config = skinny_gemm_config(size_out, size_in, 1 if one_by_one else num_rows)
     grid_n = -(-size_out // config.block_n)
     options = {
         "K": size_in, "BIAS": bias is not None, "RESIDUAL": residual is not None, "ACTIVATION": activation,
@@ -249,11 +249,11 @@ def few_rows_linear_triton(
     return out
 
 
-def few_rows_config(size_out: int, size_in: int, num_rows: int) -> FewRows:
+def skinny_gemm_config(size_out: int, size_in: int, num_rows: int) -> SkinnyGemmConfig:
     """The measured configuration of a weight [size_out, size_in], or a rule for shapes that nobody measured."""
     most = next(n for n in (1, 8, 16) if num_rows <= n)
-    if (config := FEW_ROWS.get((size_out, size_in, most))) is not None:
+    if (config := SKINNY_GEMM_CONFIGS.get((size_out, size_in, most))) is not None:
         return config
     if num_rows == 1:
-        return FewRows(block_n=4, block_k=1024, num_warps=4)
-    return FewRows(block_n=16, block_k=512, num_warps=4, stages=3)
+        return SkinnyGemmConfig(block_n=4, block_k=1024, num_warps=4)
+    return SkinnyGemmConfig(block_n=16, block_k=512, num_warps=4, stages=3)

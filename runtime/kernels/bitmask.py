@@ -11,7 +11,7 @@ from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
 _TILE = 2048  # tokens of a program
 
 
-def mask_tokens_torch(
+def apply_bitmask_torch(
     logits: torch.Tensor,  # [m, vocab] float32, changed in place: -inf where a token is not allowed
     rows: torch.Tensor,  # [n] int32, different rows of the logits
     words: torch.Tensor,  # [n, ceil(vocab / 32)] int32; bit i % 32 of word i // 32 allows token i
@@ -23,7 +23,7 @@ def mask_tokens_torch(
 
 
 @jit(do_not_specialize_on_alignment=[*ROW_ARRAYS, "words_ptr"])
-def _mask_tokens_kernel(
+def _apply_bitmask_kernel(
     logits_ptr,  # [m, vocab] fp32, rows logits_stride apart
     rows_ptr,  # [n]
     words_ptr,  # [n, num_words] int32
@@ -43,9 +43,9 @@ def _mask_tokens_kernel(
     tl.store(row + ids, -float("inf"), mask=((words >> (ids % 32)) & 1) == 0)
 
 
-def mask_tokens_triton(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """`mask_tokens_torch` as one kernel, which only writes what is not allowed."""
+def apply_bitmask_triton(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
+    """`apply_bitmask_torch` as one kernel, which only writes what is not allowed."""
     vocab, pdl = logits.shape[1], use_pdl(logits)
-    _mask_tokens_kernel[(-(-vocab // _TILE), len(rows))](
+    _apply_bitmask_kernel[(-(-vocab // _TILE), len(rows))](
         logits, rows, words, vocab, words.shape[1], logits.stride(0), TILE=_TILE, PDL=pdl, num_warps=4, launch_pdl=pdl
     )

@@ -1,0 +1,78 @@
+"""Launch configurations measured on an H200 by benchmarks/tune_linear.py; other shapes fall back to a rule."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SkinnyGemmConfig(NamedTuple):
+    """How `few_rows_linear` cuts a weight [N, K]; a program has block_n of its rows and the whole of K."""
+
+    block_n: int
+    block_k: int  # columns a step
+    num_warps: int
+    stages: int = 1  # one row: steps in flight, 1 or 2; more rows: stages of the software pipeline
+
+
+SKINNY_GEMM_CONFIGS: dict[tuple[int, int, int], SkinnyGemmConfig] = {  # (N, K, most rows)
+    (2048, 2048, 1): SkinnyGemmConfig(8, 1024, 4, 1),
+    (2048, 2048, 8): SkinnyGemmConfig(16, 512, 4, 4),
+    (2048, 2048, 16): SkinnyGemmConfig(16, 512, 4, 3),
+    (2048, 8192, 1): SkinnyGemmConfig(4, 2048, 8, 1),
+    (2048, 8192, 8): SkinnyGemmConfig(16, 1024, 8, 3),
+    (2048, 8192, 16): SkinnyGemmConfig(16, 1024, 8, 3),
+    (2560, 4096, 1): SkinnyGemmConfig(2, 1024, 2, 1),
+    (2560, 4096, 8): SkinnyGemmConfig(16, 512, 4, 4),
+    (2560, 4096, 16): SkinnyGemmConfig(16, 512, 4, 4),
+    (2560, 9728, 1): SkinnyGemmConfig(8, 1024, 4, 1),
+    (2560, 9728, 8): SkinnyGemmConfig(16, 512, 4, 4),
+    (2560, 9728, 16): SkinnyGemmConfig(16, 512, 4, 4),
+    (3072, 2048, 1): SkinnyGemmConfig(4, 1024, 4, 1),
+    (3072, 2048, 8): SkinnyGemmConfig(16, 256, 2, 4),
+    (3072, 2048, 16): SkinnyGemmConfig(16, 512, 4, 3),
+    (3072, 3072, 1): SkinnyGemmConfig(4, 1024, 2, 2),
+    (3072, 3072, 8): SkinnyGemmConfig(16, 512, 4, 4),
+    (3072, 3072, 16): SkinnyGemmConfig(16, 512, 4, 4),
+    (3072, 8192, 1): SkinnyGemmConfig(4, 1024, 4, 2),
+    (3072, 8192, 8): SkinnyGemmConfig(16, 512, 4, 4),
+    (3072, 8192, 16): SkinnyGemmConfig(16, 512, 4, 3),
+    (4096, 4096, 1): SkinnyGemmConfig(4, 1024, 4, 1),
+    (4096, 4096, 8): SkinnyGemmConfig(16, 512, 4, 4),
+    (4096, 4096, 16): SkinnyGemmConfig(32, 512, 4, 3),
+    (4096, 14336, 1): SkinnyGemmConfig(4, 4096, 8, 1),
+    (4096, 14336, 8): SkinnyGemmConfig(16, 512, 4, 4),
+    (4096, 14336, 16): SkinnyGemmConfig(32, 512, 4, 3),
+    (5120, 3072, 1): SkinnyGemmConfig(4, 512, 1, 2),
+    (5120, 3072, 8): SkinnyGemmConfig(16, 512, 4, 3),
+    (5120, 3072, 16): SkinnyGemmConfig(64, 256, 4, 4),
+    (6144, 2560, 1): SkinnyGemmConfig(4, 512, 1, 2),
+    (6144, 2560, 8): SkinnyGemmConfig(16, 512, 4, 3),
+    (6144, 2560, 16): SkinnyGemmConfig(32, 256, 2, 3),
+    (6144, 4096, 1): SkinnyGemmConfig(4, 1024, 1, 1),
+    (6144, 4096, 8): SkinnyGemmConfig(16, 512, 4, 3),
+    (6144, 4096, 16): SkinnyGemmConfig(64, 256, 4, 4),
+    (16384, 2048, 1): SkinnyGemmConfig(4, 512, 1, 1),
+    (16384, 2048, 8): SkinnyGemmConfig(32, 256, 2, 3),
+    (16384, 2048, 16): SkinnyGemmConfig(32, 128, 2, 4),
+    (16384, 3072, 1): SkinnyGemmConfig(2, 1024, 1, 1),
+    (16384, 3072, 8): SkinnyGemmConfig(16, 256, 2, 4),
+    (16384, 3072, 16): SkinnyGemmConfig(16, 256, 4, 4),
+    (19456, 2560, 1): SkinnyGemmConfig(4, 512, 2, 2),
+    (19456, 2560, 8): SkinnyGemmConfig(16, 256, 2, 4),
+    (19456, 2560, 16): SkinnyGemmConfig(32, 256, 2, 3),
+    (28672, 4096, 1): SkinnyGemmConfig(2, 2048, 4, 1),
+    (28672, 4096, 8): SkinnyGemmConfig(32, 256, 2, 3),
+    (28672, 4096, 16): SkinnyGemmConfig(16, 256, 4, 4),
+    (128256, 2048, 1): SkinnyGemmConfig(2, 1024, 2, 1),
+    (128256, 2048, 8): SkinnyGemmConfig(32, 256, 2, 3),
+    (128256, 2048, 16): SkinnyGemmConfig(32, 256, 2, 3),
+    (128256, 3072, 1): SkinnyGemmConfig(4, 1024, 4, 1),
+    (128256, 3072, 8): SkinnyGemmConfig(32, 256, 2, 3),
+    (128256, 3072, 16): SkinnyGemmConfig(32, 256, 2, 3),
+    (128256, 4096, 1): SkinnyGemmConfig(2, 2048, 4, 1),
+    (128256, 4096, 8): SkinnyGemmConfig(32, 128, 2, 4),
+    (128256, 4096, 16): SkinnyGemmConfig(32, 256, 2, 3),
+    (151936, 2560, 1): SkinnyGemmConfig(4, 512, 1, 2),
+    (151936, 2560, 8): SkinnyGemmConfig(32, 256, 2, 3),
+    (151936, 2560, 16): SkinnyGemmConfig(32, 256, 2, 3),
+}
