@@ -45,7 +45,7 @@ def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch)
     return _compiler
 
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -56,8 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def _interpreted(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
     """All of the session's, one at a time on each core, in the order of their tests."""
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent)))}
-    options: dict[str, Any] = {"env": os.environ | paths | {"TRITON_INTERPRET": "1"}, "cwd": TESTS.parent}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    options: dict[str, Any] = {"env": environment, "cwd": ROOT}
 
     def run(arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=290, **options)

@@ -4,7 +4,7 @@ An output is a sum over K. Here its order belongs to the weight alone: K is cut 
 chunk is summed in ascending order by one kind of matrix instruction, and the chunks' sums are added in ascending order.
 How many rows there are only decides how tiles are laid over the product and whether chunks are computed one after the
 other in a program (many rows) or by programs side by side whose sums a second kernel adds (few rows: without that,
-too few programs would read the weight). Neither changes a bit, which tests/test_gpu_linear.py checks on the device.
+too few programs would read the weight). Neither changes a bit, which tests/gpu/test_gpu_linear.py checks on the device.
 """
 
 from __future__ import annotations

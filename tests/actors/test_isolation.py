@@ -1,0 +1,185 @@
+"""A request that kills its runners ends, and no other one does."""
+
+import asyncio
+
+import pytest
+
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.engine import EngineCore
+from runtime.core.isolation import MAX_LOSSES
+from runtime.core.plan import decode_plan
+from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+from tests.actors import test_link
+from tests.actors.test_link import link_to, read, request
+from tests.support.fake_runner import EOS, VOCAB, FakeRunner, sequential
+
+INFO = ModelInfo("f", VOCAB, 256, (EOS,), 400, 4, "none", "none")
+POISON = 28  # a prompt that begins with it is one
+
+
+class PoisonedRunner(FakeRunner):
+    """Dies of some rows of requests whose prompts begin with POISON: of those that decode at every `period`-th
+    position, or of their prompts; when it computes, or as soon as it gets them."""
+
+    def __init__(self, config, kills: str = "decode", period: int = 1, at_once: bool = False) -> None:
+        super().__init__(config, INFO)
+        self.kills, self.period, self.at_once = kills, period, at_once
+        self.poisons: set[int] = set()
+
+    def _check(self, plan) -> None:
+        for new in plan.new:
+            self.poisons.discard(new.slot)
+            if new.token_ids[0] == POISON:
+                self.poisons.add(new.slot)
+        for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+            is_decode = count == 1 and start > 8
+            if slot in self.poisons and is_decode == (self.kills == "decode") and not start % self.period:
+                raise CallboardError("Rank 0 is gone.")
+
+    def submit(self, plan) -> None:
+        if self.at_once:
+            self._check(plan)
+        super().submit(plan)
+
+    def collect(self):
+        if not self.at_once:
+            self._check(decode_plan(self.queue[0]))
+        return super().collect()
+
+
+class Engine:
+    """An EngineCore that gets new runners whenever it loses them."""
+
+    def __init__(self, *poisons: int, num: int = 10, **kw) -> None:
+        runner = {name: kw.pop(name) for name in ("kills", "period", "at_once") if name in kw}
+        self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 12, "max_num_batched_tokens": 64, **kw})
+        self.start = lambda: PoisonedRunner(self.config, **runner)
+        self.core = EngineCore(self.config, INFO, self.start())
+        self.requests, self.outputs, self.culprits, self.num_losses = {}, {}, [], 0
+        for i in range(num):
+            self.add(f"r{i}", [POISON if i in poisons else 1 + i, 2, 3 + i % 3, *range(i)])
+
+    def add(self, name: str, prompt: list[int]) -> None:
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        self.requests[name] = Request(name, prompt, len(prompt), params)
+        self.outputs[name] = []
+        self.core.add(self.requests[name])
+
+    def lose(self) -> None:
+        self.num_losses += 1
+        if (culprit := self.core.lose()) is not None:
+            self.culprits.append(culprit.request.request_id)
+            assert culprit.num_losses >= MAX_LOSSES
+        self.core.recover(self.start())
+
+    def step(self) -> None:
+        try:
+            output = self.core.step()
+        except CallboardError:
+            self.lose()
+            return
+        for state, token in zip(*((output.states, output.token_ids) if output else ((), ())), strict=True):
+            self.outputs[state.request.request_id].append(token)
+
+    def finish(self) -> None:
+        for _ in range(4000):
+            if not self.core.has_work:
+                break
+            self.step()
+        assert not self.core.has_work
+        for name, sent in self.requests.items():
+            if name not in self.culprits:
+                assert self.outputs[name] == sequential(sent, 256)[0], name
+        assert not self.core.scheduler.isolation._goals
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("how", [{}, {"at_once": True}, {"kills": "prompt"}, {"kills": "prompt", "at_once": True}])
+def test_the_one_that_kills_runners_ends_at_its_third_loss(depth, prefix_cache, how):
+    for poison in (0, 4, 9):
+        engine = Engine(poison, pipeline_depth=depth, prefix_cache=prefix_cache, **how)
+        engine.finish()
+        assert engine.culprits == [f"r{poison}"]
+        assert engine.num_losses == MAX_LOSSES
+
+
+def test_each_of_several_is_found():
+    engine = Engine(2, 3, 7)
+    engine.finish()
+    assert sorted(engine.culprits) == ["r2", "r3", "r7"]
+    assert engine.num_losses <= 3 * MAX_LOSSES
+
+
+@pytest.mark.parametrize("period", [2, 3, 11, 20])
+def test_one_that_kills_now_and_then_is_found_or_comes_to_its_end(period):
+    """Where it comes on between its losses it is a pause each time."""
+    engine = Engine(5, period=period)
+    engine.finish()
+    assert engine.culprits == ["r5"] * (period < 4)
+    assert engine.num_losses <= max(MAX_LOSSES, 60 // period + 1)
+
+
+def test_what_comes_beside_a_poison_is_not_held_against_others():
+    """New requests at every step: they wait for the trials, and are served after them."""
+    engine = Engine(4)
+    for i in range(30):
+        engine.add(f"late{i}", [1 + i % 20, 5, 6])
+        engine.step()
+    engine.finish()
+    assert engine.culprits == ["r4"]
+    assert engine.num_losses == MAX_LOSSES
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_losses_that_are_nobodys_fault_end_nobody(depth):
+    """Runners are lost again and again, but for the moments at which one runs alone."""
+    engine = Engine(pipeline_depth=depth)
+    for step in range(1000):
+        if not engine.core.has_work:
+            break
+        engine.core.submit()
+        rows = {state for _, rows, _, _ in engine.core.scheduler._in_flight for state in rows}
+        if step % 7 == 3 and len(rows) > 1:
+            engine.lose()
+        engine.step()
+    assert engine.num_losses >= MAX_LOSSES
+    assert engine.culprits == []
+    engine.finish()
+
+
+def test_a_suspect_may_leave_during_its_trial():
+    engine = Engine(4)
+    while engine.num_losses < MAX_LOSSES - 1:
+        engine.step()
+    engine.step()
+    (suspect,) = engine.core.scheduler.running
+    name = suspect.request.request_id
+    engine.core.abort(name)
+    engine.culprits.append(name)  # its answer is not looked at
+    engine.finish()
+    assert engine.culprits == [name, "r4"]
+
+
+class PoisonedEngine(test_link.Engine):
+    """An engine loop with its thread and sockets, whose runners die of decode rows of one request."""
+
+    def start_runners(self):
+        self.runners.append(PoisonedRunner(self.config))
+        return self.runners[-1], test_link.INFO
+
+
+async def test_clients_see_a_pause_and_the_one_at_fault_an_error():
+    engine = PoisonedEngine()
+    link = link_to(engine)
+    await link.start()
+    poison = Request("poison", [POISON] * 9, 9, SamplingParams(max_tokens=200, ignore_eos=True))
+    reading = [asyncio.create_task(read(link, request(i, max_tokens=60))) for i in range(8)]
+    _, reason, last = await read(link, poison)
+    assert reason is FinishReason.ERROR
+    assert last.error == "The model runners were lost 3 times while computing this request."
+    for i, (tokens, reason, _) in enumerate(await asyncio.gather(*reading)):
+        assert (tokens, reason) == sequential(request(i, max_tokens=60), 512)
+    assert engine.loop.num_rebuilds == 3
+    link.close()
+    engine.loop.close()

@@ -1,0 +1,396 @@
+"""Engine loop and replica link over real sockets, with runners that can be lost: no stream may notice."""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+
+import pytest
+import uvloop
+
+from actors.engine_client import EngineBusy, RequestRefused
+from actors.engine_loop import EngineLoop
+from actors.link_server import Connection
+from actors.router import Router
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.isolation import MAX_LOSSES
+from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+from tests.support.fake_runner import EOS, FakeRunner, sequential
+
+INFO = ModelInfo("f", 320, 512, (EOS,), 200, 4, "none", "none")
+
+
+class SlowRunner(FakeRunner):
+    """A fake runner that can be killed, hung, or slowed down."""
+
+    def __init__(self, config, info, delay_s=0.0):
+        super().__init__(config, info)
+        self.delay_s, self.dead, self.deaf, self.closed = delay_s, "", "", threading.Event()
+        self.hang = False
+
+    def submit(self, plan):
+        if self.deaf:
+            raise CallboardError(self.deaf)
+        super().submit(plan)
+
+    def collect(self):
+        if self.closed.wait(1e9 if self.hang else self.delay_s) or self.dead:
+            raise CallboardError(self.dead or "The runner was let go.")
+        return super().collect()
+
+    def close(self):
+        self.closed.set()
+
+
+class Engine:
+    """An engine loop, restartable, and the address that links ask for."""
+
+    def __init__(self, delay_s=0.001, info=None, start=None, **kw):
+        self.start = start or (lambda: SlowRunner(self.config, self.info, self.delay_s))
+        self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 16, **kw})
+        self.delay_s, self.runners, self.info = delay_s, [], info or INFO
+        self.same_node, self.num_starts = True, 0
+        self.restart()
+
+    def start_runners(self):
+        self.runners.append(self.start())
+        return self.runners[-1], self.info
+
+    async def open_link(self):
+        if self.loop is None:
+            raise CallboardError("There is no engine.")
+        return self.loop.links.open(self.same_node, "127.0.0.1"), self.info
+
+    def die(self):
+        """As after kill -9: all connections end at once, nothing is said."""
+        loop, self.loop = self.loop, None
+        loop.close()
+        for connection in list(loop._connections):
+            connection.close()
+
+    def restart(self):
+        self.num_starts += 1
+        self.loop = EngineLoop(self.config, self.start_runners)
+
+
+class Engines:
+    """A directory of engines whose ids are their places."""
+
+    def __init__(self, *engines):
+        self.all = list(engines)
+
+    async def engines(self):
+        return [f"app/engine/{i}#{e.num_starts}" for i, e in enumerate(self.all) if e.loop is not None]
+
+    async def open_link(self, name):
+        return await self.all[int(name.rpartition("/")[2].partition("#")[0])].open_link()
+
+
+def link_to(*engines):
+    """What a replica has of these engines."""
+    return Router(Engines(*engines))
+
+
+def only_link(group):
+    (link,) = group._links.values()
+    return link
+
+
+def request(i, **params):
+    params = {"max_tokens": 40, "ignore_eos": True, **params}
+    prompt = [1 + i % 7, 2, 3 + i % 3, 4, 5]
+    return Request(f"r{i}", prompt, len(prompt), SamplingParams(**params))
+
+
+async def read(link, req):
+    tokens, reason, last = [], None, None
+    async for output in link.generate(req):
+        tokens += output.token_ids
+        reason, last = output.finish_reason, output
+    return tokens, reason, last
+
+
+@pytest.fixture(params=["unix", "tcp"])
+async def served(request):
+    engine = Engine()
+    engine.same_node = request.param == "unix"
+    link = link_to(engine)
+    await link.start()
+    yield engine, link
+    link.close()
+    if engine.loop:
+        engine.loop.close()
+
+
+async def eventually(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        await asyncio.sleep(0.005)
+
+
+async def test_streams_get_the_sequential_tokens(served):
+    engine, link = served
+    got = await asyncio.gather(*(read(link, request(i)) for i in range(20)))
+    for i, (tokens, reason, _) in enumerate(got):
+        assert (tokens, reason) == sequential(request(i), 512)
+    assert link.health() == ""
+    assert link.num_streams == 0
+    assert engine.loop.stats()["blocks_available"] == INFO.num_kv_blocks - 1
+
+
+def test_the_event_loop_of_serve_does_as_well():
+    """Ray Serve runs its replicas on uvloop, whose transports are its own."""
+
+    async def main():
+        engine = Engine()
+        link = link_to(engine)
+        await asyncio.wait_for(link.start(), 5)
+        got = await asyncio.gather(*(read(link, request(i)) for i in range(3)))
+        link.close()
+        engine.loop.close()
+        return got
+
+    got = uvloop.run(main())
+    assert [tokens for tokens, _, _ in got] == [sequential(request(i), 512)[0] for i in range(3)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_the_next_plan_is_submitted_before_the_last_tokens_are_sent(depth, monkeypatch):
+    """In every step, also those in which requests come and go: collect k, submit k+depth, send k, collect k+1."""
+    engine = Engine(pipeline_depth=depth)
+    link = link_to(engine)
+    await link.start()
+    runner, events, in_flight = engine.runners[-1], [], []
+    submit, collect, flush = runner.submit, runner.collect, Connection.flush
+
+    def note_submit(plan):
+        events.append(("submit", plan.step_id))
+        in_flight.append(plan.step_id)
+        submit(plan)
+
+    def note_collect():
+        events.append(("collect", in_flight.pop(0)))
+        return collect()
+
+    def note_flush(connection):
+        events.append(("send", next(step for kind, step in reversed(events) if kind == "collect")))
+        flush(connection)
+
+    runner.submit, runner.collect = note_submit, note_collect
+    monkeypatch.setattr(Connection, "flush", note_flush)
+    got = await asyncio.gather(*(read(link, request(i, max_tokens=20 + i)) for i in range(12)))
+    assert [tokens for tokens, _, _ in got] == [sequential(request(i, max_tokens=20 + i), 512)[0] for i in range(12)]
+    last = max(step for _, step in events)
+    for step in range(1, last - depth):
+        sent = events.index(("send", step))
+        assert events.index(("collect", step)) < events.index(("submit", step + depth)) < sent
+        assert events[sent + 1] == ("collect", step + 1)
+    link.close()
+    engine.loop.close()
+
+
+async def test_nothing_comes_after_the_end(served):
+    """An abort finds the last step's tokens still unsent: they go first."""
+    engine, group = served
+    link = only_link(group)
+    ends, late, on_tokens = Counter(), [], link._on_tokens
+
+    def note(frame):
+        late.extend(n for n in memoryview(frame.streams).cast("i") if n in ends)
+        ends.update(ended.stream for ended in frame.ended)
+        on_tokens(frame)
+
+    link._on_tokens = note
+    for i in range(30):
+        reading = asyncio.create_task(read(group, request(i, max_tokens=400)))
+        await eventually(lambda: engine.loop.stats()["running"] == 1)
+        engine.loop.abort(f"r{i}")
+        tokens, reason, _ = await reading
+        assert reason is FinishReason.ABORT
+        assert tokens == sequential(request(i, max_tokens=400), 512)[0][: len(tokens)]
+    assert not late
+    assert set(ends.values()) == {1}
+
+
+@pytest.mark.parametrize("call", ["submit", "collect"])
+async def test_a_lost_runner_is_a_pause(served, call):
+    engine, link = served
+    reading = asyncio.gather(*(read(link, request(i, max_tokens=100)) for i in range(8)))
+    for _ in range(3):
+        before = engine.loop.core.steps_done
+        await eventually(lambda before=before: engine.loop.core.steps_done > before + 5)
+        lost = len(engine.runners)
+        setattr(engine.runners[-1], "dead" if call == "collect" else "deaf", "Rank 0 is gone.")
+        await eventually(lambda lost=lost: len(engine.runners) > lost)
+    for i, (tokens, reason, _) in enumerate(await reading):
+        assert (tokens, reason) == sequential(request(i, max_tokens=100), 512)
+    assert engine.loop.num_rebuilds == 3
+
+
+async def test_a_dead_engine_is_a_pause(served):
+    engine, link = served
+    reading = asyncio.gather(*(read(link, request(i, max_tokens=150)) for i in range(8)))
+    for _ in range(2):
+        await eventually(lambda: engine.loop.core.steps_done > 10)
+        engine.die()
+        await eventually(lambda: "restarting" in link.health())
+        engine.restart()
+        await eventually(lambda: link.health() == "")
+    for i, (tokens, reason, _) in enumerate(await reading):
+        assert (tokens, reason) == sequential(request(i, max_tokens=150), 512)
+
+
+async def test_a_broken_connection_to_a_living_engine_is_a_pause(served):
+    engine, link = served
+    reading = asyncio.gather(*(read(link, request(i, max_tokens=150)) for i in range(8)))
+    for _ in range(3):
+        before = engine.loop.core.steps_done
+        await eventually(lambda before=before: engine.loop.core.steps_done > before + 5)
+        only_link(link)._connection.transport.abort()
+        await asyncio.sleep(0.02)
+    for i, (tokens, reason, _) in enumerate(await reading):
+        assert (tokens, reason) == sequential(request(i, max_tokens=150), 512)
+    await eventually(lambda: engine.loop.stats()["connections"] == 1)
+
+
+async def test_a_request_made_while_there_is_no_engine_waits_for_it():
+    engine = Engine()
+    link = link_to(engine)
+    await link.start()
+    await eventually(lambda: engine.loop.stats()["connections"] == 1)
+    engine.die()
+    await eventually(lambda: link.health() != "")
+    reading = asyncio.create_task(read(link, request(0)))
+    await asyncio.sleep(0.05)
+    engine.restart()
+    assert (await reading)[:2] == sequential(request(0), 512)
+    link.close()
+    engine.loop.close()
+
+
+async def test_closing_the_generator_aborts(served):
+    engine, link = served
+    engine.runners[-1].delay_s = 0.02
+    stream = link.generate(request(0, max_tokens=400))
+    await anext(stream)
+    await stream.aclose()
+    await eventually(lambda: not engine.loop.core.scheduler.requests)
+    assert link.num_streams == 0
+
+
+async def test_a_gone_replica_has_its_requests_aborted(served):
+    engine, link = served
+    engine.runners[-1].delay_s = 0.02
+    tasks = [asyncio.create_task(read(link, request(i, max_tokens=400))) for i in range(4)]
+    await eventually(lambda: len(engine.loop.core.scheduler.requests) == 4)
+    link.close()
+    await eventually(lambda: not engine.loop.core.scheduler.requests)
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_silent_replica_loses_its_lease(served, monkeypatch):
+    engine, link = served
+    monkeypatch.setattr("actors.link_server.LEASE_S", 0.2)
+    engine.runners[-1].delay_s = 0.02
+    only_link(link)._task.cancel()  # no heartbeat any more
+    task = asyncio.create_task(read(link, request(0, max_tokens=400)))
+    await eventually(lambda: engine.loop.stats()["steps"] > 2)
+    await eventually(lambda: not engine.loop.core.scheduler.requests)
+    task.cancel()
+
+
+async def test_a_full_queue_says_when_to_come_back():
+    engine = Engine(delay_s=0.02, max_num_seqs=1, max_queued_requests=2)
+    link = link_to(engine)
+    await link.start()
+    tasks = [asyncio.create_task(read(link, request(0)))]
+    await eventually(lambda: engine.loop.stats()["running"] == 1)
+    tasks += [asyncio.create_task(read(link, request(i))) for i in (1, 2)]
+    await eventually(lambda: engine.loop.stats()["waiting"] == 2)
+    with pytest.raises(EngineBusy, match="max_queued_requests") as busy:
+        await read(link, request(9))
+    assert busy.value.retry_after_s >= 1
+    for task in tasks:
+        task.cancel()
+    link.close()
+    engine.loop.close()
+
+
+async def test_a_request_that_cannot_be_served_is_refused(served):
+    _, link = served
+    with pytest.raises(RequestRefused, match="maximum context length"):
+        await read(link, Request("long", [1] * 600, 600, SamplingParams()))
+
+
+async def test_abort_by_id_is_told_to_the_reader(served):
+    engine, link = served
+    engine.runners[-1].delay_s = 0.02
+    reading = asyncio.create_task(read(link, request(0, max_tokens=400)))
+    await eventually(lambda: engine.loop.stats()["running"] == 1)
+    engine.loop.abort("r0")
+    assert (await reading)[1] is FinishReason.ABORT
+
+
+async def test_stop_reason_and_cached_tokens_arrive(served):
+    _, link = served
+    first = await read(link, request(0, ignore_eos=False, stop_token_ids=(EOS,), max_tokens=300))
+    assert first[1] is FinishReason.STOP
+    assert first[2].stop_token_id == EOS
+    outputs = [o async for o in link.generate(request(0))]
+    assert outputs[0].num_cached == 4
+
+
+async def test_a_hung_runner_counts_as_lost():
+    engine = Engine(step_timeout_s=0.3)
+    link = link_to(engine)
+    await link.start()
+    engine.runners[-1].hang = True
+    reading = asyncio.create_task(read(link, request(0)))
+    for _ in range(100):
+        engine.loop.check_progress()
+        await asyncio.sleep(0.02)
+        if reading.done():
+            break
+    assert (await reading)[:2] == sequential(request(0), 512)
+    assert engine.loop.num_rebuilds == 1
+    link.close()
+    engine.loop.close()
+
+
+async def test_a_request_that_kills_every_runner_ends_with_an_error(monkeypatch):
+    engine = Engine()
+    link = link_to(engine)
+    await link.start()
+    start = engine.start_runners
+
+    def start_cursed():
+        runner, info = start()
+        if len(engine.runners) <= MAX_LOSSES:
+            runner.dead = "Rank 0 is gone."
+        return runner, info
+
+    engine.loop._start_runners = start_cursed
+    engine.runners[-1].dead = "Rank 0 is gone."
+    _, reason, last = await read(link, request(0))
+    assert reason is FinishReason.ERROR
+    assert "lost 3 times while" in last.error
+    assert (await read(link, request(1)))[:2] == sequential(request(1), 512)
+    link.close()
+    engine.loop.close()
+
+
+async def test_a_stranger_does_not_get_in():
+    engine = Engine()
+    address = engine.loop.links.open(False, "127.0.0.1")
+    reader, writer = await asyncio.open_connection(*address.endpoint)
+    writer.write(b"x" * 32)
+    assert await reader.read() == b""
+    writer.close()
+    engine.same_node = False
+    link = link_to(engine)
+    await link.start()
+    assert (await read(link, request(0)))[:2] == sequential(request(0), 512)
+    link.close()
+    engine.loop.close()

@@ -1,0 +1,160 @@
+"""The engine's door: what strangers, used-up files and broken frames may not do to the links of others."""
+
+import asyncio
+import errno
+import socket
+import threading
+
+import pytest
+
+from actors import transport
+from actors.messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
+from actors.metrics import Histogram, MetricValues
+from runtime.core.types import FinishReason
+from tests.actors.test_link import Engine, eventually, link_to, only_link, read, request
+from tests.support.fake_runner import sequential
+
+
+@pytest.fixture
+async def engine():
+    engine = Engine()
+    yield engine
+    engine.loop.close()
+
+
+def replica_of(engine):
+    """A connection as a replica makes it, to write any frame to."""
+    return transport.connect(engine.loop.links.open(True, ""))
+
+
+def num_readers():
+    return sum(thread.name == "link-read" for thread in threading.enumerate())
+
+
+async def answer(engine, i):
+    """Through a link of its own."""
+    group = link_to(engine)
+    await asyncio.wait_for(group.start(), 5)
+    tokens, reason, _ = await asyncio.wait_for(read(group, request(i)), 5)
+    group.close()
+    return tokens, reason
+
+
+@pytest.mark.parametrize("what", ["files", "threads"])
+async def test_the_door_stays_open_though_files_or_threads_are_used_up(engine, monkeypatch, what):
+    failures = [3]
+    accept, start = socket.socket.accept, threading.Thread.start
+
+    def fail_of(error, fails, works):
+        def call(self):
+            if fails(self) and failures[0]:
+                failures[0] -= 1
+                raise error
+            return works(self)
+
+        return call
+
+    full = OSError(errno.EMFILE, "Too many open files")
+    no_thread = RuntimeError("can't start new thread")
+    if what == "files":
+        monkeypatch.setattr(socket.socket, "accept", fail_of(full, lambda _: True, accept))
+    else:
+        monkeypatch.setattr(
+            threading.Thread, "start", fail_of(no_thread, lambda thread: thread.name == "link-read", start)
+        )
+    assert await answer(engine, 0) == sequential(request(0), 512)
+    await eventually(lambda: not failures[0])
+    assert await answer(engine, 1) == sequential(request(1), 512)
+
+
+async def test_strangers_take_neither_all_threads_nor_the_place_of_a_replica(engine, monkeypatch):
+    monkeypatch.setattr(transport, "_MAX_HANDSHAKES", 8)
+    before = num_readers()
+    path = engine.loop.links.open(True, "").endpoint
+    strangers = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+    try:
+        for stranger in strangers:
+            stranger.connect(path)
+        for stranger in strangers[:32]:  # the oldest are cut off, so that those that say nothing take few files
+            stranger.settimeout(5)
+            assert await asyncio.to_thread(stranger.recv, 1) == b""
+        assert await answer(engine, 0) == sequential(request(0), 512)
+        assert num_readers() - before <= 1
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    await eventually(lambda: num_readers() == before)
+
+
+async def test_a_reader_that_fails_ends_its_connection_and_no_other(engine, monkeypatch, caplog):
+    group = link_to(engine)
+    await group.start()
+    engine.runners[-1].delay_s = 0.005
+    reading = asyncio.create_task(read(group, request(0, max_tokens=100)))
+    await eventually(lambda: engine.loop.stats()["running"] == 1)
+    replica = replica_of(engine)
+    with replica.sock:
+        replica.send(encode(Submit(1, request(1, max_tokens=400), resumed=False)))
+        await eventually(lambda: engine.loop.stats()["running"] == 2)
+        monkeypatch.setattr(engine.loop.links, "_report", lambda figures: 1 / 0)
+        replica.send(encode(Report(MetricValues())))
+        await eventually(lambda: engine.loop.stats()["connections"] == 1)
+        assert engine.loop.stats()["streams"] == [1]
+    assert "division by zero" in caplog.text
+    assert (await reading)[:2] == sequential(request(0, max_tokens=100), 512)
+    group.close()
+
+
+async def test_figures_with_other_bounds_end_no_connection(engine):
+    """Those of a replica whose engines differ in their context."""
+    group = link_to(engine)
+    await group.start()
+    connection = only_link(group)._connection
+    lengths = Histogram.of((1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000))
+    for value in (3, 1500):
+        lengths.observe(value)
+    figures = MetricValues({}, {"vllm:request_prompt_tokens": lengths})
+    for _ in range(2):
+        snapshots = await group.report({"0": figures})
+    total = snapshots["0"].figures.histograms["vllm:request_prompt_tokens"]
+    assert dict(total.cumulative())["5.0"] == 2
+    assert sum(total.counts) == 4
+    assert only_link(group)._connection is connection
+    group.close()
+
+
+async def test_a_heartbeat_is_answered_while_the_step_thread_is_busy(engine):
+    """The engine itself finds a step that hangs (step_timeout_s); its replicas must not leave it for a long one."""
+    engine.runners[-1].hang = True
+    replica = replica_of(engine)
+    with replica.sock:
+        replica.send(encode(Submit(1, request(0), resumed=False)))
+        await eventually(lambda: engine.loop.stats()["running"] == 1)
+        replica.send(encode(Heartbeat()))
+        message = None
+        while not isinstance(message, Heartbeat):
+            message = decode_from_engine(await asyncio.wait_for(asyncio.to_thread(replica.receive), 5))
+
+
+@pytest.mark.parametrize("name", ["cmpl-my-own-id-0", "cmpl-my-own-id", "my-own-id"])
+async def test_an_abort_by_id_looks_at_no_other_stream(engine, monkeypatch, name):
+    group = link_to(engine)
+    await group.start()
+    engine.runners[-1].delay_s = 0.01
+    others = [request(i, max_tokens=30) for i in range(10)]
+    for i, other in enumerate(others):
+        other.request_id = f"cmpl-other{i}-0"
+    mine = request(3, max_tokens=400)
+    mine.request_id = "cmpl-my-own-id-0"
+    reading = [asyncio.create_task(read(group, r)) for r in (*others, mine)]
+    await eventually(lambda: len(engine.loop.core.scheduler.requests) == 11)
+    looked_at, means = [], AbortById.means
+    monkeypatch.setattr(AbortById, "means", lambda self, i: looked_at.append(i) or means(self, i))
+    group.abort(name)
+    group.abort("unknown")
+    assert (await reading[-1])[1] is FinishReason.ABORT
+    assert set(looked_at) == {mine.request_id}
+    for other, task in zip(others, reading, strict=False):
+        assert (await task)[:2] == sequential(other, 512)
+    assert not engine.loop._by_id
+    group.close()

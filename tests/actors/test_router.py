@@ -1,0 +1,361 @@
+"""Engines that die, freeze, drain, fill up, come and go behind one Router, over real sockets."""
+
+import asyncio
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+import uvloop
+
+from actors import link as link_module
+from actors.engine_client import EngineBusy, EngineDraining, RequestRefused
+from actors.messages import Heartbeat
+from actors.transport import Address
+from runtime.core.types import FinishReason, Request, SamplingParams
+from tests.actors.test_link import INFO, Engine, eventually, link_to, read, request
+from tests.support.fake_runner import sequential
+
+
+def info_with(**changes):
+    return replace(INFO, **changes)
+
+
+class Group:
+    """A Router over fresh engines, which are closed with it."""
+
+    def __init__(self, *engines):
+        self.engines, self.group = engines, link_to(*engines)
+
+    async def __aenter__(self):
+        await self.group.start()
+        await eventually(lambda: len(healthy(self.group)) == sum(e.loop is not None for e in self.engines))
+        return self.group
+
+    async def __aexit__(self, *_):
+        self.group.close()
+        for engine in self.engines:
+            if engine.loop is not None:
+                engine.loop.close()
+
+
+def healthy(group):
+    return [link for link in group._links.values() if link.usable and not link.reason]
+
+
+def running(engine):
+    return engine.loop.stats()["running"]
+
+
+def live(engine):
+    return len(engine.loop.core.scheduler.requests)
+
+
+def freeze(engine):
+    """As after SIGSTOP: its connections stay, and it says nothing more."""
+    for connection in list(engine.loop._connections):
+        connection.send = lambda message: None
+
+
+@pytest.fixture
+def fast_beats(monkeypatch):
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.03)
+
+
+async def check(reading, count, max_tokens):
+    for i, (tokens, reason, _) in enumerate(await asyncio.wait_for(reading, 10)):
+        assert (tokens, reason) == sequential(request(i, max_tokens=max_tokens), 512)
+    assert i + 1 == count
+
+
+async def test_streams_spread_over_the_engines():
+    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    async with Group(*engines) as group:
+        reading = asyncio.gather(*(read(group, request(i)) for i in range(10)))
+        await eventually(lambda: all(running(e) == 5 for e in engines))
+        await check(reading, 10, 40)
+        assert group.engines() == ["0", "1"]
+
+
+async def test_streams_of_an_engine_that_dies_for_good_move_at_once():
+    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    async with Group(*engines) as group:
+        reading = asyncio.gather(*(read(group, request(i, max_tokens=150)) for i in range(8)))
+        await eventually(lambda: engines[0].loop.core.steps_done > 10)
+        engines[0].die()
+        await eventually(lambda: live(engines[1]) == 8, 1.0)
+        assert group.health() == ""
+        await check(reading, 8, 150)
+        await eventually(lambda: list(group._links) == ["app/engine/1#1"])
+        assert group.engines() == ["1"]
+
+
+@pytest.mark.usefixtures("fast_beats")
+async def test_streams_of_a_frozen_engine_move_and_it_comes_back_when_it_thaws():
+    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    async with Group(*engines) as group:
+        reading = asyncio.gather(*(read(group, request(i, max_tokens=150)) for i in range(8)))
+        await eventually(lambda: all(e.loop.core.steps_done > 10 for e in engines))
+        connections = engines[0].loop._connections.copy()
+        open_link, engines[0].open_link = engines[0].open_link, asyncio.Event().wait
+        freeze(engines[0])
+        await eventually(lambda: live(engines[1]) == 8, 2.0)
+        assert group.health() == ""
+        assert len(healthy(group)) == 1
+        await eventually(lambda: not connections & engines[0].loop._connections)  # it aborts what has moved
+        assert not engines[0].loop.core.scheduler.requests
+        await check(reading, 8, 150)
+        engines[0].open_link = open_link
+        for link in group._links.values():
+            if not link.usable:
+                link._task.cancel()  # it would wait for the old attempt's end
+                link._task = asyncio.create_task(link._keep_connected())
+        await eventually(lambda: len(healthy(group)) == 2)
+
+
+@pytest.mark.usefixtures("fast_beats")
+async def test_a_group_whose_only_engine_is_frozen_is_ill():
+    engine = Engine()
+    async with Group(engine) as group:
+        engine.open_link = asyncio.Event().wait
+        freeze(engine)
+        await eventually(lambda: group.health() == "The engine is restarting.", 2.0)
+
+
+@pytest.mark.usefixtures("fast_beats")
+def test_a_replica_that_was_late_itself_loses_no_engine():
+    """On uvloop, as Serve's replicas run: after a pause it calls what is due before it reads what has come."""
+
+    async def main():
+        engine, num_pauses = Engine(), 3
+        async with Group(engine) as group:
+            (link,) = healthy(group)
+            connection, send = link._connection, link._send
+
+            def send_and_pause(message):
+                nonlocal num_pauses
+                send(message)
+                if isinstance(message, Heartbeat) and num_pauses:
+                    num_pauses -= 1
+                    asyncio.get_running_loop().call_soon(time.sleep, 0.3)
+
+            link._send = send_and_pause
+            await eventually(lambda: not num_pauses)
+            assert (await read(group, request(0)))[:2] == sequential(request(0), 512)
+            assert link._connection is connection
+
+    uvloop.run(main())
+
+
+@pytest.mark.usefixtures("fast_beats")
+async def test_an_engine_that_accepts_nobody_is_not_healthy():
+    """The kernel connects to whoever listens; only the engine's own word says that it is there."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("\0callboard-test-nobody")
+    listener.listen()
+    engines = [Engine(), Engine()]
+
+    async def nowhere():
+        return Address(socket.SOCK_STREAM, "\0callboard-test-nobody", b"x" * 32), INFO
+
+    open_link, engines[0].open_link = engines[0].open_link, nowhere
+    group = link_to(*engines)
+    await group.start()
+    try:
+        await asyncio.sleep(0.1)
+        assert [link.engine for link in healthy(group)] == ["1"]
+        for i in range(4):
+            assert (await read(group, request(i)))[:2] == sequential(request(i), 512)
+        engines[0].open_link = open_link
+        await eventually(lambda: len(healthy(group)) == 2)
+    finally:
+        group.close()
+        listener.close()
+        for engine in engines:
+            engine.loop.close()
+
+
+async def test_streams_leave_a_draining_engine(monkeypatch):
+    monkeypatch.setattr("actors.router._SETTLED_S", 0.05)
+    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    async with Group(*engines) as group:
+        reading = asyncio.gather(*(read(group, request(i, max_tokens=150)) for i in range(8)))
+        await eventually(lambda: engines[0].loop.core.steps_done > 10)
+        await asyncio.wrap_future(engines[0].loop.drain("It ends."))
+        await eventually(lambda: not engines[0].loop.core.scheduler.requests)
+        await eventually(lambda: live(engines[1]) == 8)
+        assert group.health() == ""
+        assert (await read(group, request(3)))[:2] == sequential(request(3), 512)
+        await check(reading, 8, 150)
+
+
+async def test_streams_stay_when_all_engines_drain(monkeypatch):
+    """At the end of the whole server: those of the first may not pile up on the last."""
+    monkeypatch.setattr("actors.router._SETTLED_S", 0.1)
+    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    async with Group(*engines) as group:
+        reading = asyncio.gather(*(read(group, request(i, max_tokens=100)) for i in range(8)))
+        await eventually(lambda: all(running(e) == 4 for e in engines))
+        for engine in engines:
+            await asyncio.wrap_future(engine.loop.drain("The server ends."))
+        await eventually(lambda: group.health() == "The server ends.")
+        with pytest.raises(EngineDraining, match="The server ends"):
+            await read(group, request(9))
+        await asyncio.sleep(0.15)
+        assert [running(e) for e in engines] == [4, 4]
+        await check(reading, 8, 100)
+
+
+async def test_streams_wait_for_another_kind_of_engine_as_long_as_theirs_goes_on(monkeypatch):
+    """Of a draining engine; what another dtype makes of the rest is another answer."""
+    monkeypatch.setattr("actors.router._SETTLED_S", 0.02)
+    other = Engine(info=info_with(fingerprint="other"))
+    async with Group(Engine(delay_s=0.005), other) as group:
+        reading = asyncio.create_task(read(group, request(0, max_tokens=100)))
+        first = group._links["app/engine/0#1"]
+        await eventually(lambda: first.num_streams == 1 and first.streams[0].received)
+        engine = group._directory.all[0]
+        await asyncio.wrap_future(engine.loop.drain("It ends."))
+        assert (await reading)[:2] == sequential(request(0, max_tokens=100), 512)
+        assert other.loop.core.steps_done == 0
+
+
+async def test_a_full_engine_is_passed_by(monkeypatch):
+    """Others fill the first engine; this replica has no stream there, and asks it first."""
+    engines = [Engine(delay_s=0.02, max_num_seqs=1, max_queued_requests=1) for _ in range(2)]
+    async with Group(engines[0]) as others, link_closing(link_to(*engines)) as group:
+        await group.start()
+        await eventually(lambda: len(healthy(group)) == 2)
+        filling = await fill(others, engines[0])
+        assert (await read(group, request(2)))[:2] == sequential(request(2), 512)
+        assert running(engines[0]) == 1
+        filling += await fill(group, engines[1])
+        with pytest.raises(EngineBusy, match="max_queued_requests"):
+            await read(group, request(5))
+        for task in filling:
+            task.cancel()
+        engines[1].loop.close()
+
+
+class link_closing:
+    def __init__(self, group):
+        self.group = group
+
+    async def __aenter__(self):
+        return self.group
+
+    async def __aexit__(self, *_):
+        self.group.close()
+
+
+async def fill(group, engine):
+    """One request that runs, one that waits."""
+    tasks = []
+    for place in ("running", "waiting"):
+        tasks.append(asyncio.create_task(read(group, request(0, max_tokens=400))))
+        await eventually(lambda place=place: engine.loop.stats()[place] == 1)
+    return tasks
+
+
+async def test_a_prompt_too_long_for_one_engine_goes_to_another():
+    engines = [Engine(info=info_with(max_model_len=64)), Engine()]
+    long = Request("long", [1 + i % 9 for i in range(100)], 100, SamplingParams(max_tokens=20, ignore_eos=True))
+    async with Group(*engines) as group:
+        assert group.info.max_model_len == 512
+        assert (await read(group, long))[:2] == sequential(long, 512)
+        engines[1].die()
+        await eventually(lambda: group.engines() == ["0"])
+        with pytest.raises(RequestRefused, match="maximum context length is 64"):
+            await read(group, long)
+
+
+async def test_only_what_an_engine_had_accepted_skips_the_queue_of_the_next():
+    engine = Engine(delay_s=0.01, max_num_seqs=1, max_queued_requests=2)
+    async with Group(engine) as group:
+        (link,) = group._links.values()
+        old = [asyncio.create_task(read(group, request(0, max_tokens=30)))]
+        await eventually(lambda: running(engine) == 1)
+        old += [asyncio.create_task(read(group, request(i, max_tokens=30))) for i in (1, 2)]
+        await eventually(lambda: len(link.streams) == 3 and all(s.accepted for s in link.streams))
+        engine.die()
+        await eventually(lambda: group.health() != "")
+        new = [asyncio.create_task(read(group, request(i, max_tokens=30))) for i in range(3, 7)]
+        await asyncio.sleep(0)
+        engine.restart()
+        for i, task in enumerate(old):
+            assert (await task)[:2] == sequential(request(i, max_tokens=30), 512)
+        refused = [r for r in await asyncio.gather(*new, return_exceptions=True) if isinstance(r, EngineBusy)]
+        assert len(refused) == 4
+
+
+async def test_a_stream_that_engines_die_of_is_not_tried_for_ever():
+    """It takes others with it that were computed beside it, but not those that only waited."""
+    engine = Engine(delay_s=0.005, max_num_seqs=1)
+    async with Group(engine) as group:
+        poison = asyncio.create_task(read(group, request(0, max_tokens=400)))
+        await eventually(lambda: running(engine) == 1)
+        innocent = asyncio.create_task(read(group, request(1)))
+        for _ in range(3):
+            await eventually(lambda: any(s.waits for link in group._links.values() for s in link.streams))
+            engine.die()
+            await eventually(lambda: not group.engines())
+            await eventually(lambda: not group._links)  # the directory says that it is dead
+            engine.restart()
+        tokens, reason, last = await asyncio.wait_for(poison, 5)
+        assert reason is FinishReason.ERROR
+        assert "3 engines" in last.error
+        assert tokens == sequential(request(0, max_tokens=400), 512)[0][: len(tokens)]
+        assert (await innocent)[:2] == sequential(request(1), 512)
+        assert group.num_streams == 0
+
+
+async def test_connections_that_break_are_not_held_against_a_stream():
+    engine = Engine(delay_s=0.005)
+    async with Group(engine) as group:
+        reading = asyncio.create_task(read(group, request(0, max_tokens=200)))
+        for _ in range(5):
+            await eventually(lambda: running(engine) == 1)
+            (link,) = group._links.values()
+            broken = link._connection
+            broken.transport.abort()
+            await eventually(lambda link=link, broken=broken: link.usable and link._connection is not broken)
+        assert (await reading)[:2] == sequential(request(0, max_tokens=200), 512)
+
+
+async def test_an_abort_by_id_finds_a_stream_where_it_is_now():
+    engines = [Engine(delay_s=0.01), Engine(delay_s=0.01)]
+    async with Group(*engines) as group:
+        moved = asyncio.create_task(read(group, request(0, max_tokens=400)))
+        await eventually(lambda: running(engines[0]) == 1)
+        engines[0].die()
+        await eventually(lambda: running(engines[1]) == 1)
+        group.abort("r0")
+        assert (await moved)[1] is FinishReason.ABORT
+        waiting = asyncio.create_task(read(group, request(1, max_tokens=400)))
+        left = asyncio.create_task(read(group, request(2, max_tokens=400)))
+        await eventually(lambda: live(engines[1]) == 2)
+        engines[1].die()
+        await eventually(lambda: len(group._waiting) == 2)
+        group.abort("r1")
+        assert (await waiting)[1] is FinishReason.ABORT
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert group.num_streams == 0
+
+
+async def test_a_directory_that_does_not_answer_harms_no_link():
+    engine = Engine()
+    async with Group(engine) as group:
+
+        async def broken():
+            raise OSError("no GCS")
+
+        directory, group._directory.engines = group._directory.engines, broken
+        group._wake.set()
+        assert (await read(group, request(0)))[:2] == sequential(request(0), 512)
+        await eventually(lambda: not group._wake.is_set())
+        group._directory.engines = directory
+        other = Engine()
+        group._directory.all.append(other)
+        await eventually(lambda: group.engines() == ["0", "1"])
+        other.loop.close()

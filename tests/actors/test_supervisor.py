@@ -1,0 +1,86 @@
+"""The supervisor's watch over an engine, without Ray: what it replaces, and what it says when it cannot go on."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import RayError
+
+from actors import supervisor as supervisor_module
+from actors.supervisor import Supervisor
+from runtime.core.config import EngineConfig
+from tests.actors.test_link import eventually
+
+
+class Method:
+    """A method of an actor handle."""
+
+    def __init__(self, answer):
+        self.remote = answer
+
+
+class FakeActor:
+    """An engine actor that can die or freeze."""
+
+    def __init__(self):
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.frozen = False
+        self.wait_for_exit, self.health = Method(lambda: self.ended), Method(self._health)
+
+    async def _health(self):
+        if self.frozen:
+            await asyncio.Event().wait()
+        return ""
+
+
+@pytest.fixture
+async def watched(monkeypatch):
+    """A supervisor and the actors that it started; `killed` has how each was ended."""
+    killed = []
+    monkeypatch.setattr(supervisor_module, "_HEALTH_PERIOD_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "_HEALTH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(supervisor_module.ray, "kill", lambda actor: killed.append("ray"))
+    monkeypatch.setattr(supervisor_module.os, "kill", lambda pid, number: killed.append((pid, number)))
+    supervisor, actors = Supervisor(EngineConfig(), "app/engine/x", None, False), []
+
+    async def start_engine():
+        actors.append(FakeActor())
+        supervisor._pid = 12345
+        return actors[-1]
+
+    monkeypatch.setattr(supervisor, "_start_engine", start_engine)
+    await supervisor.start()
+    yield supervisor, actors, killed
+    supervisor._watch.cancel()
+
+
+async def test_a_frozen_engine_is_killed_and_replaced(watched):
+    supervisor, actors, killed = watched
+    await asyncio.sleep(0.05)
+    assert len(actors) == 1
+    actors[0].frozen = True
+    await eventually(lambda: len(actors) == 2)
+    assert killed == [(12345, 9), "ray"]
+    assert (supervisor.num_restarts, supervisor.failed) == (1, "")
+
+
+@pytest.mark.parametrize("how", ["dies", "step thread ends"])
+async def test_an_engine_that_ended_is_replaced_and_no_other_process_is_killed(watched, how):
+    _, actors, killed = watched
+    if how == "dies":
+        actors[0].ended.set_exception(RayError("killed"))
+    else:
+        actors[0].ended.set_result(None)
+    await eventually(lambda: len(actors) == 2)
+    assert killed == ["ray"]
+
+
+async def test_a_watch_that_fails_is_told_to_serve(watched, monkeypatch):
+    supervisor, actors, _ = watched
+
+    async def fail():
+        raise ValueError("unheard of")
+
+    monkeypatch.setattr(supervisor, "_start_engine", fail)
+    actors[0].ended.set_result(None)
+    await eventually(lambda: supervisor.failed != "")
+    assert supervisor.failed == "The engine's supervisor failed: ValueError: unheard of"

@@ -1,0 +1,100 @@
+"""The benchmarks run, and their arithmetic is right; their figures are nobody's business here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.models import CONFIGS, spec_of
+from benchmarks.profile_step import by_name
+from runtime.loading.checkpoint import open_checkpoint
+from runtime.models import load_spec
+from runtime.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(module: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_ngram():
+    lines = run("ngram", "--repeats", "1", "--tokens", "8").splitlines()
+    assert [line.count("|") for line in lines] == [7] * 8
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("llama-3.2-1b", 1.236),
+        ("llama-3.2-3b", 3.213),
+        ("llama-3.1-8b", 8.030),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-4b", 4.022),
+        ("qwen3-8b", 8.191),
+        ("gemma-3-1b", 1.000),
+        ("gemma-2-2b", 2.614),
+        ("qwen3-30b-a3b", 30.53),
+        ("mixtral-8x7b", 46.70),
+        ("gpt2", 0.1244),
+        ("smollm2-135m", 0.1345),
+    ],
+)
+def test_published_shapes_have_their_published_number_of_weights(model, billions):
+    count = 0
+    for shape in spec_of(model).shapes().values():
+        size = 1
+        for n in shape:
+            size *= n
+        count += size
+    assert count / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_a_moment_counts_for_one_kernel():
+    times = [("a", 0, 5), ("b", 3, 1), ("a", 4, 4), ("b", 10, 2)]
+    events = [{"name": name, "ts": start, "dur": duration} for name, start, duration in times]
+    rows = {row["name"]: (row["calls"], row["us"]) for row in by_name(events, 2)}
+    assert rows == {"a": (1, 3.5), "b": (1, 1.5)}  # a until 3, b until 4, a until 8, b from 10
+
+
+@pytest.mark.slow
+def test_a_random_model_is_a_model(tmp_path):
+    run("make_random_model", "tiny", str(tmp_path))
+    checkpoint, tokenizer = open_checkpoint(tmp_path), Tokenizer.load(tmp_path)
+    assert load_spec(checkpoint.config)[0] == spec_of("tiny")
+    assert set(checkpoint.names()) == {name for name in checkpoint.names() if checkpoint.shape(name)}
+    assert tokenizer.vocab_size == CONFIGS["tiny"]["vocab_size"]
+    words = {tokenizer.decode([i]) for i in range(1000, 30000)}
+    assert len(words) == 29000  # each id that the serving benchmark sends has a word of its own
+    assert tokenizer.decode(tokenizer.encode("Ärger, 日本\n")) == "Ärger, 日本\n"
+
+
+@pytest.mark.slow
+def test_lines_become_a_report(tmp_path):
+    out = tmp_path / "lines.jsonl"
+    small = ["--out", str(out), "--set", "num_threads=1", "kv_cache_memory=0.1"]
+    run("make_random_model", "tiny", str(tmp_path / "tiny-8b"))
+    run("start", "--folder", str(tmp_path / "tiny-8b"), *small)
+    run("decode", "--model", "tiny", "--cells", "1x128x8", "3x20x4", "--repeats", "2", *small)
+    run("prefill", "--model", "tiny", "--lengths", "64", "--repeats", "1", *small)
+    run("serving", "--engine", "tiny", "--workloads", "sequential", "--repeats", "1", *small)
+    run("agreement", "--model", "tiny", "--variants", "overlap-off", "--prompts", "3", "--output", "8", *small)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["benchmark"] for line in lines] == ["start", "decode", "decode", "prefill", "serving", "agreement"]
+    assert lines[2]["batch"] == 3
+    assert lines[2]["decode_range"][0] <= lines[2]["decode_tok_s"] <= lines[2]["decode_range"][1]
+    assert lines[3]["first_token_ms"] > 0
+    assert lines[4]["requests"] == 10
+    assert lines[5]["equal"] == 3
+    run("report", str(out), "--into", str(tmp_path))
+    report = (tmp_path / "RESULTS.md").read_text()
+    assert "| tiny | 3 x (20, 4) |" in report
+    assert "| tiny-8b |" in report
+    assert "| tiny | sequential | engine |" in report
+    assert "-m benchmarks.decode --model tiny" in report

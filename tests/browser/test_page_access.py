@@ -1,0 +1,123 @@
+"""The page as a whole: keys, a server that starts, the keyboard alone, a phone, contrast."""
+# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
+
+import pytest
+
+from tests.support.page_browser import ANSWER, ask, browser, in_browser, is_answered, served, server, visit  # noqa: F401
+
+pytestmark = in_browser
+
+
+def test_key_is_asked_for_and_sent(visit, server):
+    def guard(route):
+        if route.request.headers.get("authorization") == "Bearer secret":
+            route.fallback()
+        else:
+            route.fulfill(status=401, json={"error": {"message": "Wrong key."}})
+
+    page = visit()
+    page.context.route("**/v1/**", guard)
+    page.reload()
+    page.wait_for_selector("#key-field:focus")
+    assert page.inner_text("#key label") == "The server asks for an API key."
+    page.keyboard.type("wrong")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#key label:text('did not accept')")
+    ask(page, "Hello")
+    page.wait_for_selector(".error:text('did not accept')")
+    page.fill("#key-field", "secret")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#key", state="hidden")
+    ask(page, "Hello")
+    is_answered(page, 1)
+    assert page.evaluate("sessionStorage.length") == 1
+    assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+
+
+def test_a_server_that_starts_is_waited_for(visit, server):
+    page = visit()
+    loading = {"error": {"message": "The model is loading."}}
+    page.route("**/v1/models", lambda route: route.fulfill(status=503, json=loading), times=1)
+    page.reload()
+    page.wait_for_selector("#trouble:text('The model is loading.')")
+    page.wait_for_selector("#server[data-state=ready]")
+    assert not page.is_visible("#trouble")
+
+
+def test_keyboard_alone(visit, server):
+    page = visit()
+    assert page.evaluate("document.activeElement.id") == "message"
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    is_answered(page, 1)
+    assert server.prompt() == "<user>one\ntwo<assistant>"
+    for _ in range(20):
+        page.keyboard.press("Shift+Tab")
+        if page.evaluate("document.activeElement.getAttribute('role')") == "tab":
+            break
+    outline = "getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(outline) == "solid"
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.id") == "tab-engine"
+    page.keyboard.press("ArrowLeft")
+    assert page.is_visible("#completion")
+    seen = []
+    for _ in range(13):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.name"))
+        assert page.evaluate(outline) == "solid" or seen[-1] == "prompt"  # its box has the ring
+    assert [name for name in seen if name] == [
+        "prompt", "logprobs", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed",
+    ]  # fmt: skip
+    page.focus("#completion [name=seed]")
+    assert page.evaluate("document.activeElement.labels[0].innerText.trim()") == "Seed"
+
+
+def test_phone(visit, server):
+    server.answers("x" * 300 + " " + ANSWER.replace("42", "4" * 200))
+    page = visit(360, 640, has_touch=True, is_mobile=True)
+    for view in ("chat", "completion", "engine"):
+        page.click(f"#tab-{view}")
+        if view == "chat":
+            ask(page, "y" * 300)
+            is_answered(page, 1)
+        assert page.evaluate("document.documentElement.scrollWidth") == 360
+        if view != "engine":
+            assert not page.is_visible(f"#{view} [name=seed]")
+            page.click(f"#{view} .settings > summary")
+            box = page.locator(f"#{view} [name=seed]").bounding_box()
+            assert box["x"] + box["width"] <= 360
+            button = page.locator(f"#{view} .composer button").bounding_box()
+            assert button["y"] + button["height"] <= 640
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_have_contrast(visit, scheme: str):
+    page = visit(color_scheme=scheme, reduced_motion="reduce")
+    colours = page.evaluate("""() => {
+        const probe = document.body.appendChild(document.createElement('i'));
+        return Object.fromEntries(['ground', 'raised', 'sunken', 'wash', 'bad-wash', 'text', 'muted', 'accent',
+            'on-accent', 'bad', 'edge'].map(name => {
+            probe.style.color = `var(--${name})`;
+            return [name, getComputedStyle(probe).color.match(/[0-9]+/g).map(Number)];
+        }));
+    }""")
+    assert (sum(colours["ground"]) > 600) == (scheme == "light")
+    pairs = [(t, g) for t in ("text", "muted", "accent") for g in ("ground", "raised", "sunken", "wash")]
+    for text, ground in [*pairs, ("on-accent", "accent"), ("bad", "bad-wash")]:
+        assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    assert contrast(colours["edge"], colours["ground"]) >= 3
+    assert page.evaluate("document.getAnimations().length") == 0
+
+
+def contrast(one: list[int], other: list[int]) -> float:
+    """WCAG 2's contrast ratio of two sRGB colours."""
+
+    def luminance(colour: list[int]) -> float:
+        linear = [c / 12.92 if (c := v / 255) <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for v in colour]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

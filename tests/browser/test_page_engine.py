@@ -1,0 +1,92 @@
+"""The page's engine view: figures, and what it says of them."""
+# ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
+
+from playwright.sync_api import expect
+
+from tests.support.page_browser import browser, in_browser, served, server, visit  # noqa: F401
+
+pytestmark = in_browser
+
+
+def test_engine_panel(visit, server):
+    page = visit()
+    page.wait_for_timeout(300)
+    assert server.metrics_at == []  # nobody looks
+    page.click("#tab-engine")
+    expect(page.locator("#generated dd >> nth=0")).to_contain_text("0")
+
+    def figure(name: str) -> str:
+        return page.inner_text(f"#{name} dd >> nth=0")
+
+    assert [figure(name) for name in ("running", "waiting", "kv")] == ["5", "7", "63 %"]
+    assert 150 < float(figure("generated")) < 250
+    assert figure("prompt-rate") == "0.0"
+    assert figure("ttft") == "300 ms"
+    assert page.inner_text("#ttft dd >> nth=1") == "mean of the last 2; 95 % within 500 ms"
+    assert len(page.get_attribute("#running polyline", "points").split()) == 2
+    page.evaluate("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
+    num_seen = len(server.metrics_at)
+    page.wait_for_timeout(2500)
+    assert len(server.metrics_at) == num_seen
+    page.evaluate("delete document.hidden")
+    page.click("#tab-chat")
+    page.context.route("**/metrics", lambda route: route.fulfill(status=404, json={"error": {"message": "Off."}}))
+    page.click("#tab-engine")
+    page.wait_for_selector("#engine-note:text('Off.')")
+
+
+FULL = """
+vllm:num_requests_running{engine="1"} 3
+vllm:num_requests_waiting{engine="1"} 1
+vllm:num_requests_running{engine="2"} 1
+vllm:num_requests_waiting{engine="2"} 0
+vllm:kv_cache_usage_perc{engine="1"} 0.95
+vllm:kv_cache_usage_perc{engine="2"} 0.5
+vllm:num_preemptions_total{engine="1"} 4
+vllm:prefix_cache_queries_total{engine="1"} 1000
+vllm:prefix_cache_hits_total{engine="1"} 625
+vllm:request_queue_time_seconds_sum{engine="1"} 5
+vllm:request_queue_time_seconds_count{engine="1"} 10
+vllm:spec_decode_num_drafts_total{engine="1"} 100
+vllm:spec_decode_num_draft_tokens_total{engine="1"} 400
+vllm:spec_decode_num_accepted_tokens_total{engine="1"} 300
+callboard:grammar_waits_total{engine="1"} 5
+callboard:grammar_seconds_count{engine="1"} 3
+callboard:restarts_total{engine="1",actor="engine"} 0
+callboard:restarts_total{engine="1",actor="runners"} 2
+callboard:requests_refused_total{engine="1",reason="busy"} 6
+callboard:requests_refused_total{engine="1",reason="never"} 0
+"""
+
+
+def test_the_view_says_what_its_figures_mean(visit, server):
+    page = visit()
+    page.context.route("**/metrics", lambda route: route.fulfill(body=FULL))
+    page.click("#tab-engine")
+    page.wait_for_selector("#engine-state:text('4 requests are running; 1 more waits, as the KV cache has no room')")
+
+    def card(name: str) -> str:
+        return page.inner_text(f"#{name} dd >> nth=0") + ", " + page.inner_text(f"#{name} dd >> nth=1")
+
+    assert card("waiting") == "1, the last 10 waited 500 ms on average"
+    assert card("kv") == "95 %, of the fullest engine, 4 places given up so far"
+    assert card("prefix") == "63 %, of 1000 prompt tokens were known"
+    assert card("draft") == "75 %, of 400 guesses were right: 4.0 tokens a step"
+    assert card("grammars") == "2, of 5 wait for theirs"
+    for about in page.locator("dd.about").all_inner_texts():
+        assert about.endswith(".")
+    assert page.locator("#engine tbody tr").all_inner_texts() == ["1\t3\t1\t95 %\t–\t0\t2", "2\t1\t0\t50 %\t–\t0\t0"]
+    assert page.inner_text("#refusals") == "Refused since the start: 6 because the queue was full."
+
+
+def test_what_is_not_there_is_not_shown(visit, server):
+    page = visit()
+    page.context.route("**/metrics", lambda route: route.fulfill(body="# nothing"))
+    page.click("#tab-engine")
+    page.wait_for_selector("#engine-state:text('No engine tells its figures now')")
+    assert not page.is_visible("#draft")
+    assert not page.is_visible("#grammars")
+    assert page.inner_text("#ttft dd >> nth=1") == "nothing to tell yet"
+    idle = 'vllm:num_requests_running{engine="1"} 0\nvllm:num_requests_waiting{engine="1"} 0\n'
+    page.context.route("**/metrics", lambda route: route.fulfill(body=idle))
+    page.wait_for_selector("#engine-state:text('Nothing to do: no request is running, and none waits.')")

@@ -1,0 +1,53 @@
+"""n > 1: the choices of a prompt share its blocks."""
+
+from collections import Counter
+
+import pytest
+
+from runtime.core.types import Request
+from serve_app.prepared_request import PreparedRequest
+from serve_app.requests import CompletionRequest
+from serve_app.responses import Guesses
+from serve_app.service import Service
+from tests.core.test_scheduler import Session
+from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+
+
+def prepare(n: int) -> PreparedRequest:
+    request = CompletionRequest(prompt=[1 + i % 7 for i in range(22)], n=n, max_tokens=6, ignore_eos=True, seed=1)
+    return Service(FakeEngine(), byte_tokenizer(), MODEL).prepare(request)
+
+
+def submit(session: Session, requests: list[Request]) -> list:
+    """Adds the service's requests, plans one step, and returns their states."""
+    for request in requests:
+        session.core.add(request)
+        session.added[request.request_id], session.outputs[request.request_id] = request, []
+    session.step()
+    return [session.core.scheduler.requests[request.request_id] for request in requests]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int):
+    session = Session(block_size=4, max_num_batched_tokens=64, pipeline_depth=depth)
+    prepared = prepare(n=4)
+    states = submit(session, prepared.requests)
+    tables = [state.blocks[:5] for state in states]  # of 22 tokens, those of 5 blocks
+    assert tables == [tables[0]] * 4
+    pool = session.core.scheduler.pool
+    assert [pool.refs(block) for block in tables[0]] == [4] * 5
+    held = Counter(block for state in states for block in state.blocks)
+    assert len(held) == 5 + 4  # alone, each would hold 6
+    assert [state.num_cached for state in states] == [0, 20, 20, 20]
+    assert prepared.usage([6] * 4, [state.num_cached for state in states], Guesses()) == {
+        "prompt_tokens": 22,
+        "completion_tokens": 24,
+        "total_tokens": 46,
+        "prompt_tokens_details": {"cached_tokens": 0},  # one of them had to compute it
+    }
+    session.finish()  # checks the tokens of each choice against a run alone, and that no block leaks
+    again = prepare(n=4)
+    states = submit(session, again.requests)
+    usage = again.usage([6] * 4, [s.num_cached for s in states], Guesses())
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 20}
+    session.finish()

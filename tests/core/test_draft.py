@@ -1,0 +1,474 @@
+"""A draft model's mirrors and its client: right guesses whatever is lost, late or repeated, and never a wrong token."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.draft import Chain, Commit, DraftCore, LocalWire, Open, Told
+from runtime.core.draft_client import DraftClient
+from runtime.core.engine import EngineCore
+from runtime.core.speculation import Speculation
+from runtime.core.types import Request, SamplingParams
+from tests.core.test_scheduler import check
+from tests.support.fake_runner import EOS, VOCAB, FakeRunner, sequential
+
+STEP_US = ((1, 10.0), (64, 20.0))
+
+
+class WrongAtTimes(FakeRunner):
+    """A draft that samples something else in a share of its tokens, and goes on from there."""
+
+    share = 0.0
+    rng = np.random.default_rng(0)
+
+    def sample(self, state):
+        return (super().sample(state) + (self.rng.random() < self.share)) % VOCAB
+
+
+def info(**kw):
+    return ModelInfo("f", VOCAB, kw.get("max_len", 64), (EOS,), kw.get("blocks", 40), 4, "none", "none")
+
+
+def draft_core(share=0.0, ahead=1, **kw):
+    config = EngineConfig(block_size=4, max_num_seqs=kw.pop("seqs", 6), max_num_batched_tokens=kw.pop("budget", 16))
+    runner = WrongAtTimes(config, info(**kw))
+    runner.share = share
+    return DraftCore(config, info(**kw), runner, ahead)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class BadWire:
+    """Loses, repeats and delays frames in both directions; can die, and come back knowing nothing."""
+
+    def __init__(self, core, clock, seed, loss):
+        self.core, self.clock, self.loss, self.dead, self.late = core, clock, loss, False, []
+        self.rng = np.random.default_rng(seed)
+
+    def send(self, told):
+        if self.dead:
+            raise OSError("gone")
+        if self.rng.random() >= self.loss:
+            for _ in range(1 + (self.rng.random() < self.loss)):
+                self.core.take(None, told)
+
+    def receive(self, timeout_s):
+        if self.dead:
+            raise OSError("gone")
+        came = self.late
+        self.late = []
+        for _ in range(self.rng.integers(1, 4) if timeout_s <= 0 else 99):
+            self.core.step()
+        for chain in self.core.outbox.pop(None, ()):
+            fate = self.rng.random()
+            if fate < self.loss:
+                continue
+            (self.late if fate < 2 * self.loss else came).append(chain)
+        self.clock.now += 0.0001 if came else timeout_s
+        return came or None
+
+
+class SlowWire(LocalWire):
+    """A draft that takes `seconds_of(tokens it is behind)` for an answer."""
+
+    def __init__(self, core, clock, seconds_of):
+        super().__init__(core)
+        self.clock, self.seconds_of, self.ready_at = clock, seconds_of, 0.0
+
+    def send(self, told):
+        behind = max((len(commit.token_ids) for commit in told.committed), default=0)
+        self.ready_at = max(self.ready_at, self.clock.now) + self.seconds_of(behind)
+        super().send(told)
+
+    def receive(self, timeout_s):
+        if self.clock.now + timeout_s < self.ready_at:
+            self.clock.now += timeout_s
+            return None
+        self.clock.now = max(self.clock.now, self.ready_at)
+        return super().receive(timeout_s)
+
+
+class BusyWire(LocalWire):
+    """A draft each of whose steps takes `step_s`, as one does that others share."""
+
+    def __init__(self, core, clock, step_s):
+        super().__init__(core)
+        self.clock, self.step_s, self.free_at = clock, step_s, 0.0
+
+    def send(self, told):
+        self.free_at = max(self.free_at, self.clock.now)
+        super().send(told)
+
+    def receive(self, timeout_s):
+        until = self.clock.now + timeout_s
+        while not self._core.outbox and self.free_at + self.step_s <= until and self._core.step():
+            self.free_at += self.step_s
+        came = self._core.outbox.pop(None, None)
+        self.clock.now = until if came is None else max(self.clock.now, self.free_at)
+        return came
+
+
+def test_a_chain_continues_what_is_final():
+    core = draft_core(ahead=2)
+    request = Request("r", [1, 2, 3, 4, 5], 5, SamplingParams(max_tokens=40, ignore_eos=True), seed=0)
+    right, _ = sequential(request, 64)
+    core.take("engine", Told(opened=[Open(7, request, 3)]))
+    while core.step():
+        pass
+    assert core.outbox.pop("engine") == [Chain(7, 5, right[:3]), Chain(7, 5, right[:5])], "and again when it is ahead"
+    core.take("engine", Told(committed=[Commit(7, 5, right[:4], 3)]))
+    while core.step():
+        pass
+    assert core.outbox.pop("engine")[-1] == Chain(7, 9, right[4:9])
+    wrong = (right[5] + 1) % VOCAB  # as if the target had sampled something else
+    core.take("engine", Told(committed=[Commit(7, 5, [*right[:5], wrong], 2)]))
+    while core.step():
+        pass
+    rest, _ = sequential(Request("r", [*request.token_ids, *right[:5], wrong], 11, request.params, seed=0), 64)
+    (first, _) = core.outbox.pop("engine")
+    assert first == Chain(7, 11, rest[:2]), "it went back and took the other way"
+    core.take("engine", Told(committed=[Commit(7, 9, [right[4], wrong], 2)]))
+    assert core.outbox.pop("engine") == [Chain(7, 11, rest[:4])], "a repeated commit changes nothing"
+    core.take("engine", Told(committed=[Commit(7, 14, [1], 2)]))
+    assert core.outbox.pop("engine") == [Chain(7, 11, [])], "a gap is told"
+    core.take("engine", Told(committed=[Commit(8, 14, [1], 2)]))
+    assert core.outbox.pop("engine") == [Chain(8, 0, [])], "and so is an unknown stream"
+    core.take("engine", Told(closed=[7, 9]))
+    assert not core.scheduler.requests
+    check_core(core)
+
+
+def test_only_final_tokens_are_hashed():
+    """A mirror's own guesses fill blocks that are rewritten later: no other mirror may find them."""
+    core = draft_core()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    first = Request("a", [1, 2, 3, 4, 5], 5, params, seed=0)
+    guessed, _ = sequential(first, 64)
+    core.take(1, Told(opened=[Open(1, first, 8)]))
+    while core.step():
+        pass
+    core.take(1, Told(committed=[Commit(1, 5, [(guessed[0] + 1) % VOCAB] * 6, 8)]))
+    while core.step():
+        pass
+    core.outbox.clear()
+    second = Request("b", [*first.token_ids, *guessed[:8]], 13, params, seed=0)
+    core.take(1, Told(opened=[Open(2, second, 4)]))
+    while core.step():
+        pass
+    assert core.outbox[1] == [Chain(2, 13, guessed[8:12])]
+    assert core.scheduler.prompt_tokens_cached == 4, "what was final in the first"
+
+
+def check_core(core):
+    assert len(core._streams) == len(core.scheduler.requests)
+    check(core)
+
+
+params = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 30),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), (), (3,)]),
+)
+prompts = st.lists(st.integers(1, VOCAB - 1), min_size=1, max_size=24)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests=st.lists(st.tuples(prompts, params), min_size=1, max_size=7),
+    share=st.sampled_from([0.0, 0.2, 0.9]),
+    loss=st.sampled_from([0.0, 0.0, 0.1, 0.4]),
+    fixed=st.sampled_from([None, 1, 3, 8]),
+    ahead=st.sampled_from([0, 1, 4, 9]),
+    blocks=st.integers(18, 60),
+    draft_blocks=st.integers(10, 40),
+    depth=st.sampled_from([1, 2]),
+    kills=st.lists(st.integers(1, 60), max_size=3),
+    seed=st.integers(0, 5),
+)
+def test_tokens_are_right_whatever_happens(
+    requests, share, loss, fixed, ahead, blocks, draft_blocks, depth, kills, seed
+):
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16, pipeline_depth=depth)
+    clock, target = Clock(), info(blocks=blocks)
+    client = DraftClient(VOCAB, clock)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, fixed, STEP_US, 0.1))
+    draft = draft_core(share, ahead, blocks=draft_blocks, seqs=3)
+    wire = BadWire(draft, clock, seed, loss)
+    client.attach(wire, STEP_US)
+    want, got, at = {}, {}, 0
+    for i, (prompt, p) in enumerate(requests):
+        request = Request(str(i), prompt, len(prompt), p, seed=i)
+        if len(prompt) >= core.scheduler.max_len:
+            continue
+        want[str(i)], _ = sequential(request, core.scheduler.max_len)
+        core.add(request)
+    while core.has_work:
+        output = core.step()
+        check(core)
+        check_core(draft)
+        at += 1
+        clock.now += 0.001
+        if at in kills:
+            wire.dead = True
+        elif wire.dead and at - 5 in kills:
+            draft = draft_core(share, ahead, blocks=draft_blocks, seqs=3)
+            wire = BadWire(draft, clock, seed + at, loss)
+            client.attach(wire, STEP_US)
+        assert at < 4000, "the engine makes no progress"
+        for state, token in zip(output.states, output.token_ids, strict=True) if output else ():
+            got.setdefault(state.request.request_id, []).append(token)
+    assert got == want
+    if not kills and not loss:
+        client.is_due()
+        assert not draft._streams, "all mirrors were closed"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 9])
+def test_a_perfect_draft_is_always_right(ahead):
+    """Equal models: every guess is accepted, over rewinds at the ends of chains, blocks and the context."""
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    clock, target = Clock(), info()
+    client = DraftClient(VOCAB, clock)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 4, STEP_US, 0.0))
+    client.attach(LocalWire(draft_core(ahead=ahead)), STEP_US)
+    for i in range(4):
+        core.add(Request(str(i), [1 + i] * (5 + i), 5 + i, SamplingParams(max_tokens=40, ignore_eos=True), seed=i))
+    done = []
+    while core.has_work:
+        if (output := core.step()) is not None:
+            done += [state for state, _ in output.finished]
+    assert sum(core.scheduler.accepted_at) == core.scheduler.num_draft_tokens > 100
+    assert core.steps_done < 40
+    assert client.num_late == 0
+
+
+@pytest.mark.parametrize("ahead", [1, 6])
+def test_a_miss_costs_no_later_guess(ahead):
+    """After a wrong guess the draft is right again as often as before: it went back to the right place."""
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    clock, target = Clock(), info(max_len=2000, blocks=4000)
+    client = DraftClient(VOCAB, clock)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    client.attach(LocalWire(draft_core(0.3, ahead, max_len=2000, blocks=4000)), STEP_US)
+    for i in range(4):
+        core.add(Request(str(i), [1 + i] * (5 + i), 5 + i, SamplingParams(max_tokens=900, ignore_eos=True), seed=i))
+    while core.has_work:
+        core.step()
+    s = core.scheduler
+    rates = [a / b for a, b in zip(s.accepted_at[:3], (s.num_drafts, *s.accepted_at), strict=False)]
+    assert rates == pytest.approx([0.7, 0.7, 0.7], abs=0.05)
+
+
+def test_a_draft_runs_ahead_as_far_as_there_is_time():
+    """A commit that finds it busy makes it stop earlier, and one that finds it idle later."""
+    core, tokens = draft_core(ahead=8, max_len=4000, blocks=2000), [1, 2, 3]
+    request = Request("", tokens, 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0)
+    core.take(None, Told(opened=[Open(1, request, 3)]))
+
+    def guesses_after(num_pieces):
+        """And whether there was nothing left to do, when a commit comes after so many pieces of what is ahead."""
+        while not (said := core.outbox.pop(None, None)):
+            core.step()
+        known = [*tokens, *said[-1].token_ids[:3], 5]
+        is_idle = not [core.step() for _ in range(num_pieces)][-1]
+        num = len(core._streams[None, 1].tokens) - len(tokens)
+        core.outbox.clear()
+        core.take(None, Told(committed=[Commit(1, len(tokens), known[len(tokens) :], 3)]))
+        tokens[:] = known
+        return num, is_idle
+
+    assert guesses_after(99) == (3 + 8, True)
+    assert guesses_after(3) == (3 + 6, False)
+    found = [guesses_after(3) for _ in range(100)][20:]
+    assert {num for num, _ in found} <= {3 + 3, 3 + 4, 3 + 5}
+    assert sum(is_idle for _, is_idle in found) > 60
+    assert [guesses_after(99)[0] for _ in range(100)][-1] == 3 + 8
+
+
+def test_nobody_waits_for_a_draft_that_is_far_behind():
+    """It catches up while requests go on plainly, and what that takes says nothing of other answers."""
+    clock = Clock()
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    target = info(max_len=400, blocks=200)
+    client = DraftClient(VOCAB, clock)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.005 if behind > 8 else 0.0001)
+    client.attach(wire, STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    s = core.scheduler
+
+    def run_until(is_so):
+        while not is_so():
+            core.step()
+            clock.now += 0.001
+
+    run_until(lambda: s.num_drafts > 3)
+    client._paused_until = clock.now + 0.02
+    run_until(lambda: clock.now >= client._paused_until)
+    overhead, began, steps, drafts = client._overhead_us, clock.now, core.steps_done, s.num_drafts
+    run_until(lambda: s.num_drafts > drafts)
+    assert clock.now - began == pytest.approx(0.001 * (core.steps_done - steps), abs=0.0021)
+    assert 5 <= core.steps_done - steps <= 12
+    assert abs(client._overhead_us - overhead) < 20
+    run_until(lambda: s.num_drafts > drafts + 20)
+    assert client.num_late == 0
+    assert sum(s.accepted_at) > 60
+
+
+def test_a_draft_that_is_hardly_faster_catches_up():
+    """While it works through what it lacks, as much comes again: that is waited for."""
+    clock = Clock()
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    target = info(max_len=400, blocks=200)
+    times = ((1, 1000.0), (64, 64_000.0))
+    client = DraftClient(VOCAB, clock)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
+    wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
+    client.attach(wire, times)  # a token takes it as long as the target
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    while core.scheduler.num_drafts < 4:
+        core.step()
+        clock.now += 0.001
+    client._paused_until, before = clock.now + 0.03, sum(core.scheduler.accepted_at)
+    while core.has_work:
+        core.step()
+        clock.now += 0.001
+    assert sum(core.scheduler.accepted_at) > before + 100
+
+
+def test_a_draft_is_not_asked_again_before_it_has_answered():
+    """Or one that takes longer than the time between two questions would begin again with each."""
+    clock = Clock()
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    target = info(max_len=400, blocks=200)
+    client, times = DraftClient(VOCAB, clock), ((1, 50_000.0), (64, 60_000.0))
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
+    client.attach(BusyWire(draft_core(max_len=400, blocks=200), clock, 0.4), times)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    while core.has_work:
+        core.step()
+        clock.now += 0.05
+    assert sum(core.scheduler.accepted_at) > 10
+    assert core.scheduler.speculation.acceptance > 0.6, "no answer is not a wrong one"
+
+
+def test_a_silent_draft_costs_one_wait():
+    """Hung: the first answer is waited for, then none, as the draft falls behind; at last it is given up."""
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    clock, target = Clock(), info(max_len=60000, blocks=20000)
+    client = DraftClient(VOCAB, clock)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    wire = BadWire(draft_core(max_len=60000, blocks=20000), clock, 0, 0.0)
+    client.attach(wire, STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=50000, ignore_eos=True), seed=0))
+    for _ in range(30):
+        core.step()
+        clock.now += 0.001
+    assert sum(core.scheduler.accepted_at) > 20
+    wire.loss = 1.1
+    waits = []
+    for _ in range(20000):
+        late, before = client.num_late, clock.now
+        steps = core.steps_done
+        while core.steps_done == steps:
+            core.step()
+        if client.num_late > late:
+            waits.append(clock.now - before)
+        clock.now += 0.001
+    assert client.is_hung
+    assert len(waits) == 1
+    assert waits[0] < 0.003
+    core.abort("0")
+    wire.loss = 0.0
+    client.is_due()
+    wire.loss, client.is_hung, client._silent_since = 1.1, False, 0.0
+    for i in range(1, 300):  # none of them lives long enough to be waited for
+        core.add(Request(str(i), [1, 2, 3], 3, SamplingParams(max_tokens=60, ignore_eos=True), seed=i))
+        while core.has_work:
+            core.step()
+            clock.now += 0.001
+    assert client.is_hung, "requests that are only opened are not answered either"
+    wire.loss = 0.0
+    core.add(Request("last", [1, 2, 3], 3, SamplingParams(max_tokens=50000, ignore_eos=True), seed=0))
+    for _ in range(6000):
+        core.step()
+        clock.now += 0.001
+    assert not client.is_hung
+
+
+def test_a_draft_that_was_measured_on_a_busy_machine_is_not_waited_for_so_long():
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    clock, target = Clock(), info(max_len=4000, blocks=2000)
+    client, times = DraftClient(VOCAB, clock), ((1, 500_000.0), (64, 500_000.0))
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
+    wire = SlowWire(draft_core(max_len=4000, blocks=2000), clock, lambda behind: 0.001)
+    client.attach(wire, times)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0))
+    while core.scheduler.num_drafts < 100:
+        core.step()
+        clock.now += 0.01
+    wire.seconds_of, before = lambda behind: 1e9, clock.now
+    while not client.num_late:
+        core.step()
+    assert clock.now - before < 0.1
+
+
+def test_a_draft_is_busy_until_it_has_answered():
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    clock, target = Clock(), info(max_len=400, blocks=200)
+    client, busy = DraftClient(VOCAB, clock), []
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    client.attach(SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.1), STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    for _ in range(20):
+        core.step()
+        busy.append(client.is_busy())
+        clock.now += 0.02
+    assert busy.index(True) < 3
+    assert busy.index(False, 3) in range(5, 10)
+    client.attach(SlowWire(draft_core(max_len=4, blocks=200), clock, lambda behind: 0.1), STEP_US)
+    for _ in range(50):
+        core.step()
+        clock.now += 0.02
+    assert not client.is_busy(), "a request that is too long for the draft is never answered"
+
+
+def test_a_request_that_the_draft_has_lost_is_told_anew():
+    config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    clock, target = Clock(), info(max_len=400, blocks=200)
+    client, draft = DraftClient(VOCAB, clock), draft_core(max_len=400, blocks=200)
+    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
+    client.attach(BadWire(draft, clock, 0, 0.0), STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
+    for _ in range(20):
+        core.step()
+    before = sum(core.scheduler.accepted_at)
+    draft._close(None, 1)
+    for _ in range(20):
+        core.step()
+    assert sum(core.scheduler.accepted_at) > before + 10
+    assert client.num_late == 0
+
+
+def test_a_draft_that_reads_no_more_is_hung():
+    class Full(LocalWire):
+        def send(self, told):
+            raise TimeoutError("it does not read")
+
+    client, config = DraftClient(VOCAB, Clock()), EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
+    core = EngineCore(config, info(), FakeRunner(config, info()), Speculation(client, 3, STEP_US, 0.0))
+    client.attach(Full(draft_core()), STEP_US)
+    core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=20, ignore_eos=True), seed=0))
+    while core.has_work:
+        core.step()
+    assert client.is_hung
+    client.attach(LocalWire(draft_core()), STEP_US)
+    assert not client.is_hung

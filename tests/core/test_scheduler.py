@@ -1,0 +1,437 @@
+"""The scheduler against a runner that checks every block it reads: equal outputs mean that slots, tables and blocks
+were right all along."""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.engine import EngineCore
+from runtime.core.plan import StepResult
+from runtime.core.request_state import RequestState
+from runtime.core.scheduler import Scheduler
+from runtime.core.speculation import Speculation
+from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
+from runtime.core.waiting_queue import WaitingQueue
+from tests.support.fake_runner import EOS, VOCAB, FakeRunner, FixedShare, Oracle, sequential, sequential_scores
+
+
+def check(core: EngineCore) -> None:
+    """C1: no block leaked, reference counts match, a slot is in at most one live request."""
+    s = core.scheduler
+    held = Counter(b for state in s.running for b in state.blocks)
+    assert 0 not in held
+    for block in range(1, s.pool.num_blocks):
+        assert s.pool.refs(block) == held[block]
+    assert s.pool.num_available == s.pool.num_blocks - 1 - len(held)
+    slots = [state.slot for state in s.running]
+    assert len(set(slots)) == len(slots)
+    assert sorted(slots + s._free_slots) == list(range(s.max_num_seqs))
+    assert s.num_waiting == sum(state.slot < 0 for state in s.requests.values())
+    assert s.waiting.num_tokens == sum(len(state.tokens) for state in s.requests.values() if state.slot < 0)
+    assert len(s.running) + s.num_waiting == len(s.requests)
+
+
+def make(**kw) -> tuple[EngineConfig, ModelInfo]:
+    blocks, max_len = kw.pop("num_kv_blocks", 40), kw.pop("max_model_len", 64)
+    config = EngineConfig(**kw)
+    size = max_len if config.kv_layout == "contiguous" else config.block_size
+    if config.kv_layout == "contiguous":
+        blocks = config.max_num_seqs + 1
+    return config, ModelInfo("f", VOCAB, max_len, (EOS,), blocks, size, "none", "none")
+
+
+STEP_US = ((1, 1.0), (8, 1.2), (64, 4.0))  # a step's time by its tokens
+
+configs = st.builds(
+    dict,
+    block_size=st.sampled_from([1, 2, 4, 7]),
+    num_kv_blocks=st.integers(6, 30),
+    max_model_len=st.integers(8, 64),
+    max_num_seqs=st.integers(1, 6),
+    max_num_batched_tokens=st.integers(1, 24),
+    pipeline_depth=st.sampled_from([1, 2]),
+    policy=st.sampled_from(["fcfs", "sjf"]),
+    batching=st.sampled_from(["continuous", "continuous", "static"]),
+    kv_layout=st.sampled_from(["paged", "paged", "contiguous"]),
+    chunked_prefill=st.booleans(),
+    prefix_cache=st.booleans(),
+    share_right=st.sampled_from([None, None, 0.0, 0.5, 0.9, 1.0]),
+    fixed=st.sampled_from([None, 1, 3, 7]),
+)
+prefixes = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 11, 11, 11, 11], [5] * 12]
+
+
+@st.composite
+def requests(draw):
+    shared = draw(st.sampled_from(prefixes))[: draw(st.integers(0, 12))]
+    prompt = shared + draw(st.lists(st.integers(1, VOCAB - 1), min_size=0 if shared else 1, max_size=12))
+    prompt_logprobs = draw(st.sampled_from([None, None, None, 0, 2]))
+    params = SamplingParams(
+        max_tokens=draw(st.integers(1 if prompt_logprobs is None else 0, 30)),
+        prompt_logprobs=prompt_logprobs,
+        ignore_eos=draw(st.sampled_from([True, False, False])),
+        stop_token_ids=tuple(draw(st.sampled_from([[], [], [], [3]]))),
+    )
+    return prompt, params, draw(st.integers(-1, 1)), draw(st.sampled_from(["", "", "salt"]))
+
+
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), requests()),
+        st.tuples(st.just("burst"), st.lists(requests(), min_size=3, max_size=6)),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("lose"), st.none()),
+        st.tuples(st.just("fail"), st.integers(0, 30)),
+    ),
+    min_size=4,
+    max_size=30,
+)
+
+
+class Session:
+    """Drives one engine through events and remembers what each request got."""
+
+    def __init__(self, share_right: float | None = None, fixed: int | None = None, **kw) -> None:
+        self.config, self.info = make(**kw)
+        self.runner = FakeRunner(self.config, self.info)
+        speculation = None if share_right is None else Speculation(Oracle(share_right), fixed, STEP_US, 0.2)
+        self.core = EngineCore(self.config, self.info, self.runner, speculation)
+        self.added: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = {}
+        self.aborted: set[str] = set()
+        self.steps = self.guessed = self.accepted = 0
+
+    def add(self, prompt, params, priority=0, salt="") -> str | None:
+        name = f"r{len(self.added)}"
+        request = Request(name, list(prompt), len(prompt), params, 0, priority, salt)
+        if len(prompt) >= self.core.scheduler.max_len + (params.max_tokens == 0):
+            with pytest.raises(CallboardError, match="maximum context length"):
+                self.core.add(request)
+            return None
+        self.core.add(request)
+        self.added[name], self.outputs[name] = request, []
+        return name
+
+    def step(self) -> None:
+        output = self.core.step()
+        check(self.core)
+        self.steps += 1
+        if output is None:
+            return
+        for state, token in zip(output.states, output.token_ids, strict=True):
+            name = state.request.request_id
+            assert name not in self.aborted
+            assert name not in self.reasons
+            self.outputs[name].append(token)
+        for state, scores in output.prompt_logprobs:
+            name = state.request.request_id
+            assert name not in self.aborted
+            assert name not in self.scores
+            assert len(self.outputs[name]) == output.states.count(state), "they come with the first tokens"
+            self.scores[name] = list(scores.of(state.request.token_ids[1:]))
+        for state, reason in output.finished:
+            if reason is FinishReason.ERROR:
+                self.aborted.add(state.request.request_id)
+            self.reasons[state.request.request_id] = reason
+            self.guessed += state.num_guessed
+            self.accepted += state.num_accepted
+
+    def lose(self) -> None:
+        self.runner = FakeRunner(self.config, self.info)
+        if (culprit := self.core.lose()) is not None:  # it was alone in flight, and it was its third time
+            assert culprit.num_losses >= 3
+            self.aborted.add(culprit.request.request_id)
+        self.core.recover(self.runner)
+        check(self.core)
+
+    def finish(self, most: int = 3000) -> None:
+        while self.core.has_work:
+            self.step()
+            assert self.steps < most, "the engine makes no progress"
+        assert self.core.scheduler.num_in_flight == 0
+        pool = self.core.scheduler.pool
+        assert pool.num_available == pool.num_blocks - 1, "blocks leaked"
+        for name, request in self.added.items():
+            if name not in self.aborted:
+                assert (self.outputs[name], self.reasons[name]) == sequential(request, self.core.scheduler.max_len)
+                assert self.scores.get(name, []) == sequential_scores(request)
+                assert (name in self.scores) == (request.params.prompt_logprobs is not None)
+
+
+def test_any_history_gives_the_sequential_tokens():
+    """At least 10,000 steps of random arrivals, aborts, stops, preemptions, losses and sharing, at depth 1 and 2."""
+    seen = Counter()
+
+    # The same histories each time: what they cover is asserted below, and must not depend on luck.
+    @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @given(configs, events, st.sampled_from([None, 0.0, 1.0]))
+    def run(config, history, share):
+        session = Session(**config)
+        if share is not None:
+            session.core.scheduler.admission.lengths = FixedShare(share)  # 0: it admits too many
+        for kind, value in history:
+            if kind == "add":
+                session.add(*value)
+            elif kind == "burst":
+                for request in value:
+                    session.add(*request)
+            elif kind == "step":
+                for _ in range(value):
+                    session.step()
+            elif kind == "abort":
+                name = f"r{value}"
+                if name in session.added and name not in session.reasons:
+                    session.aborted.add(name)
+                session.core.abort(name)
+                check(session.core)
+            elif kind == "fail":
+                session.runner.fails = value
+            else:
+                session.lose()
+        session.finish()
+        seen["failures"] += sum(reason is FinishReason.ERROR for reason in session.reasons.values())
+        seen["steps"] += session.steps
+        seen["preemptions"] += session.core.scheduler.num_preemptions
+        seen["hits"] += session.core.scheduler.prompt_tokens_cached
+        seen["accepted"] += session.accepted
+        seen["rejected"] += session.guessed - session.accepted
+        seen["scores"] += sum(map(len, session.scores.values()))
+
+    run()
+    assert seen["steps"] >= 10_000, seen
+    assert seen["preemptions"] > 10, seen
+    assert seen["failures"] > 100, seen
+    assert seen["hits"] > 100, seen
+    assert seen["accepted"] > 1000, seen
+    assert seen["rejected"] > 1000, seen
+    assert seen["scores"] > 1000, seen
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_tight_memory_preempts_and_stays_right(depth, prefix_cache):
+    session = Session(
+        block_size=2, num_kv_blocks=14, max_model_len=26, max_num_seqs=6, max_num_batched_tokens=16,
+        pipeline_depth=depth, prefix_cache=prefix_cache,
+    )  # fmt: skip
+    session.core.scheduler.admission.lengths = FixedShare(0.1)  # too short: it admits too many
+    for i in range(12):
+        session.add([1 + i % 5, 2, 3, 4], SamplingParams(max_tokens=20, ignore_eos=True))
+    session.finish()
+    if not prefix_cache:
+        assert session.core.scheduler.num_preemptions == 0, "ignore_eos lengths are exact: nothing to preempt"
+    for i in range(12):
+        session.core.scheduler.admission.lengths = FixedShare(0.1)
+        session.add([1 + i % 5, 2, 3, 4], SamplingParams(max_tokens=20, stop_token_ids=(VOCAB + 1,)))
+    session.finish()
+    assert session.core.scheduler.num_preemptions > 0
+
+
+def add_all(session: Session, count: int, **params) -> None:
+    for i in range(count):
+        session.add([1 + i, 2, 3], SamplingParams(ignore_eos=True, **params))
+
+
+def first_plan(session: Session):
+    return session.core.scheduler.schedule()
+
+
+def test_budget_is_kept_and_prompts_are_chunked():
+    session = Session(max_num_batched_tokens=5, block_size=4)
+    session.add(range(1, 13), SamplingParams(max_tokens=3, ignore_eos=True))
+    session.add([1, 1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+    sums = []
+    while (plan := first_plan(session)) is not None and len(sums) < 3:
+        sums.append(plan.counts.tolist())
+    assert sums == [[5], [5], [2, 3]]
+
+
+def test_without_chunking_a_prompt_is_computed_whole():
+    session = Session(max_num_batched_tokens=64, chunked_prefill=False)
+    session.add([1] * 40, SamplingParams(max_tokens=3, ignore_eos=True))
+    session.add([2] * 30, SamplingParams(max_tokens=3, ignore_eos=True))
+    assert first_plan(session).counts.tolist() == [40]
+
+
+def test_static_batching_admits_only_into_an_empty_batch():
+    session = Session(batching="static", max_num_seqs=3, max_num_batched_tokens=6)
+    add_all(session, 5, max_tokens=4)
+    widest = 0
+    while session.core.has_work:
+        session.step()
+        live = {s.request.request_id for s in session.core.scheduler.running}
+        assert not (live & {"r0", "r1", "r2"} and live & {"r3", "r4"})
+        widest = max(widest, len(live))
+    assert widest == 3
+
+
+def test_contiguous_kv_is_one_block_a_request():
+    session = Session(kv_layout="contiguous", max_num_seqs=3)
+    add_all(session, 5, max_tokens=4)
+    session.step()
+    assert [len(s.blocks) for s in session.core.scheduler.running] == [1, 1, 1]
+    session.finish()
+
+
+def test_lower_priority_value_goes_first_then_arrival():
+    session = Session(max_num_seqs=1)
+    for priority in (1, 0, 0, -1):
+        session.add([1, 2], SamplingParams(max_tokens=1, ignore_eos=True), priority)
+    session.finish()
+    assert list(session.reasons) == ["r3", "r1", "r2", "r0"]
+
+
+def test_shortest_job_first():
+    session = Session(max_num_seqs=1, policy="sjf")
+    for max_tokens in (9, 2, 5):
+        session.add([1, 2], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    session.finish()
+    assert list(session.reasons) == ["r1", "r2", "r0"]
+
+
+def test_a_shared_prefix_is_computed_once_even_within_one_step():
+    session = Session(block_size=4, max_num_batched_tokens=64)
+    prompt = list(range(1, 12))
+    for _ in range(3):
+        session.add(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert first_plan(session).counts.tolist() == [11, 3, 3]
+    tables = [s.blocks[:2] for s in session.core.scheduler.running]
+    assert tables[0] == tables[1] == tables[2]
+
+
+def test_a_hit_never_covers_the_last_prompt_token_and_salts_do_not_share():
+    session = Session(block_size=4, max_num_batched_tokens=64)
+    prompt = list(range(1, 9))
+    session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    session.finish()
+    session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True), 0, "other")
+    assert first_plan(session).counts.tolist() == [4, 8]
+
+
+def test_leaves_are_evicted_before_their_parents():
+    session = Session(block_size=2, num_kv_blocks=7, max_model_len=12)
+    session.add([1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=1, ignore_eos=True))
+    session.finish()
+    scheduler = session.core.scheduler
+    assert len(scheduler.tables.cache) == 3
+    scheduler.pool.allocate(4)  # three free blocks and one from the cache
+    hit = scheduler.tables.match(scheduler.add(Request("x", [1, 2, 3, 4, 5, 6, 7], 7, SamplingParams())))
+    assert len(hit) == 2
+
+
+def test_a_row_with_bad_logits_fails_alone():
+    session = Session()
+    add_all(session, 2, max_tokens=5)
+    scheduler = session.core.scheduler
+    plan = scheduler.schedule()
+    output = scheduler.commit(StepResult(plan.step_id, np.array([-1, 3], np.int32)))
+    assert [(s.request.request_id, r) for s, r in output.finished] == [("r0", FinishReason.ERROR)]
+    assert output.token_ids == [3]
+
+
+def step_with(session: Session, *tokens: int) -> list[FinishReason]:
+    """A step whose rows sample these."""
+    scheduler = session.core.scheduler
+    plan = scheduler.schedule()
+    output = scheduler.commit(StepResult(plan.step_id, np.array(tokens, np.int32)))
+    check(session.core)
+    return [reason for _, reason in output.finished]
+
+
+def test_blocks_of_a_failed_row_are_not_used_again():
+    """Neither those that it computed nor those that it found in the cache: whoever comes next computes its own."""
+    session, prompt, once = Session(block_size=4), list(range(1, 12)), SamplingParams(max_tokens=1, ignore_eos=True)
+    session.add(prompt, once)
+    assert step_with(session, 5) == [FinishReason.LENGTH]
+    session.add([*prompt, 7, 7], SamplingParams(max_tokens=9, ignore_eos=True))
+    session.add(prompt, once)
+    assert step_with(session, 5, -1) == [FinishReason.ERROR]
+    scheduler = session.core.scheduler
+    (other,) = scheduler.running
+    assert other.num_cached == 8
+    session.add(prompt, once)
+    assert step_with(session, 5, 5) == [FinishReason.LENGTH]
+    again = session.core.add(Request("again", prompt, 11, once))
+    assert scheduler.tables.match(again)[:2] != other.blocks[:2], "what it shared with the failed one is nobody's"
+    assert step_with(session, 5, 5) == [FinishReason.LENGTH]
+
+
+def test_a_result_of_another_step_is_refused():
+    session = Session()
+    add_all(session, 1, max_tokens=5)
+    scheduler = session.core.scheduler
+    scheduler.schedule()
+    with pytest.raises(CallboardError, match="restarted"):
+        scheduler.commit(StepResult(99, np.array([3], np.int32)))
+
+
+def test_resubmission_continues_the_same_sequence():
+    """C8: prompt and delivered tokens, sent to a fresh engine, go on where the first one stopped."""
+    first = Session()
+    first.add([3, 1, 4], SamplingParams(max_tokens=12, ignore_eos=True))
+    first.finish()
+    whole = first.outputs["r0"]
+    second = Session()
+    request = Request("again", [3, 1, 4, *whole[:5]], 3, SamplingParams(max_tokens=12, ignore_eos=True))
+    second.core.add(request)
+    second.added["again"], second.outputs["again"] = request, []
+    second.finish()
+    assert second.outputs["again"] == whole[5:]
+
+
+def test_requests_that_leave_the_queue_are_forgotten():
+    """Something always waits before them, so that they never come to the head of the queue."""
+    scheduler = Scheduler(*make(max_num_seqs=1))
+    scheduler.add(Request("first", [1], 1, SamplingParams()))
+    gone = [scheduler.add(Request(f"{i}", [2] * 50, 50, SamplingParams(), priority=1)) for i in range(500)]
+    for i in range(500):
+        scheduler.abort(f"{i}")
+    assert len(scheduler.waiting) == 1
+    assert len(scheduler.waiting._keys) <= 2
+    assert scheduler.waiting.num_tokens == 1
+    assert not any(len(state.tokens) or state.request.token_ids for state in gone)
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.sampled_from(["push", "pop", "leave"])), max_size=60))
+def test_the_queue_is_a_sorted_list(history):
+    queue, waiting = WaitingQueue(), []
+    for number, (priority, kind) in enumerate(history):
+        if kind == "push":
+            state = RequestState(Request("", [1] * number, 0, SamplingParams()), 9, frozenset(), (priority, 0, number))
+            queue.push(state)
+            waiting.append(state)
+        elif waiting:
+            waiting.sort(key=lambda s: s.key)
+            gone = waiting.pop(0 if kind == "pop" else number % len(waiting))
+            queue.remove(gone)
+        assert queue.first() is min(waiting, key=lambda s: s.key, default=None)
+        assert len(queue) == len(waiting)
+        assert queue.num_tokens == sum(len(state.tokens) for state in waiting)
+        assert len(queue._keys) <= 2 * len(waiting)
+
+
+def test_duplicate_id_and_empty_prompt_are_refused():
+    scheduler = Scheduler(*make())
+    scheduler.add(Request("a", [1], 1, SamplingParams()))
+    with pytest.raises(CallboardError, match="in use"):
+        scheduler.add(Request("a", [1], 1, SamplingParams()))
+    with pytest.raises(CallboardError, match="empty"):
+        scheduler.add(Request("b", [], 0, SamplingParams()))
+
+
+def test_config_errors_name_the_field_and_the_value():
+    for bad, match in (({"block_size": 0}, "block_size is 0"), ({"policy": "lifo"}, "policy is 'lifo'")):
+        with pytest.raises(CallboardError, match=match):
+            EngineConfig(**bad)
+    with pytest.raises(CallboardError, match="max_num_batched_tokens is 16"):
+        EngineConfig(chunked_prefill=False, max_model_len=64, max_num_batched_tokens=16)
+    assert dataclasses.is_dataclass(EngineConfig)

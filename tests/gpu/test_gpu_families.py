@@ -1,0 +1,69 @@
+"""Every family's tiny model on a GPU: the Triton kernels against the torch path, with graphs and without."""
+
+import pytest
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.worker.runner import ModelRunner
+from tests.support.family_cases import CASES, spec_of
+from tests.support.family_steps import logits_of
+from tests.support.runner_driver import Driver
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
+    runner = ModelRunner.dummy(
+        EngineConfig(
+            device="cuda", kernel_backend=backend, dtype=dtype, num_kv_blocks=64, max_num_seqs=4, max_model_len=128,
+            **config,
+        ),
+        spec_of(case),
+    )  # fmt: skip
+    assert bool(getattr(runner.steps, "graphs", False)) == config.get("cuda_graphs", False)
+    tokens = torch.randint(3, 101, (120,), generator=torch.Generator().manual_seed(5)).tolist()
+    return logits_of(Driver(runner), tokens[:110], tokens[110:])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fp32_logits_are_those_of_the_torch_path(case):
+    want = steps_on_gpu(case, "torch", "float32")
+    for config in ({"cuda_graphs": True}, {"cuda_graphs": False}, {"cuda_graphs": True, "deterministic": True}):
+        got = steps_on_gpu(case, "triton", "float32", **config)
+        assert (got - want).abs().max() < 1e-4 * want.abs().max(), config
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bf16_logits_agree_with_the_torch_path(case):
+    """Rounding may choose between experts that are nearly as good: such tokens may differ, half of all may not."""
+    want = steps_on_gpu(case, "torch", "bfloat16")
+    for config in ({"cuda_graphs": True}, {"cuda_graphs": False}, {"cuda_graphs": True, "deterministic": True}):
+        got = steps_on_gpu(case, "triton", "bfloat16", **config)
+        errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+        assert (errors.median() if spec_of(case).experts else (got - want).norm() / want.norm()) < 2e-2, config
+        best = want.topk(2, -1).values
+        clear = (best[:, 0] - best[:, 1] > 4e-2 * want.abs().amax(-1)) & (errors < 2e-2)
+        assert torch.equal(got.argmax(-1)[clear], want.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "gpt2"])
+def test_bits_do_not_depend_on_batch_mates(case):
+    """Deterministic: a row decoded beside three others, in a graph or not, has the bits of the row alone."""
+    runner = ModelRunner.dummy(
+        EngineConfig(device="cuda", num_kv_blocks=64, max_num_seqs=4, max_model_len=128, deterministic=True),
+        spec_of(case),
+    )
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (100, 31, 60, 7)]
+    alone = Driver(runner)
+    alone.open(0, prompts[0])
+    want = alone.prefill(0, prompts[0], cuts=(64,))
+    beside = Driver(runner, seed=1)
+    for slot, prompt in enumerate(prompts):
+        beside.open(slot, prompt)
+    beside.step(*((slot, 0, len(prompt) - 1, 0) for slot, prompt in enumerate(prompts)))
+    beside.step(*((slot, len(prompt) - 1, 1, 1) for slot, prompt in enumerate(prompts)))
+    assert torch.equal(beside.logits[0], want)

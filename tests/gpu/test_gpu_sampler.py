@@ -1,0 +1,133 @@
+"""The compiled kernels of sampling, step inputs and staged writes: their twins' answers, the host never waiting."""
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.core.plan import NewSlot
+from runtime.core.types import SamplingParams
+from runtime.kernels.gumbel import noise_bits, noise_keys
+from runtime.kernels.sample import NUM_PARAMS, SEED_HIGH, SEED_LOW, TEMPERATURE, sample_tokens_triton
+from runtime.kernels.scatter_writes import scatter_writes
+from runtime.kernels.step_inputs import build_inputs
+from runtime.worker.device_sampler import DeviceSampler
+from runtime.worker.transfers import Transfers
+from tests.triton.test_device_sampler import (
+    EOS,
+    check_filters,
+    check_graph_io,
+    check_inputs,
+    check_masks,
+    check_sample,
+    check_sampler,
+    check_scatter_writes,
+    make_state,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+GPU = torch.device("cuda")
+
+
+def test_the_twins_answers():
+    check_scatter_writes(GPU)
+    check_graph_io(GPU)
+    check_masks(GPU)
+    check_inputs(GPU)
+    check_sample(GPU, (torch.float32, torch.float16, torch.bfloat16))
+
+
+def test_filters_by_their_definition():
+    check_filters(GPU, (1, 100, 5000, 49152, 128256))
+
+
+@pytest.mark.parametrize("vocab", [50, 5000])
+def test_the_sampler_of_a_cpu_gives_the_same_tokens(vocab):
+    check_sampler(GPU, rounds=20, vocab=vocab)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [49152, 128256, 151936])
+def test_full_batch_against_float64_and_alone(vocab, dtype):
+    torch.manual_seed(vocab)
+    n = 256
+    tokens, params = make_state(n, [0.0, 1.0, 0.6], GPU)
+    logits = (torch.randn(n, vocab, device=GPU) * 3).to(dtype)
+    slots = torch.randperm(n, device=GPU).int()
+    positions = torch.randint(0, 40, (n,), device=GPU).int()
+    got = sample_tokens_triton(logits, slots, positions, tokens, params)
+    own = params[slots.long()]
+    seeds = own[:, SEED_HIGH].long() << 32 | own[:, SEED_LOW].long() & 0xFFFFFFFF
+    ids = torch.arange(vocab, dtype=torch.int32, device=GPU)
+    temperature = own[:, TEMPERATURE].view(torch.float32).double()
+    for row in range(n):
+        scores = logits[row].double()
+        if temperature[row] == 0:
+            assert int(got[row]) == int((scores == scores.max()).nonzero()[0])
+            continue
+        u = (noise_bits(noise_keys(seeds[row : row + 1], positions[row : row + 1]), ids).double() + 0.5) * 2.0**-23
+        scores = scores / temperature[row] - torch.log(-torch.log1p(-u))
+        assert scores.max() - scores[int(got[row])] < 1e-5
+    for rows in (slice(0, 1), slice(100, 107), slice(224, 256)):
+        part = sample_tokens_triton(logits[rows], slots[rows], positions[rows], tokens, params)
+        assert torch.equal(part, got[rows])
+
+
+def test_a_captured_step_end_follows_its_inputs():
+    tokens, params = make_state(8, [0.0, 1.0], GPU)
+    logits = torch.randn(8, 9000, device=GPU)
+    slots = torch.arange(8, dtype=torch.int32, device=GPU)
+    positions = torch.full((8,), 5, dtype=torch.int32, device=GPU)
+    sample_tokens_triton(logits, slots, positions, tokens, params)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token_ids = sample_tokens_triton(logits, slots, positions, tokens, params)
+    for step in range(3):
+        logits.copy_(torch.randn(8, 9000, device=GPU) * 3)
+        positions.fill_(6 + step)
+        graph.replay()
+        replayed = token_ids.clone()
+        assert torch.equal(tokens[:8, 6 + step], replayed)
+        assert torch.equal(sample_tokens_triton(logits, slots, positions, tokens, params), replayed)
+
+
+def test_no_step_waits_for_the_device():
+    """Every kind of request at once; torch raises at whatever would synchronise."""
+    kinds = [
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=5, top_p=0.9, min_p=0.01),
+        SamplingParams(repetition_penalty=1.2, frequency_penalty=0.5),
+        SamplingParams(logit_bias=((3, 2.0), (9, -1.0)), logprobs=3),
+        SamplingParams(temperature=0, min_tokens=8, stop_token_ids=(7,)),
+    ]
+    vocab, max_len, n = 5000, 64, 5
+    sampler = DeviceSampler(n, vocab, (EOS,), Transfers(GPU))
+    state = torch.zeros((n + 1, max_len + 8 + NUM_PARAMS), dtype=torch.int32, device=GPU)
+    tokens, tables, params = state.split((max_len, 8, NUM_PARAMS), 1)
+    host = np.stack([sampler.add(NewSlot(i, np.arange(4, dtype=np.int32), 4, i, kind)) for i, kind in enumerate(kinds)])
+    params[:n] = torch.from_numpy(host).to(GPU)
+    logits = torch.randn(n, vocab, device=GPU)
+    host_slots, host_positions = np.arange(n, dtype=np.int32), np.full(n, 5, np.int32)
+    slots, positions = torch.from_numpy(host_slots).to(GPU), torch.from_numpy(host_positions).to(GPU)
+    edges = torch.arange(n + 1, dtype=torch.int32, device=GPU)
+    staged = torch.tensor([2, 0, 70, 3, 2, 0, 1, 2, 3, 4], dtype=torch.int32, device=GPU)
+
+    def step() -> None:
+        scatter_writes(state.view(-1), staged, 2)
+        build_inputs(slots, positions - 1, edges, tokens, tables, 8, n, 1)
+        token_ids = sampler.sample(logits, slots, positions, tokens, params)
+        assert not sampler.is_plain(host_slots, host_positions)
+        logprobs = sampler.resample(logits, token_ids, host_slots, host_positions, tokens, params)
+        assert logprobs is not None
+
+    step()  # compiled outside
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

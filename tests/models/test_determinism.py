@@ -1,0 +1,166 @@
+"""EngineConfig.deterministic: bit-equal logits whatever the batch, the chunks, the cache hits and the restarts."""
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.core.types import SamplingParams
+from runtime.worker.runner import ModelRunner
+from tests.support.runner_driver import TINY, Driver, tiny_runner
+
+SPECS = {
+    "tiny": TINY,
+    # Every dimension odd to a vector register; a feed-forward layer deep enough for oneDNN's one-row kernel.
+    "odd": DecoderSpec(
+        num_layers=2, hidden_size=100, num_heads=7, num_kv_heads=1, head_dim=10, ffn_size=1600, vocab_size=333,
+        max_positions=256, norm_eps=1e-6, tied_head=True, qkv_bias=True,
+    ),
+    "mixture": DecoderSpec(
+        num_layers=2, hidden_size=60, num_heads=6, num_kv_heads=2, head_dim=10, ffn_size=44, vocab_size=101,
+        max_positions=256, norm_eps=1e-6, experts=ExpertsSpec(7, 3, True), norm="layer", activation="gelu_tanh",
+        window=70, sliding=(True, False), attn_soft_cap=1.5, logit_soft_cap=4.0,
+    ),
+}  # fmt: skip
+KINDS = [(spec, dtype) for spec in ("tiny", "odd") for dtype in ("float32", "bfloat16")] + [("mixture", "float32")]
+
+
+@cache
+def runner_of(spec: str, dtype: str, **config) -> ModelRunner:
+    return tiny_runner(SPECS[spec], dtype=dtype, deterministic=True, num_threads=2, **config)
+
+
+def tokens_of(seed: int, count: int, vocab: int) -> list[int]:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@cache
+def reference(spec: str, dtype: str, seed: int, count: int) -> torch.Tensor:
+    """The last logits of a prompt computed alone, in one chunk, in a fresh runner."""
+    driver = Driver(runner_of(spec, dtype), seed=99)
+    tokens = tokens_of(seed, count, SPECS[spec].vocab_size)
+    driver.open(0, tokens)
+    return driver.prefill(0, tokens)
+
+
+LENGTHS = st.sampled_from([1, 2, 5, 63, 64, 65, 100, 129, 150])
+
+
+@pytest.mark.parametrize(("spec", "dtype"), KINDS)
+@settings(max_examples=15, deadline=None)
+@given(count=LENGTHS, cuts=st.sets(st.integers(1, 149), max_size=5), seed=st.integers(0, 3), place=st.integers(0, 9))
+def test_chunks_and_blocks_do_not_show(spec, dtype, count, cuts, seed, place):
+    tokens = tokens_of(seed, count, SPECS[spec].vocab_size)
+    driver = Driver(runner_of(spec, dtype), seed=place)
+    driver.open(3, tokens)
+    assert torch.equal(driver.prefill(3, tokens, tuple(cuts)), reference(spec, dtype, seed, count))
+
+
+@pytest.mark.parametrize(("spec", "dtype"), KINDS)
+@settings(max_examples=8, deadline=None)
+@given(
+    mates=st.lists(st.tuples(LENGTHS, st.integers(0, 3), st.booleans()), min_size=1, max_size=6)
+    | st.lists(st.tuples(LENGTHS, st.integers(0, 3), st.just(True)), min_size=31, max_size=31),
+    count=LENGTHS,
+    seed=st.integers(0, 3),
+)
+def test_batch_mates_do_not_show(spec, dtype, mates, count, seed):
+    """Rows that decode their last token and rows that prefill, in one step; every one of them is checked."""
+    driver = Driver(runner_of(spec, dtype, num_kv_blocks=520))
+    requests = [(count, seed, True), *mates]
+    rows = []
+    for slot, (length, own_seed, decodes) in enumerate(requests):
+        tokens = tokens_of(own_seed, length, SPECS[spec].vocab_size)
+        driver.open(slot, tokens)
+        start = length - 1 if decodes else 0
+        if start:
+            driver.step((slot, 0, start, 0))
+        rows.append((slot, start, length - start, 1))
+    driver.step(*rows)
+    for row, (length, own_seed, _) in enumerate(requests):
+        assert torch.equal(driver.logits[row], reference(spec, dtype, own_seed, length))
+
+
+@pytest.mark.parametrize(("spec", "dtype"), KINDS)
+def test_prefix_hits_and_restarts_do_not_show(spec, dtype):
+    driver = Driver(runner_of(spec, dtype), seed=5)
+    tokens = tokens_of(1, 129, SPECS[spec].vocab_size)
+    driver.open(0, tokens[:100])
+    driver.prefill(0, tokens[:100])
+    driver.open(1, tokens, shared=driver.tables[0][:6])  # 96 tokens are another's
+    assert torch.equal(driver.prefill(1, tokens, start=96), reference(spec, dtype, 1, 129))
+    fresh = tiny_runner(SPECS[spec], dtype=dtype, deterministic=True, num_threads=2)
+    driver = Driver(fresh)
+    driver.open(0, tokens)
+    assert torch.equal(driver.prefill(0, tokens), reference(spec, dtype, 1, 129))
+
+
+@pytest.mark.parametrize(("spec", "dtype"), KINDS)
+def test_decoding_equals_recomputing(spec, dtype):
+    """After a preemption the output is prefilled: the same bits as when it was decoded, beside other rows."""
+    vocab = SPECS[spec].vocab_size
+    driver = Driver(runner_of(spec, dtype))
+    tokens, mate = tokens_of(2, 60, vocab), tokens_of(3, 9, vocab)
+    hot = SamplingParams(max_tokens=64, temperature=1.0)
+    driver.open(0, tokens, hot, seed=77)
+    driver.open(1, mate, hot, seed=78)
+    tokens += driver.step((0, 0, 60, 1), (1, 0, 9, 1)).token_ids[:1].tolist()
+    decoded = [driver.logits[0]]
+    for step in range(10):
+        tokens += driver.step((0, 60 + step, 1, 1), (1, 9 + step, 1, 1)).token_ids[:1].tolist()
+        decoded.append(driver.logits[0])
+    for at in (0, 3, 4, 10):
+        known = tokens[: 60 + at]
+        again = Driver(driver.runner, seed=at)
+        again.open(2, known, hot, prompt_len=60, seed=77)
+        again.step((2, 0, len(known), 1))
+        assert torch.equal(again.logits[0], decoded[at])
+        assert int(again.runner.steps.slots.tokens[2, len(known)]) == tokens[len(known)]
+
+
+@pytest.mark.parametrize(
+    "toggle",
+    [
+        {"packed_weights": False},
+        {"block_size": 64},
+        {"block_size": 5},
+        {"kv_layout": "contiguous", "num_kv_blocks": None, "max_model_len": 180},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("spec", "dtype"), KINDS)
+def test_toggles_do_not_show(spec, dtype, toggle):
+    """C6: in deterministic mode a policy changes not one bit, but for num_threads, which decides how work is cut."""
+    want = reference(spec, dtype, 1, 129)
+    defaults = {"dtype": dtype, "deterministic": True, "num_kv_blocks": 200, "num_threads": 2}
+    runner = tiny_runner(SPECS[spec], **defaults | toggle)
+    tokens = tokens_of(1, 129, SPECS[spec].vocab_size)
+    driver = Driver(runner)
+    driver.open(0, tokens)
+    driver.open(1, tokens[:50])
+    assert torch.equal(driver.prefill(0, tokens, (40, 128)), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smollm2_is_bit_equal_alone_and_in_batches(dtype, smollm2_path):
+    config = EngineConfig(device="cpu", dtype=dtype, deterministic=True, num_threads=2, max_model_len=512)
+    runner = ModelRunner(config, smollm2_path)
+    lengths = [1, 64, 100, 130, 17]
+    prompts = [tokens_of(i, n, 49152) for i, n in enumerate(lengths)]
+    alone = []
+    for prompt in prompts:
+        driver = Driver(runner)
+        driver.open(0, prompt)
+        alone.append(driver.prefill(0, prompt))
+    driver = Driver(runner, seed=1)
+    for slot, prompt in enumerate(prompts):
+        driver.open(slot, prompt)
+    driver.step(*((slot, 0, n - 1, 0) for slot, n in enumerate(lengths) if n > 1))
+    driver.step(*((slot, n - 1, 1, 1) for slot, n in enumerate(lengths)))
+    for row, want in enumerate(alone):
+        assert torch.equal(driver.logits[row], want)

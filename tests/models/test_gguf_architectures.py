@@ -1,0 +1,212 @@
+"""Every GGUF architecture: what is read from a model's GGUF file is that model again, to `transformers` too."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from runtime.core.types import CallboardError
+from runtime.loading.checkpoint import open_checkpoint
+from runtime.models import load_spec
+from tests.support.gguf_export import export
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GEMMA = SMALL | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.05, 1.1],
+    "long_factor": [1.5, 4.0, 9.0],
+    "original_max_position_embeddings": 16,
+}
+# The architecture, the config of a model of it, and metadata that only it has.
+MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", "llama", SMALL | {"attention_bias": True}, {"llama.rope.freq_base": 10000.0}),
+    "llama-yarn": (
+        "llama",
+        "llama",
+        SMALL | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                     "original_max_position_embeddings": 16}},
+        {"llama.rope.freq_base": 10000.0, "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
+         "llama.rope.scaling.original_context_length": 16},
+    ),
+    "mixtral": (
+        "llama",
+        "mixtral",
+        SMALL | EXPERTS | {"num_local_experts": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"llama.rope.freq_base": 1e6, "llama.expert_count": 4, "llama.expert_used_count": 2},
+    ),
+    "qwen2": ("qwen2", "qwen2", SMALL, {"qwen2.rope.freq_base": 10000.0}),
+    "qwen3": ("qwen3", "qwen3", SMALL | {"head_dim": 16, "tie_word_embeddings": True}, {}),
+    "qwen3moe": (
+        "qwen3moe",
+        "qwen3_moe",
+        SMALL | EXPERTS | {"head_dim": 16, "num_experts": 4, "moe_intermediate_size": 40, "norm_topk_prob": True},
+        {"qwen3moe.expert_count": 4, "qwen3moe.expert_used_count": 2, "qwen3moe.expert_feed_forward_length": 40},
+    ),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        GEMMA | {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
+        {"gemma2.attention.sliding_window": 8, "gemma2.attn_logit_softcapping": 20.0,
+         "gemma2.final_logit_softcapping": 10.0},
+    ),
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        GEMMA | {"num_hidden_layers": 7},  # the sixth attends to all
+        {"gemma3.attention.sliding_window": 8, "gemma3.rope.freq_base": 1e6},
+    ),
+    "gemma3-4b": (
+        "gemma3",
+        "gemma3_text",
+        GEMMA | {"num_hidden_layers": 7, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        {"gemma3.attention.sliding_window": 8, "gemma3.rope.freq_base": 1e6, "gemma3.rope.scaling.type": "linear",
+         "gemma3.rope.scaling.factor": 8.0},
+    ),
+    "phi3": (
+        "phi3",
+        "phi3",
+        SMALL | {"rope_parameters": LONGROPE | {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.5,
+                 "original_max_position_embeddings": 16},
+        {"phi3.rope.dimension_count": 6, "phi3.rope.scaling.original_context_length": 16,
+         "phi3.rope.freq_base": 10000.0},
+    ),
+    "gpt2": (
+        "gpt2",
+        "gpt2",
+        {"vocab_size": 61, "n_embd": 48, "n_inner": 80, "n_layer": 2, "n_head": 4, "n_positions": 64},
+        {},
+    ),
+}  # fmt: skip
+
+
+def _model(kind: str, config: dict[str, Any]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), dtype=torch.float32)
+    for parameter in model.parameters():  # norms and biases begin as ones and zeros, which hide mistakes
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def _export(name: str, folder: Path, **options: Any) -> tuple[PreTrainedModel, Path]:
+    arch, kind, config, metadata = MODELS[name]
+    model = _model(kind, config)
+    tables = {}
+    if name == "phi3":
+        tables = {f"rope_factors_{n}.weight": LONGROPE[f"{n}_factor"] for n in ("long", "short")}
+    return model, export(model, arch, folder / "model.gguf", tables=tables, **options, **metadata)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_comes_back(tmp_path: Path, name: str):
+    model, path = _export(name, tmp_path)
+    checkpoint = open_checkpoint(path)
+    spec, weight_map = load_spec(checkpoint.config)
+    theirs, _ = load_spec(
+        json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    )
+    assert spec == theirs
+    weight_map.find(spec, checkpoint)
+
+    folder = tmp_path / "back"
+    folder.mkdir()
+    tensors = {n: checkpoint.tensor(n, torch.float32) for n in checkpoint.names()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    no_pad = {"pad_token_id": None}  # some families have one of their own by default, beyond these vocabularies
+    (folder / "config.json").write_text(json.dumps(checkpoint.config | no_pad))
+    for tensor_name, tensor in tensors.items():
+        assert checkpoint.shape(tensor_name) == tuple(tensor.shape)
+    back, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert type(back) is type(model)
+    state = back.state_dict()
+    for tensor_name, tensor in model.state_dict().items():
+        torch.testing.assert_close(state[tensor_name], tensor, rtol=0, atol=2e-7)  # norms: (1 + w) - 1
+    for length in (12, 40):  # within and beyond what a window sees and what RoPE was made for
+        ids = torch.arange(length).view(1, -1) * 7 % 61
+        with torch.no_grad():
+            ours, theirs = back(ids).logits, model(ids).logits
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+class TestSplitFiles:
+    @pytest.fixture
+    def parts(self, tmp_path: Path) -> list[Path]:
+        _export("qwen2", tmp_path, parts=3)
+        return [tmp_path / f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+
+    def test_they_are_one_model(self, parts, tmp_path):
+        whole = open_checkpoint(_export("qwen2", tmp_path)[1])
+        split = open_checkpoint(parts[0])
+        assert split.config == whole.config
+        assert split.names() == whole.names()
+        for name in whole.names():
+            assert torch.equal(split.tensor(name, torch.float32), whole.tensor(name, torch.float32))
+
+    def test_only_the_first_part_names_them(self, parts):
+        with pytest.raises(CallboardError, match=r"is part 2 of 3; name the first one, model-00001-of-00003\.gguf"):
+            open_checkpoint(parts[1])
+        renamed = parts[0].rename(parts[0].with_name("renamed.gguf"))
+        with pytest.raises(CallboardError, match=r"is part 1 of 3; it must be called \*-00001-of-00003\.gguf"):
+            open_checkpoint(renamed)
+
+    def test_parts_that_do_not_belong_together(self, parts):
+        parts[2].write_bytes(parts[1].read_bytes())
+        with pytest.raises(CallboardError, match=r"00003-of-00003\.gguf: tensor '.*' occurs twice"):
+            open_checkpoint(parts[0])
+        parts[2].unlink()
+        with pytest.raises(CallboardError, match=r"00003-of-00003\.gguf cannot be read: No such file"):
+            open_checkpoint(parts[0])
+        parts[1].write_bytes(parts[0].read_bytes())
+        with pytest.raises(CallboardError, match=r"'.*' occurs twice"):
+            open_checkpoint(parts[0])
+
+
+def test_quantised_experts_are_cut_out_of_their_tensor(tmp_path):
+    wide = {"hidden_size": 64, "moe_intermediate_size": 96}
+    arch, kind, config, metadata = MODELS["qwen3moe"]
+    metadata = metadata | {"qwen3moe.expert_feed_forward_length": 96}
+    path = export(_model(kind, config | wide), arch, tmp_path / "model.gguf", block_type="Q8_0", **metadata)
+    checkpoint = open_checkpoint(path)
+    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
+    for part in ("gate", "up", "down"):
+        for i, expert in enumerate(stored[f"blk.1.ffn_{part}_exps.weight"]):
+            name = f"model.layers.1.mlp.experts.{i}.{part}_proj.weight"
+            assert checkpoint.type_name(name) == "Q8_0"
+            assert checkpoint.shape(name) == expert.shape
+            assert torch.equal(checkpoint.tensor(name, torch.float32), torch.from_numpy(expert))
+
+
+def test_rotation_of_a_part_of_each_head_is_refused(tmp_path):
+    arch, kind, config, metadata = MODELS["qwen2"]
+    path = export(_model(kind, config), arch, tmp_path / "model.gguf", **metadata | {"qwen2.rope.dimension_count": 6})
+    with pytest.raises(CallboardError, match=r"rope\.dimension_count is 6, a part of a head's 12"):
+        open_checkpoint(path)

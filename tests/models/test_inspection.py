@@ -1,0 +1,76 @@
+"""`callboard models` and `callboard inspect`: what they tell, and that no weight is read for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runtime.core.config import EngineConfig
+from runtime.inspection import model_report
+from runtime.loading import checkpoint
+from runtime.models import FAMILIES
+from serve_app import cli
+from tests.models.test_gguf_architectures import MODELS
+
+
+@pytest.fixture(autouse=True)
+def no_reading(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a weight was read")
+
+    for kind in (checkpoint.GgufCheckpoint, checkpoint.SafetensorsCheckpoint):
+        monkeypatch.setattr(kind, "tensor", refuse)
+
+
+def lines(report: str) -> dict[str, str]:
+    """Label -> text."""
+    labelled = (line.partition("  ") for line in report.splitlines())
+    return {label.strip(): text.strip() for label, _, text in labelled}
+
+
+def test_models_lists_every_family_with_an_example(capsys):
+    assert cli.main(["models"]) == 0
+    text = capsys.readouterr().out
+    for architecture, family in FAMILIES.items():
+        assert all(part in text for part in (architecture, family.models, family.example, family.verified))
+    assert "llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3, gpt2" in text
+    assert "Q2_K, Q3_K, Q4_K, Q5_K, Q6_K" in text
+
+
+def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
+    path = write_tiny_gguf()
+    assert cli.main(["inspect", str(path), "--device", "cpu", "--num-kv-blocks", "99"]) == 0
+    report = capsys.readouterr().out
+    told = lines(report)
+    assert told["files"] == str(path)
+    assert told["architecture"].startswith("LlamaForCausalLM: 1 layers; width 32; 2 heads of 16, 1 of keys and values;")
+    assert told["parameters"] == f"{262 * 32 + 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 3 * 32:,}"
+    assert told["stored as"] == "4 F32, 1 Q8_0, 1 BF16, 1 Q5_1, 1 Q5_0, 1 Q4_0, 1 Q4_1, 1 F16 tensors"
+    assert told["context"] == "128 tokens; RoPE default, base 10000"
+    assert told["dtype"] == "float32 on cpu, torch kernels"
+    assert "(99 blocks of 16 tokens" in told["memory plan"]
+    assert told["tokenizer"] == "262 tokens; begin of text 1; ends 0 <|end|>"
+    assert report.endswith("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}\n")
+
+
+def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):
+    from runtime.text.tokenizer import Tokenizer
+
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(tmp_path / "tokenizer.json"))
+    _, _, config, _ = MODELS["mixtral"]
+    config = config | {"architectures": ["MixtralForCausalLM"], "sliding_window": 7, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = lines(model_report(EngineConfig(model=str(tmp_path), device="cpu")))
+    expert, other = 3 * 48 * 80, 2 * 61 * 48 + 48 + 3 * (2 * 48 * 48 + 2 * 24 * 48 + 2 * 48 + 4 * 48)
+    assert told["parameters"] == f"{other + 12 * expert:,}, of which a token meets {other + 6 * expert:,}"
+    assert "4 experts, 2 a token" in told["architecture"]
+    assert told["stored as"] == "bfloat16 by its config.json"
+    assert "3 of 3 layers see 7 tokens" in told["context"]
+    assert told["chat template"] == "none: this model completes texts"
+
+
+def test_inspect_says_what_is_wrong(write_tiny_gguf, capsys):
+    assert cli.main(["inspect", str(write_tiny_gguf()), "--max-model-len", "4000"]) == 0
+    assert "it does not fit. max_model_len is 4000; the model's context is 128" in capsys.readouterr().out
+    assert cli.main(["inspect", str(write_tiny_gguf(general__architecture="mamba"))]) == 1
+    assert "is a 'mamba' model; of GGUF files these architectures are supported: llama" in capsys.readouterr().err

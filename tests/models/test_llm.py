@@ -1,0 +1,168 @@
+"""Offline Python on a tiny random model: no toggle changes a token of deterministic mode (C6); texts, stops, seeds."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+
+from runtime.core.types import CallboardError, FinishReason, SamplingParams
+from runtime.llm import LLM
+from runtime.structured.grammar import grammar_of
+from tests.conftest import TINY_TOKENS
+from tests.support.fake_runner import FixedShare
+
+BASE = {"deterministic": True, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4, "num_kv_blocks": 80}
+SHARED = [5, 9, 33, 7, 8, 41, 3, 3, 9]
+PROMPTS = [SHARED, [*SHARED, 17, 60], [8] * 21, [40, 3], [*SHARED, 17, 60, 2, 2, 8, 9], list(range(2, 40))]
+PARAMS = [
+    SamplingParams(max_tokens=12, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=15, seed=1, ignore_eos=True),
+    SamplingParams(max_tokens=20, temperature=0.7, top_k=9, top_p=0.9, seed=2),
+    SamplingParams(max_tokens=9, temperature=1.5, min_p=0.01, seed=3, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=14, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, seed=4),
+    SamplingParams(max_tokens=11, logit_bias=((7, 3.0), (8, -90.0)), min_tokens=5, stop_token_ids=(7,), seed=5),
+]
+
+
+@pytest.fixture
+def load(write_tiny_gguf):
+    path = str(write_tiny_gguf())
+    return lambda **kw: LLM(path, **(BASE | kw))
+
+
+def tokens(llm):
+    return [(c.token_ids, c.finish_reason, [p.token_id for p in c.logprobs]) for c in llm.generate(PROMPTS, PARAMS)]
+
+
+def test_no_toggle_changes_a_token(load):
+    expected = tokens(load(max_num_seqs=1))  # each request alone, one after the other
+    toggles = (
+        {},
+        {"pipeline_depth": 1},
+        {"prefix_cache": False},
+        {"batching": "static"},
+        {"kv_layout": "contiguous", "num_kv_blocks": None},
+        {"chunked_prefill": False, "max_model_len": 100, "max_num_batched_tokens": 100},
+        {"max_num_batched_tokens": 3},
+        {"policy": "sjf"},
+        {"block_size": 16},
+        {"num_kv_blocks": 26, "max_model_len": 60},
+    )
+    for toggle in toggles:
+        llm = load(**toggle)
+        assert tokens(llm) == expected, toggle
+        assert tokens(llm) == expected, f"{toggle}, once more with a warm prefix cache"
+
+
+def test_a_draft_model_changes_no_token(load, write_tiny_gguf):
+    """One that is the model itself, and one whose weights are others; their context may be shorter than the model's."""
+    expected = tokens(load())
+    rng = np.random.default_rng(9)
+    other = {"output_norm.weight": rng.normal(1, 0.5, 32).astype(np.float32)}
+    drafts = {
+        "same": write_tiny_gguf(name="same.gguf"),
+        "other": write_tiny_gguf(tensors=other, name="other.gguf", llama__context_length=48),
+    }
+    for draft, count in (("same", 3), ("other", 5), ("same", None)):
+        llm = load(draft=str(drafts[draft]), num_draft_tokens=count, draft_kv_cache_memory=0.01)
+        assert tokens(llm) == expected
+        if count:
+            scheduler = llm.engine.scheduler
+            assert scheduler.num_draft_tokens > 0
+            assert (sum(scheduler.accepted_at) == scheduler.num_draft_tokens) == (draft == "same")
+
+
+def test_a_draft_with_another_vocabulary_is_refused(load, write_tiny_gguf):
+    words, types = [*TINY_TOKENS, "other"], [3, 3, *[1] * (len(TINY_TOKENS) - 1)]
+    draft = write_tiny_gguf(
+        name="draft.gguf", tokenizer__ggml__tokens=words, tokenizer__ggml__token_type=types
+    )  # refused before its weights are read
+    with pytest.raises(CallboardError, match=r"vocabulary \(263 tokens\) than the model .* \(262 tokens\)"):
+        load(draft=str(draft))
+
+
+def test_a_preempted_request_gives_the_same_tokens(load):
+    params = [SamplingParams(max_tokens=40, seed=i, logit_bias=((0, -100.0),)) for i in range(4)]
+    alone = [c.token_ids for c in load().generate([SHARED] * 4, params)]
+    tight = load(num_kv_blocks=26, max_model_len=60, prefix_cache=False)
+    tight.engine.scheduler.admission.lengths = FixedShare(0.0)
+    assert [c.token_ids for c in tight.generate([SHARED] * 4, params)] == alone
+    assert tight.engine.scheduler.num_preemptions > 0
+
+
+def test_stream_equals_generate_and_stop_strings_cut(load):
+    llm = load()
+    params = SamplingParams(max_tokens=40, seed=7, ignore_eos=True)
+    whole = llm.generate("hell", params)[0]
+    assert "".join(llm.stream("hell", params)) == whole.text
+    assert whole.finish_reason is FinishReason.LENGTH
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    cut = llm.generate("hell", SamplingParams(max_tokens=40, seed=7, ignore_eos=True, stop=(stop,)))[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop) == (FinishReason.STOP, stop)
+    assert not llm.engine.scheduler.requests
+    last = whole.token_ids[20]
+    ended = llm.generate("hell", SamplingParams(max_tokens=40, seed=7, ignore_eos=True, stop_token_ids=(last,)))[0]
+    at = whole.token_ids.index(last)
+    assert (ended.token_ids, ended.stop) == (whole.token_ids[: at + 1], last)
+    assert ended.text == llm.tokenizer.decode(whole.token_ids[:at])
+
+
+def test_closing_a_stream_ends_its_request(load):
+    llm = load()
+    stream = llm.stream("hell", SamplingParams(max_tokens=60, seed=7, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work
+
+
+def test_chat_takes_one_conversation_or_several(load):
+    llm = load()
+    hello = [{"role": "user", "content": "hello"}]
+    params = SamplingParams(max_tokens=5, temperature=0)
+    one = llm.chat(hello, params)
+    two = llm.chat([hello, [{"role": "user", "content": "hell"}]], params)
+    assert one[0].token_ids == two[0].token_ids
+    assert one[0].prompt_token_ids == llm.tokenizer.encode("<|start|>hello<|end|>", add_special_tokens=False)
+
+
+def test_a_value_that_is_not_finite_fails_one_request(load):
+    """It was left in a block of a cached prefix: who reads it fails, and the next one computes the prefix again."""
+    llm, params = load(num_kv_blocks=30), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompt = list(range(2, 20))
+    (expected,) = llm.generate([prompt], params)
+    cached = sorted(llm.engine.scheduler.tables.cache._identity_of)
+    llm.runner.steps.cache[:, :, :, cached[0], 1] = float("nan")
+    (failed,) = llm.generate([prompt], params)
+    assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, [])
+    for num_cached in (0, 16):
+        (again,) = llm.generate([prompt], params)
+        assert (again.token_ids, again.num_cached) == (expected.token_ids, num_cached)
+
+
+def test_bad_calls_say_what_to_change(load, tmp_path):
+    llm = load()
+    with pytest.raises(CallboardError, match="2 prompts and 1 SamplingParams"):
+        llm.generate(["a", "b"], [SamplingParams()])
+    with pytest.raises(CallboardError, match="maximum context length"):
+        llm.generate([[5] * 500])
+    with pytest.raises(CallboardError, match="Token id 262 "):
+        llm.generate([[5, 262]])
+    assert not llm.engine.has_work
+    with pytest.raises(CallboardError, match="tensor_parallel_size"):
+        LLM("x", tensor_parallel_size=2)
+    with pytest.raises(CallboardError, match="nothing"):
+        LLM(str(tmp_path / "nothing.gguf"))
+
+
+def test_an_answer_bound_to_a_schema(load):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}},
+        "required": ["ok", "n"],
+    }
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=1, grammar=grammar_of(schema))
+    (answer,) = load().generate([SHARED], params)
+    assert answer.finish_reason is FinishReason.STOP
+    assert jsonschema.validators.validator_for(schema)(schema).is_valid(json.loads(answer.text))

@@ -1,0 +1,82 @@
+"""What a model does not have is refused at the door, and fails nobody else: token ids beyond its vocabulary, outputs
+bound to a grammar where nothing ends one, end-of-sequence ids that are no tokens."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from runtime.core.scheduler import Scheduler
+from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+from runtime.llm import LLM
+from tests.core.test_scheduler import make
+from tests.support.fake_engine import FakeEngine, chat, post
+from tests.support.structured_cases import regex
+from tests.support.structured_engine import answers, hot, runner_of
+
+LETTERS = regex("[ab]{3,9}")
+FREE = hot(None, max_tokens=5)
+
+
+@pytest.mark.parametrize("bad", [29, -1, 10**12])
+def test_the_scheduler_refuses_ids_that_the_model_does_not_have(bad):
+    scheduler = Scheduler(*make())
+    with pytest.raises(CallboardError, match=f"Token id {bad} is not in this model's vocabulary of 29"):
+        scheduler.add(Request("a", [1, bad, 2], 3, SamplingParams()))
+    assert not scheduler.requests
+    scheduler.add(Request("a", [1, 28, 2], 3, SamplingParams()))
+
+
+def test_the_scheduler_refuses_a_grammar_that_nothing_could_end():
+    config, info = make()
+    scheduler = Scheduler(config, replace(info, eos_token_ids=()))
+    with pytest.raises(CallboardError, match="no end-of-sequence token"):
+        scheduler.add(Request("a", [1], 1, SamplingParams(grammar=LETTERS)))
+    scheduler.add(Request("a", [1], 1, SamplingParams()))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": [65, 200]}, "prompt"),
+        ("/v1/completions", {"prompt": "é"}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", "é"]}, "prompt.1"),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [200]}, "stop_token_ids"),
+        ("/v1/chat/completions", chat(messages=[{"role": "user", "content": "é"}]), "messages"),
+    ],
+)
+async def test_ids_of_the_tokenizer_that_the_model_lacks_are_a_400(path, body, field):
+    engine = FakeEngine()
+    engine.info = replace(engine.info, vocab_size=128)
+    answer = await post(engine, body, path)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == field
+    assert "ids of this model end at 127" in answer.json()["error"]["message"]
+    assert not engine.requests
+
+
+async def test_a_schema_for_a_model_without_an_end_is_a_400():
+    engine = FakeEngine(json.dumps({}))
+    engine.info = replace(engine.info, eos_token_ids=())
+    answer = await post(engine, chat(response_format={"type": "json_object"}), "/v1/chat/completions")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "response_format"
+    assert "end-of-sequence" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("eos", [262, 2**31])
+def test_an_end_of_sequence_id_that_is_no_token_is_refused_at_load(write_tiny_gguf, eos):
+    path = write_tiny_gguf(**{"tokenizer.ggml.eos_token_id": eos})
+    with pytest.raises(CallboardError, match=f"{path} names the end-of-sequence id {eos}.*vocabulary of 262"):
+        LLM(str(path))
+
+
+def test_where_engines_for_grammars_cannot_be_made_only_their_outputs_fail():
+    runner = runner_of(vocabulary=None)
+
+    def unreadable():
+        raise IndexError("tuple index out of range")
+
+    runner.grammar_state.serve(unreadable)
+    found = answers(runner, [hot(LETTERS), FREE, hot(LETTERS), FREE])
+    assert [found[name][1] for name in "0123"] == [FinishReason.GRAMMAR, FinishReason.LENGTH] * 2

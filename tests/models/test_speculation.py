@@ -1,0 +1,276 @@
+"""Speculation changes no token of deterministic mode: the same requests with guesses of every quality and without, on a
+real model."""
+
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.core.draft import DraftCore, LocalWire
+from runtime.core.draft_client import DraftClient
+from runtime.core.engine import EngineCore
+from runtime.core.executor import InProcess
+from runtime.core.speculation import Drafter, Ngram, Speculation
+from runtime.core.types import Request, SamplingParams
+from tests.support.fake_runner import FixedShare, Recorded
+from tests.support.runner_driver import TINY, tiny_runner
+
+SAMPLING = {
+    "greedy": SamplingParams(max_tokens=64, temperature=0.0),
+    "0.3": SamplingParams(max_tokens=64, temperature=0.3),
+    "0.7, top-k": SamplingParams(max_tokens=64, temperature=0.7, top_k=20),
+    "1.0, top-p": SamplingParams(max_tokens=64, temperature=1.0, top_p=0.9),
+    "1.5, all": SamplingParams(
+        max_tokens=64, temperature=1.5, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
+        frequency_penalty=0.3, presence_penalty=-0.2, logit_bias=((3, 2.0), (9, -5.0)), min_tokens=20,
+        stop_token_ids=(5, 6, 7, 8), logprobs=3,
+    ),
+}  # fmt: skip
+
+
+@cache
+def runner(**config):
+    return tiny_runner(max_num_batched_tokens=64, num_kv_blocks=400, deterministic=True, **config)
+
+
+@cache
+def noisy_runner(noise, **config):
+    model = tiny_runner(max_num_batched_tokens=64, num_kv_blocks=400, is_draft=True, **config)
+    norm = model.decoder.final_norm
+    norm *= 1 + noise * torch.randn(norm.shape, generator=torch.Generator().manual_seed(1)).to(norm.device)
+    return model
+
+
+def answers(params, count, speculation=None, seed=0, **config):
+    """Tokens and log-probabilities of `count` requests with repetitive prompts; and how many guesses were right."""
+    model = runner(**config)
+    model.reset()
+    core = EngineCore(model.config, model.info, InProcess(model), speculation)
+    rng, got, logprobs, accepted = np.random.default_rng(seed), {}, {}, 0
+    for i in range(count):
+        phrase = rng.integers(2, TINY.vocab_size, rng.integers(2, 9)).tolist()
+        prompt = (phrase * 9)[: int(rng.integers(1, 40))]
+        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
+        got[str(i)] = []
+    while core.has_work:
+        if (output := core.step()) is None:
+            continue
+        for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
+            got[state.request.request_id].append(token)
+            if i in output.logprobs:
+                found = output.logprobs[i]
+                name, at = state.request.request_id, len(got[state.request.request_id])
+                values = [found.logprob, *(value for _, value in found.top)]
+                logprobs |= {(name, at, j): value for j, value in enumerate(values)}
+        accepted += sum(state.num_accepted for state, _ in output.finished)
+    return got, logprobs, accepted
+
+
+def model_draft(noise, ahead, **config):
+    """A drafter with a model of its own: the target's weights, with so much noise in the last norm."""
+    model = noisy_runner(noise, **config)
+    model.reset()
+    client = DraftClient(TINY.vocab_size, time.monotonic)
+    client.attach(LocalWire(DraftCore(model.config, model.info, InProcess(model), ahead)), ((1, 0.1), (64, 0.1)))
+    return client
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize(("batch", "count"), [(1, 3), (32, 24)])
+def test_tokens_are_those_without_guesses(name, batch, count):
+    """With the eleven drafters 297 prompts of each way of sampling; alone, and 32 at a time."""
+    params, config = SAMPLING[name], {"max_num_seqs": batch}
+    want, logprobs, _ = answers(params, count, **config)
+    for most, share_right in ((3, 0.0), (4, 0.7), (7, 0.9), (None, 0.8)):
+        drafter = Recorded(want, share_right, TINY.vocab_size)
+        got, scored, accepted = answers(params, count, Speculation(drafter, most, ((1, 1.0), (64, 2.0)), 0.0), **config)
+        assert got == want, (most, share_right)
+        assert scored == logprobs
+        assert accepted > 0 or share_right == 0.0
+    for most, noise, ahead in ((1, 0.0, 0), (2, 0.3, 1), (5, 2.0, 9), (6, 0.0, 1), (8, 0.3, 9), (None, 0.3, 1)):
+        draft = model_draft(noise, ahead, **config)
+        got, scored, accepted = answers(params, count, Speculation(draft, most, ((1, 1e3), (64, 2e3)), 0.0), **config)
+        assert got == want, (most, noise, ahead)
+        assert scored == logprobs
+        assert draft.num_late == 0
+        assert accepted > 0 or noise == 2.0
+    got, _, accepted = answers(params, count, Speculation(Ngram(), 4, (), 0.0), **config)
+    assert got == want
+    assert accepted > 0 or params.temperature
+
+
+@pytest.mark.slow
+def test_tight_memory_and_small_steps():
+    """Guesses beside preemptions and chunks: never at the cost of others' blocks."""
+    config = {
+        "num_kv_blocks": 34,
+        "max_model_len": 106,
+        "max_num_batched_tokens": 11,
+        "max_num_seqs": 6,
+        "block_size": 4,
+    }
+    params = SamplingParams(max_tokens=64, temperature=0.9, stop_token_ids=(130,))
+    want, _, _ = answers(params, 24)
+    drafter = Recorded(want, 0.8, TINY.vocab_size)
+    model = tiny_runner(deterministic=True, **config)
+    core = EngineCore(model.config, model.info, InProcess(model), Speculation(drafter, 5, (), 0.0))
+    core.scheduler.admission.lengths = FixedShare(0.1)
+    assert core.depth == 2
+    rng, got = np.random.default_rng(0), {}
+    for i in range(24):
+        phrase = rng.integers(2, TINY.vocab_size, rng.integers(2, 9)).tolist()
+        prompt = (phrase * 9)[: int(rng.integers(1, 40))]
+        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
+    while core.has_work:
+        if (output := core.step()) is not None:
+            for state, token in zip(output.states, output.token_ids, strict=True):
+                got.setdefault(state.request.request_id, []).append(token)
+    assert got == want
+    assert core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.slow
+def test_the_distribution_is_the_targets():
+    """First two tokens of 3,000 requests that differ in their seeds alone, against the model's own probabilities."""
+    params = SamplingParams(max_tokens=3, temperature=1.0, top_k=5, ignore_eos=True)
+    prompt, model = [7, 11, 7, 11, 7], runner(max_num_seqs=32)
+
+    def draw(speculation, first):
+        model.reset()
+        core, counts = EngineCore(model.config, model.info, InProcess(model), speculation), {}
+        for i in range(3000):
+            core.add(Request(str(i), prompt, len(prompt), params, seed=first + i))
+        while core.has_work:
+            if (output := core.step()) is not None:
+                for state, _ in output.finished:
+                    pair = tuple(state.tokens[len(prompt) : len(prompt) + 2])
+                    counts[pair] = counts.get(pair, 0) + 1
+        return counts
+
+    plain, guessed = draw(None, 0), draw(Speculation(Constant(), 3, (), 0.0), 1 << 40)
+    pairs = [pair for pair, count in plain.items() if count >= 40]
+    observed = np.array([guessed.get(pair, 0) for pair in pairs], float)
+    expected = np.array([plain[pair] for pair in pairs], float)
+    # Both are samples: the variance of a difference is the sum of the two.
+    statistic = ((observed - expected) ** 2 / (observed + expected)).sum()
+    assert statistic < len(pairs) + 4 * (2 * len(pairs)) ** 0.5, (statistic, len(pairs))
+
+
+class Constant(Drafter):
+    """A Drafter that always guesses the same, as if a draft had a favourite."""
+
+    def guess(self, state, most):
+        return [11, 7, 11][:most]
+
+    def forget(self, state):
+        pass
+
+
+def test_the_count_follows_acceptance_and_cost():
+    cheap = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0), (64, 300.0), (512, 2000.0)), 10.0)
+    counts = []
+    for acceptance in (0.0, 0.2, 0.5, 0.8, 0.99):
+        cheap.begin(1, acceptance)
+        counts.append(cheap.round_count)
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == 7, "and the known token make eight rows"
+    state = type("State", (), {"acceptance": 0.5, "limit": 100, "num_total": 50})()
+    assert cheap._count(state) == 3, "what is right once in sixteen times is not worth a row"
+    state.limit = 52
+    assert cheap._count(state) == 1, "nothing is verified after the last token"
+    cheap.begin(256, 0.8)
+    assert cheap.round_count == 0, "a large batch does not gain"
+    slow = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0)), 1000.0)
+    slow.begin(1, 0.8)
+    assert slow.round_count == 0, "nor does one whose steps would no longer overlap"
+
+
+def test_a_run_of_wrong_guesses_is_not_the_end_of_a_good_draft():
+    class Costly(Constant):
+        def step_us(self, num_rows):
+            return 730.0
+
+    speculation = Speculation(Costly(), None, ((1, 3700.0), (8, 4000.0)), 2200.0)
+    speculation.acceptance = 0.8
+    state = type("State", (), {"acceptance": -1.0, "limit": 1000, "num_total": 50})()
+
+    def is_guessed_for():
+        speculation.begin(1, speculation._mean_acceptance([state]))
+        return speculation.round_count > 0
+
+    assert is_guessed_for()
+    while is_guessed_for():
+        speculation.learn(state, False)
+    assert any(is_guessed_for() for _ in range(100))
+
+
+def test_a_request_that_rests_alone_is_tried_again():
+    """Rounds go on for its batch, as a row more costs nothing here."""
+    speculation = Speculation(Ngram(), None, ((1, 100.0), (64, 100.0)), 0.0)
+    good, bad = (type("State", (), {"acceptance": a, "limit": 1000, "num_total": 50})() for a in (0.9, 0.01))
+    counts = []
+    for _ in range(100):
+        speculation.begin(2, speculation._mean_acceptance([good, bad]))
+        assert speculation.round_count > 0
+        counts.append(speculation._count(bad))
+    assert counts[0] == 0
+    assert counts[-1] > 0
+
+
+def test_ngram_looks_up_what_followed():
+    from runtime.core.request_state import RequestState
+
+    def state(tokens):
+        return RequestState(Request("r", tokens, len(tokens), SAMPLING["greedy"]), 99, frozenset(), (0, 0, 0))
+
+    ngram = Ngram()
+    assert ngram.guess(state([1, 2, 3, 4, 5, 6, 2, 3]), 3) == [4, 5, 6]
+    ngram.forget(state([0]))
+    assert ngram.guess(state([9, 1, 2, 1, 2]), 5) == [1, 2, 1, 2, 1], "a repetition runs on into its own guesses"
+    ngram.forget(state([0]))
+    assert ngram.guess(state([1, 2, 3]), 4) == []
+    known = state([5, 6, 7, 8, 1, 1])
+    ngram.forget(known)
+    assert ngram.guess(known, 2) == []
+    known.tokens.extend([5, 6])
+    assert ngram.guess(known, 2) == [7, 8], "tokens that came later are found too"
+
+
+def test_what_rounds_really_take_is_learned():
+    """A round that takes long beyond all estimates is given up, by size of the batch, and tried again later."""
+    now = [0.0]
+    speculation = Speculation(Ngram(), None, ((1, 1000.0), (64, 1500.0), (512, 4000.0)), 50.0, lambda: now[0])
+
+    def step(rows, round_us, plain_us):
+        speculation.begin(rows, 0.8)
+        count = speculation.round_count
+        now[0] += (round_us if count else plain_us) / 1e6
+        speculation.stepped(rows, rows * (1 + count), count)
+        return count > 0
+
+    assert all(step(1, 1300.0, 1000.0) for _ in range(100))
+    assert all(step(1, 1e6, 1000.0) for _ in range(2)), "a pause now and then is no reason"
+    large = [step(48, 9000.0, 1400.0) for _ in range(3000)]
+    assert sum(large[:20]) >= 1
+    assert 1 <= sum(large[1000:]) <= 60, "tried again, but rarely"
+    assert all(step(1, 1300.0, 1000.0) for _ in range(100)), "another size of the batch is another matter"
+
+
+def test_steps_beside_a_busy_draft_tell_nothing():
+    """They are slow because the draft shares their GPU: rounds do not pay by that."""
+
+    class Busy(Constant):
+        def is_busy(self):
+            return True
+
+    now = [0.0]
+    speculation = Speculation(Busy(), None, ((1, 3700.0), (64, 5100.0), (128, 6100.0)), 5000.0, lambda: now[0])
+    for _ in range(100):
+        speculation.begin(64, 0.8)
+        assert speculation.round_count == 0
+        now[0] += 0.02
+        speculation.stepped(64, 64, 0)

@@ -1,0 +1,204 @@
+"""Operations against plain formulas, and Triton kernels against their references under the interpreter."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from runtime.core.decoder_spec import RopeSpec
+from runtime.kernels.attention import (
+    AttentionShape,
+    attention_exact,
+    attention_torch,
+    decode_bucket,
+    plan_attention,
+)
+from runtime.kernels.gated_activation import gated_activation_exact, gated_activation_torch
+from runtime.kernels.linear import can_pack, cpu_product
+from runtime.kernels.rms_norm import rms_norm_torch
+from runtime.kernels.rope import rope_rows_torch, rope_store_kv_torch, rope_table
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+needs_packing = pytest.mark.skipif(not can_pack(torch.float32, CPU), reason="this torch has no packed linear layers")
+
+
+def test_rms_norm_is_its_formula():
+    x, weight = torch.randn(5, 48), torch.randn(48)
+    want = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    torch.testing.assert_close(rms_norm_torch(x, weight, 1e-5), want)
+
+
+INTERPRETED = """
+import torch
+from runtime.kernels.gated_activation import gated_activation_torch, gated_activation_triton
+from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.rope import (
+    rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton, rope_table
+)
+from runtime.core.decoder_spec import RopeSpec
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.float16):
+    for rows, hidden in ((1, 1), (3, 7), (2, 64), (5, 100), (4, 576), (2, 1025), (0, 16)):
+        wide = torch.randn(rows, hidden + 3, dtype=dtype)
+        x, weight = wide[:, :hidden], torch.randn(hidden, dtype=dtype)
+        got, want = rms_norm_triton(x, weight, 1e-5), rms_norm_torch(x, weight, 1e-5)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want, msg=lambda m: f"{dtype} {rows}x{hidden}: {m}")
+for dtype in (torch.float32, torch.float16):
+    for rows, ffn in ((1, 1), (3, 50), (2, 1024), (2, 1500), (0, 8)):
+        x = torch.randn(rows, 2 * ffn, dtype=dtype)
+        for kind in ("silu", "gelu_tanh"):
+            got, want = gated_activation_triton(x, kind), gated_activation_torch(x.clone(), kind)
+            torch.testing.assert_close(got, want, msg=f"{kind} {dtype} {rows}x{ffn}")
+    shapes = ((1, 1, 1, 64), (5, 4, 2, 64), (3, 6, 2, 80), (2, 9, 3, 16), (2, 8, 1, 96), (0, 2, 1, 16), (2, 40, 8, 128))
+    for i, (tokens, heads, kv_heads, dim) in enumerate(shapes):
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+        table, positions = rope_table(RopeSpec(), dim, 64, dtype), torch.randint(0, 64, (tokens,), dtype=torch.int32)
+        norms = (torch.rand(dim, dtype=dtype), torch.rand(dim, dtype=dtype), 1e-6) if i % 2 else ()
+        kv = torch.full((2, kv_heads, 3, 4, dim), 7.0, dtype=dtype)  # poisoned: only the tokens' places may change
+        twin, index = kv.clone(), torch.randperm(12)[:tokens].int()
+        got = rope_store_kv_triton(qkv.clone(), rope_rows_triton(table, positions), kv, index, *norms)
+        want = rope_store_kv_torch(qkv.clone(), rope_rows_torch(table, positions), twin, index, *norms)
+        # The twin rounds both products before it adds them, the kernel only the sum.
+        near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 6e-3, "rtol": 4e-3}
+        torch.testing.assert_close(got, want, **near, msg=lambda m: f"rope {dtype} {tokens} {heads} {dim}: {m}")
+        torch.testing.assert_close(kv, twin, **near, msg=lambda m: f"kv {dtype} {tokens} {heads} {dim}: {m}")
+print("equal")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.interpreted("-c", INTERPRETED)
+def test_triton_kernels_under_the_interpreter(interpreted):
+    assert interpreted.stdout.strip() == "equal", interpreted.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_everything_imports_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import runtime.worker.runner, runtime.kernels; print('ok')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "ok", done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("spec", "parameters"),
+    [
+        (RopeSpec(10000.0), {"rope_type": "default", "rope_theta": 10000.0}),
+        (RopeSpec(500.0, "linear", 4.0), {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}),
+        (
+            RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 64),
+            {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+)
+def test_rope_equals_transformers(spec, parameters):
+    heads, kv_heads, dim, positions = 4, 2, 32, torch.tensor([0, 1, 5, 63, 64, 200])
+    config = LlamaConfig(
+        hidden_size=heads * dim, num_attention_heads=heads, max_position_embeddings=512, rope_parameters=parameters
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
+    qkv = torch.randn(len(positions), heads + 2 * kv_heads, dim)
+    qk = qkv[None, :, : heads + kv_heads].transpose(1, 2)
+    want, _ = apply_rotary_pos_emb(qk, qk, cos, sin)
+    kv = torch.zeros(2, kv_heads, 3, 4, dim)
+    rope = rope_rows_torch(rope_table(spec, dim, 512, torch.float32), positions)
+    index, values = torch.tensor([4, 5, 6, 7, 8, 11]), qkv[:, heads + kv_heads :].clone()
+    q = rope_store_kv_torch(qkv, rope, kv, index)
+    want = want[0].transpose(0, 1)
+    torch.testing.assert_close(q, want[:, :heads])
+    flat = kv.view(2, kv_heads, 12, dim)
+    torch.testing.assert_close(flat[0][:, index].transpose(0, 1), want[:, heads:])
+    assert torch.equal(flat[1][:, index].transpose(0, 1), values)
+    assert flat[:, :, [0, 1, 2, 3, 9, 10]].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gated_activation_twins_agree(dtype):
+    x = torch.randn(7, 2 * 50).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    for kind, act in (("silu", F.silu), ("gelu_tanh", lambda g: F.gelu(g, approximate="tanh"))):
+        want = (act(gate) * up).to(dtype)
+        torch.testing.assert_close(gated_activation_torch(x, kind), want)
+        torch.testing.assert_close(gated_activation_exact(x, kind), want)
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 5, 17])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_variants_agree(dtype, rows, with_bias):
+    weight, bias = torch.randn(40, 24, dtype=dtype), torch.randn(40, dtype=dtype) if with_bias else None
+    x = torch.randn(rows, 24, dtype=dtype)
+    want = torch.nn.functional.linear(x, weight, bias)
+    for packed in (False, True):
+        for deterministic in (False, True):
+            got = cpu_product(weight, bias, packed, deterministic)(x)
+            torch.testing.assert_close(got, want, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=2e-2)
+
+
+@st.composite
+def steps(draw):
+    """A step over random tables: (group, kv_heads, dim, block_size, rows as (start, count)), decode rows first."""
+    rows = draw(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([1, 1, 1, 2, 33])), min_size=1, max_size=7))
+    rows.sort(key=lambda r: (r[1] > 1, decode_bucket(np.array(r[0])) if r[1] == 1 else 0))
+    sizes = draw(st.sampled_from([(1, 1, 16), (3, 3, 64), (4, 2, 32)]))
+    return *sizes, draw(st.sampled_from([1, 3, 16, 64, 400])), rows, draw(st.booleans()), draw(st.integers(0, 9999))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps(), st.sampled_from([1, 512, 1 << 15]), st.sampled_from([0, 0, 1, 20, 70, 400]), st.sampled_from([0.0, 1.5])
+)
+def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft_cap):
+    group, kv_heads, dim, block_size, rows, shuffled, seed = step
+    torch.manual_seed(seed)
+    starts, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))
+    needed = [-(-(s + c) // block_size) for s, c in rows]
+    blocks = np.arange(1, sum(needed) + 1)
+    if shuffled:
+        np.random.default_rng(seed).shuffle(blocks)
+    tables = np.zeros((len(rows), max(needed)), np.int32)
+    for row, own in enumerate(np.split(blocks, np.cumsum(needed)[:-1])):
+        tables[row, : len(own)] = own
+    kv = torch.randn(2, kv_heads, len(blocks) + 1, block_size, dim)
+    q = torch.randn(int(counts.sum()), kv_heads * group, dim)
+
+    want = []
+    for row, (start, count) in enumerate(rows):
+        own = kv[:, :, tables[row, : needed[row]].astype(np.int64)].reshape(2, kv_heads, -1, dim).double()
+        for position in range(start, start + count):
+            first = max(0, position + 1 - window) if window else 0
+            k, v = own[:, :, first : position + 1].repeat_interleave(group, 1)
+            scores = k @ q[len(want)].double()[:, :, None] * 0.3
+            scores = soft_cap * (scores / soft_cap).tanh() if soft_cap else scores
+            want.append((scores.softmax(1) * v).sum(1).reshape(-1))
+    want = torch.stack(want).float()
+    for exact, attention in ((False, attention_torch), (True, attention_exact)):
+        shape = AttentionShape(kv_heads * group, kv_heads, len(blocks) + 1, block_size, torch.float32, CPU, exact)
+        with mock.patch("runtime.kernels.attention.MAX_GATHERED", most):
+            plan = plan_attention(tables, starts, counts, shape)
+        assert plan.num_tokens == len(q)
+        for _ in range(2):  # as another layer, which finds the masks of the first
+            got = attention(q.clone(), kv, plan, scale=0.3, window=window, soft_cap=soft_cap)
+            torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+        if window:
+            full = attention(q.clone(), kv, plan, scale=0.3, soft_cap=soft_cap)
+            assert (int((starts + counts).max()) > window) == (not torch.allclose(full, want, atol=2e-5, rtol=1e-4))

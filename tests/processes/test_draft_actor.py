@@ -1,0 +1,58 @@
+"""A real draft process beside a real engine: guesses come, and its death or silence is only slower (C8)."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from runtime.core.config import DEFAULT_MODEL
+from tests.processes.test_actors import Server, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+
+
+async def accepted(server):
+    return (await server.engine().stats.remote())["accepted_draft_tokens"]
+
+
+async def generate_until_guessed(server, want):
+    """A hundred more tokens, in time: on a busy machine guesses come late, and an answer may end without one."""
+    before, end = await accepted(server), time.monotonic() + 120
+    while await accepted(server) < before + 100:
+        assert time.monotonic() < end
+        assert await server.generate() == want
+
+
+async def test_a_killed_or_stopped_draft_changes_no_token():
+    """The draft is the model itself, so that every guess is right while it lives."""
+    async with Server("plain") as server:
+        undisturbed = await server.generate()
+    async with Server("drafted", draft=DEFAULT_MODEL, num_draft_tokens=3, draft_kv_cache_memory=0.1) as server:
+        await generate_until_guessed(server, undisturbed)
+        for signal_number in (signal.SIGSTOP, signal.SIGKILL):
+            progress: list[int] = []
+            reading = asyncio.create_task(server.generate(progress))
+            await wait_for(lambda progress=progress: sum(progress) > 40, 60)
+            pid = await server.engine().draft_pid.remote()
+            os.kill(pid, signal_number)
+            assert await reading == undisturbed
+            assert server.link.health() == ""
+            if signal_number == signal.SIGSTOP:  # there comes another in its place
+                await generate_until_guessed(server, undisturbed)
+                assert await server.engine().draft_pid.remote() != pid
+
+
+async def test_two_engines_share_a_draft():
+    config = {"draft": DEFAULT_MODEL, "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1, "draft_shared": True}
+    async with Server("shared/engine/0", **config) as a, Server("shared/engine/1", **config) as b:
+        assert await a.engine().draft_pid.remote() == await b.engine().draft_pid.remote()
+        expected, end = None, time.monotonic() + 120
+        while True:  # six processes on a machine with two cores: how many guesses come in time is up to it
+            first, second = await asyncio.gather(a.generate(), b.generate())
+            expected = expected or first
+            assert first == second == expected
+            if min(await accepted(a), await accepted(b)) > 100:
+                break
+            assert time.monotonic() < end, "one of them is served, or neither"

@@ -1,0 +1,117 @@
+"""`callboard serve` as real processes with a tiny model: its start, a storm of clients that leave, and its drain."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from actors.environment import SINGLE_MACHINE
+from tests.serve.test_cli import ROOT, private_ray  # noqa: F401
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+
+# Prints the engine's gauges when they are zero; they are asked for over Ray, beside the front door.
+WAIT_FOR_ZERO = """
+import time
+import ray
+from actors.directory import find_engines
+from actors.names import engines_of
+ray.init(log_to_driver=False, logging_level="ERROR")
+(engine,), end = find_engines(engines_of("callboard")), time.monotonic() + 5
+while True:
+    stats = ray.get(engine.stats.remote())
+    if stats["running"] == stats["waiting"] == stats["waiting_tokens"] == sum(stats["streams"]) == 0:
+        break
+    assert time.monotonic() < end, stats
+assert stats["blocks_available"] == stats["blocks_total"], stats
+print(stats["steps"])
+"""
+
+
+def test_start_storm_and_drain(write_tiny_gguf, private_ray, tmp_path: Path):  # noqa: F811
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    model = write_tiny_gguf(llama__context_length=16384, llama__rope__freq_base=10000.0)
+    command = [sys.executable, "-m", "serve_app.cli", "serve", str(model), "--served-model-name", "tiny"]
+    flags = ["--port", str(port), "--num-threads", "1", "--kv-cache-memory", "0.1", "--num-fronts", "2"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*command, *flags], stdout=log, stderr=log, env=private_ray, cwd=ROOT)
+    try:
+        asyncio.run(_start_storm_and_drain(process, f"http://127.0.0.1:{port}", private_ray))
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+    assert process.returncode == 0, (tmp_path / "log").read_text()
+
+
+async def _start_storm_and_drain(process: subprocess.Popen, url: str, environment: dict[str, str]) -> None:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=30, limits=limits) as client:
+        # The fronts answer while the engine still loads.
+        phases, end = [], time.monotonic() + 60
+        while time.monotonic() < end and process.poll() is None:
+            with suppress(httpx.TransportError):
+                answer = await client.get("/ready")
+                if answer.status_code == 200:
+                    break
+                if answer.status_code == 503:
+                    phases.append(answer.json())
+                    refused = await client.post("/v1/completions", json={"prompt": "a"})
+                    assert refused.status_code == 200 or refused.json()["error"]["code"] == "engine_unavailable"
+            await asyncio.sleep(0.1)
+        assert answer.status_code == 200
+        assert "loading" in {phase["status"] for phase in phases} <= {"loading", "unavailable"}
+        assert any("loading its model" in phase["phase"] for phase in phases)
+
+        # 200 clients that give up after half a second.
+        async def leave(stream: bool) -> None:
+            body = {"prompt": "Once", "max_tokens": 10_000, "ignore_eos": True, "stream": stream}
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await client.post("/v1/completions", json=body)
+
+        await asyncio.gather(*(leave(stream=i % 2 == 0) for i in range(200)))
+        left = time.monotonic()
+        answer = await client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 5, "ignore_eos": True})
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        assert time.monotonic() - left < 5
+        (gcs_port,) = Path(environment["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
+        gauges = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", WAIT_FOR_ZERO],
+            env=environment | SINGLE_MACHINE | {"RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert gauges.returncode == 0, gauges.stderr
+
+        # SIGTERM: what runs is finished, what comes is told to come back.
+        body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        streams = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
+        await asyncio.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        answer = await client.get("/health")
+        while answer.status_code == 200:
+            assert not any(stream.done() for stream in streams), "the streams must outlive the signal"
+            answer = await client.get("/health")
+        refused = await client.post("/v1/completions", json={"prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert "shutting down" in refused.json()["error"]["message"]
+        assert not any(stream.done() for stream in streams)
+        for stream in await asyncio.gather(*streams):
+            *_, usage, done, _ = stream.text.split("\n\n")
+            assert done == "data: [DONE]"
+            assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 4000
+        assert await asyncio.to_thread(process.wait, 30) == 0

@@ -1,0 +1,219 @@
+"""The child of `callboard serve` and its offspring: whatever happens, all of it ends, and one sentence says why."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Its work, the body of `work`, is the test's; it has left its parent an orphan in a session of its own.
+PROGRAM = """
+import os, signal, subprocess, sys, time
+from runtime.core.types import CallboardError
+from serve_app.process_tree import run
+
+ORPHAN = "subprocess.Popen(['sleep', '60'], start_new_session=True)"
+
+def work(parent):
+    subprocess.run([sys.executable, "-c", f"import subprocess; {ORPHAN}"])
+    print("begun", flush=True)
+    sys.stdin.readline()
+%s
+
+try:
+    run(work)
+except CallboardError as e:
+    print("error:", e)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def processes_with(mark: str) -> list[str]:
+    """The command lines of all processes that have `mark` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append((path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+class Program:
+    def __init__(self, work: str) -> None:
+        self.mark = f"callboard-test-{uuid.uuid4()}"
+        code = PROGRAM % textwrap.indent(textwrap.dedent(work), "    ")
+        environment = os.environ | {"MARK": self.mark}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env=environment,
+        )  # fmt: skip
+        assert self.process.stdout.readline() == "begun\n"
+        assert any(command.startswith("sleep 60") for command in processes_with(self.mark))
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def rest(self) -> str:
+        """What is printed until the program ends, of which nothing must be left."""
+        out, _ = self.process.communicate(timeout=20)
+        assert processes_with(self.mark) == []
+        return out
+
+
+@pytest.fixture
+def program() -> Iterator[type[Program]]:
+    started = []
+
+    def start(work: str) -> Program:
+        started.append(Program(work))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("work", "told"),
+    [
+        ("pass", ""),
+        ("raise CallboardError('There is no model.')", "error: There is no model.\n"),
+        ("raise ValueError('a\\nb')", "error: The server's process ended by itself (ValueError: a b).\n"),
+        (
+            "os.abort()",
+            "error: The server's process ended by itself (signal 6).\n",
+        ),
+        (
+            "parent.tell(log='/the/logs'); parent.tell(ready=True); os._exit(3)",
+            "error: The server's process ended by itself (exit code 3); see /the/logs.\n",
+        ),
+    ],
+)
+def test_all_ends_with_the_child_and_why_is_told(program, work, told):
+    assert program(work).rest() == told
+
+
+def test_a_child_ends_with_what_it_cannot_do_without(program):
+    started = program(
+        """
+        others = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["cat"], stdin=subprocess.PIPE)]
+        parent.end_with("cat", "dog")
+        others[0].kill()
+        others[0].wait()
+        others[1].kill()
+        time.sleep(60)
+        """
+    )
+    assert started.rest() == "error: The server's process ended by itself (its cat ended).\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_it_is_ready_interrupts(program, number):
+    started = program(
+        """
+        try:
+            print("on", flush=True)
+            time.sleep(60)
+        finally:
+            print("put in order", flush=True)
+        """
+    )
+    assert started.process.stdout.readline() == "on\n"
+    started.process.send_signal(number)
+    assert started.rest() == "put in order\ninterrupted\n"
+
+
+def test_a_child_that_heeds_nothing_is_killed(program):
+    started = program(
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("on", flush=True)
+        time.sleep(60)
+        """
+    )
+    assert started.process.stdout.readline() == "on\n"
+    begin = time.monotonic()
+    started.process.send_signal(signal.SIGTERM)
+    assert started.rest() == "interrupted\n"
+    assert time.monotonic() - begin < 5
+
+
+def test_signals_are_orders_once_it_is_ready(program):
+    """A second one at once is the same one, as `timeout` sends it; a later one is a second order."""
+    started = program(
+        """
+        parent.tell(ready=True)
+        print("ready", flush=True)
+        print("stop:", parent.wait_for_order(), flush=True)
+        print("hurry:", parent.wait_for_order(0.7), flush=True)
+        print("hurry:", parent.wait_for_order(), flush=True)
+        """
+    )
+    lines = started.process.stdout
+    assert lines.readline() == "ready\n"
+    started.process.send_signal(signal.SIGTERM)
+    started.process.send_signal(signal.SIGINT)
+    assert lines.readline() == "stop: True\n"
+    assert lines.readline() == "hurry: False\n"
+    started.process.send_signal(signal.SIGTERM)
+    assert started.rest() == "hurry: True\n"
+    assert started.process.returncode == 0
+
+
+def test_a_third_signal_kills(program):
+    started = program("parent.tell(ready=True)\nprint('ready', flush=True)\ntime.sleep(60)")
+    assert started.process.stdout.readline() == "ready\n"
+    for _ in range(3):
+        started.process.send_signal(signal.SIGTERM)
+        time.sleep(0.55)  # apart enough to be three
+    assert started.rest() == "interrupted\n"
+
+
+def test_a_child_without_a_parent_stops(program):
+    started = program("parent.tell(ready=True)\nprint('ready', flush=True)\nparent.wait_for_order()")
+    assert started.process.stdout.readline() == "ready\n"
+    (child,) = (c for c in children(started.process.pid))
+    started.process.kill()
+    started.process.wait()
+    end = time.monotonic() + 10
+    while is_running(child):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    for path in Path("/proc").glob("[0-9]*/environ"):  # its orphan is nobody's now
+        try:
+            if started.mark.encode() in path.read_bytes():
+                os.kill(int(path.parent.name), signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def children(pid: int) -> list[int]:
+    """Those of its process group's kind: not the adopted."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+            name = (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and not name.startswith(b"sleep"):
+            found.append(int(path.parent.name))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

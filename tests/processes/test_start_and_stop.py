@@ -1,0 +1,280 @@
+"""`callboard serve` as its user sees it, from the command to its end: what is printed and when, what the port answers,
+what is left behind. Real processes with a tiny model."""
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.processes.test_haproxy import listening_ports
+from tests.processes.test_process_tree import processes_with
+from tests.serve.test_cli import ROOT, private_ray  # noqa: F401
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+PHASES = ["model checked", "Ray started", "front door open", "libraries imported", "weights", "memory plan", "ready"]
+START_S = 120  # on a machine that does much else besides
+STOP_S = 30
+
+
+class Server:
+    """A `callboard serve` whose output goes to a file, all of whose processes have a mark in their environment."""
+
+    def __init__(self, model: Path, folder: Path, environment: dict[str, str], *flags: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self._output = folder / "output"
+        self.temporary = Path("/tmp", secrets.token_hex(1))  # short: HAProxy's sockets lie below it
+        self.temporary.mkdir()
+        self.mark = f"CALLBOARD_TEST={folder}"
+        name, _, value = self.mark.partition("=")
+        command = [sys.executable, "-m", "serve_app.cli", "serve", str(model), "--served-model-name", "tiny"]
+        flags = ("--port", str(self.port), "--num-threads", "1", *flags)
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [*command, *flags], stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
+                env=environment | {name: value, "TMPDIR": str(self.temporary)},
+            )  # fmt: skip
+
+    def output(self) -> list[str]:
+        return self._output.read_text().splitlines()
+
+    def wait_for(self, text: str) -> None:
+        """Until a line of the output has `text`."""
+        end = time.monotonic() + START_S
+        while not any(text in line for line in self.output()):
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < end, self.output()
+            time.sleep(0.02)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit code, when it has ended and left nothing."""
+        code = self.process.wait(timeout_s)
+        assert processes_with(self.mark) == []
+        assert list(self.temporary.iterdir()) == []
+        return code
+
+    def pids(self) -> Iterator[int]:
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if self.mark.encode() in path.read_bytes():
+                    yield int(path.parent.name)
+            except OSError:
+                continue
+
+    def pid_of(self, name: str) -> int:
+        """The process whose command line has `name`."""
+        (found,) = (pid for pid in self.pids() if name in Path(f"/proc/{pid}/cmdline").read_text())
+        return found
+
+
+@pytest.fixture
+def start(write_tiny_gguf, tmp_path: Path, private_ray) -> Iterator[Callable[..., Server]]:  # noqa: F811
+    started = []
+    clean = {name: value for name, value in private_ray.items() if not name.startswith("RAY_AUTH_")}
+
+    def begin(*flags: str, **environment: str) -> Server:
+        folder = tmp_path / f"server{len(started)}"
+        folder.mkdir()
+        started.append(Server(write_tiny_gguf(), folder, clean | environment, *flags))
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.process.terminate()
+        server.process.wait(STOP_S)
+        shutil.rmtree(server.temporary)
+
+
+class Watch(threading.Thread):
+    """Asks the server for three paths all the time, and keeps every kind of answer with the output at that time."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self._server, self.seen, self.faults, self.resets = server, [], [], []
+        self.start()
+
+    def run(self) -> None:
+        while self._server.process.poll() is None:
+            for path in ("/ready", "/health", "/v1/models"):
+                self.seen.append((path, self._ask(path), len(self._server.output())))
+            time.sleep(0.02)
+
+    def _ask(self, path: str) -> httpx.Response | None:
+        """None: nobody listens."""
+        try:
+            return httpx.get(f"http://127.0.0.1:{self._server.port}{path}", timeout=10)
+        except httpx.ConnectError:
+            return None
+        except httpx.ReadError as e:  # a connection that nobody had accepted when the port was closed
+            self.resets.append((path, repr(e), self._server.output()[-1:]))
+            return None
+        except httpx.TransportError as e:
+            self.faults.append((path, repr(e), self._server.output()[-1:]))
+            return None
+
+
+def test_a_life_as_its_user_sees_it(start):
+    server = start()
+    watch = Watch(server)
+    server.wait_for("curl -N")
+    ports = {port for pid in server.pids() for port in listening_ports(pid)}
+    assert {address for address, _ in ports if not address.startswith("127.")} == set()
+    os.kill(server.pid_of("ray::EngineActor"), signal.SIGKILL)  # Ray writes a paragraph on that
+    deadline = time.monotonic() + START_S
+    while not (watch.seen[-1][1] is not None and watch.seen[-1][1].status_code == 503):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(STOP_S) == 0
+    watch.join()
+    assert watch.faults == []
+    assert len(watch.resets) <= 1, watch.resets
+
+    output = server.output()
+    times = [re.match(r" +([\d.]+) s  (.*)", line) for line in output]
+    phases = [found[2] for found in times if found]
+    assert [next(p for p in phases if p.startswith(name)) for name in PHASES] == [
+        p for p in phases if p.startswith(tuple(PHASES))
+    ]
+    seconds = [float(found[1]) for found in times if found]
+    assert seconds == sorted(seconds)
+    others = [line for line, found in zip(output, times, strict=True) if not found and not line.startswith("  ")]
+    assert [line.split()[0] for line in others] == ["Callboard", "curl", "Stopping;"], others
+
+    # Each phase is told when it ends: the door answered before the model was loaded.
+    answers = [(path, answer, lines) for path, answer, lines in watch.seen if answer is not None]
+    assert output[answers[0][2] - 1].endswith(("Ray started", "front door open"))
+    for path, answer, _ in answers:
+        assert answer.status_code in (200, 503), (path, answer.text)
+        if answer.status_code == 503:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, (path, answer.text)
+            assert answer.headers["retry-after"].isdecimal()
+    is_open = [answer is not None for _, answer, _ in watch.seen]
+    assert is_open == sorted(is_open[: is_open.index(True) + sum(is_open)]) + [False] * is_open[::-1].index(True)
+    assert {a.status_code for p, a, _ in answers if p == "/v1/models"} == {200, 503}
+
+
+@pytest.mark.parametrize("phase", ["model checked", "Ray started", "front door open"])
+def test_sigterm_during_the_start(start, phase):
+    server = start()
+    server.wait_for(phase)
+    begin = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait(STOP_S) == 1
+    assert time.monotonic() - begin < 10
+    *phases, end = server.output()
+    assert all(re.match(r" +[\d.]+ s  ", line) for line in phases)
+    assert end == "callboard: interrupted"
+
+
+def test_a_port_that_is_taken_meanwhile(start):
+    server = start()
+    server.wait_for("Ray started")
+    with socket.create_server(("127.0.0.1", server.port)):
+        assert server.wait(START_S) == 1
+    assert server.output()[-1] == (
+        f"callboard: Port {server.port} on 127.0.0.1 cannot be used (Address already in use); "
+        "stop what has it or pass another --port."
+    )
+    assert [line.split("  ")[-1] for line in server.output()[:-1]] == ["model checked", "Ray started"]
+
+
+def test_too_little_memory(start):
+    server = start("--num-kv-blocks", "1000000000")
+    assert server.wait(START_S) == 1
+    assert server.output()[-1].startswith("callboard: Too little memory; lower num_kv_blocks")
+    assert sum("callboard: " in line for line in server.output()) == 1
+
+
+def test_ray_dies_at_the_start(start):
+    server = start()
+    server.wait_for("Ray started")
+    os.kill(server.pid_of("raylet/raylet"), signal.SIGKILL)
+    assert server.wait(START_S) == 1
+    *phases, end = server.output()
+    assert all(re.match(r" +[\d.]+ s  ", line) for line in phases)
+    assert end.startswith("callboard: The server's process ended by itself (its raylet ended); see /")
+
+
+# Asks every port for what Ray and Serve answer, as a user who may do nothing, with a pickle that leaves a file.
+STRANGER = """
+import os, pickle, sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from ray.serve.generated.serve_pb2 import ASGIRequest
+
+ports, path, token = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
+os.setgid(65534)
+os.setuid(65534)
+metadata = [("authorization", f"Bearer {token}")] if token else []
+
+class Evil:
+    def __reduce__(self):
+        return os.system, (f"id -u > {path}",)
+
+CALLS = {
+    "/ray.serve.ASGIService/HandleRequestWithRejection":
+        ASGIRequest(pickled_request_metadata=pickle.dumps(Evil())).SerializeToString(),
+    "/ray.rpc.JobInfoGcsService/GetAllJobInfo": b"",
+    "/ray.rpc.NodeManagerService/GetNodeStats": b"",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats": b"",
+}
+
+def ask(port):
+    found = []
+    for method, body in CALLS.items():
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            try:
+                channel.unary_unary(method)(body, timeout=5, metadata=metadata)
+                found.append(f"{method} OK")
+            except grpc.RpcError as e:
+                found.append(f"{method} {e.code().name}")
+    return found
+
+with ThreadPoolExecutor(8) as pool:
+    print(*(line for lines in pool.map(ask, ports) for line in lines), sep="\\n")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_of_the_machine_run_nothing(start, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # by chance, the port of Serve's own proxy: it finds another
+        server = start(RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(taken.getsockname()[1]))
+        server.wait_for("curl -N")
+    ports = sorted({str(port) for pid in server.pids() for _, port in listening_ports(pid)})
+    environment = Path(f"/proc/{server.pid_of('ray::ServeReplica:callboard:Front')}/environ").read_bytes()
+    (token,) = re.findall(rb"\0RAY_AUTH_TOKEN=(\w+)\0", environment)
+    with tempfile.TemporaryDirectory() as folder:
+        proof = Path(folder, "proof")
+
+        def ask(token: str) -> str:
+            command = [sys.executable, "-c", STRANGER, ",".join(ports), str(proof), token]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        refused = ask("")
+        assert not proof.exists()
+        assert " OK" not in refused
+        assert {line.split()[0] for line in refused.splitlines() if "UNAUTHENTICATED" in line} == {
+            "/ray.serve.ASGIService/HandleRequestWithRejection",
+            "/ray.rpc.JobInfoGcsService/GetAllJobInfo",
+            "/ray.rpc.NodeManagerService/GetNodeStats",
+            "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+        }
+        assert "/ray.rpc.JobInfoGcsService/GetAllJobInfo OK" in ask(token.decode())
+        assert proof.read_text() == "0\n", "with the token the same call runs code: it is the token that holds it off"
+    assert not (tmp_path / ".ray").exists(), "a token of its own is in no file"

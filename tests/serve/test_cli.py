@@ -1,0 +1,414 @@
+"""The command line, the application's arguments, and the YAML files that start it elsewhere."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+import yaml
+
+from actors.environment import FAST_SERVE, ray_token
+from runtime.core.config import EngineConfig
+from runtime.core.types import CallboardError
+from serve_app import cli, server
+from serve_app.http import build_http_app
+from serve_app.service import Service
+from serve_app.settings import HttpSettings
+from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def callboard(*args: str, stdin: str = "", timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "serve_app.cli", *args]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=timeout)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "inspect"])
+def test_help_explains_every_engine_field(command: str, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([command, "--help"])
+    assert exit_.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for f in fields(EngineConfig):
+        if f.name != "model":
+            assert "--" + f.name.replace("_", "-") in text
+        assert f.metadata["help"] in text
+
+
+def test_every_flag_reaches_its_field():
+    values = {
+        "revision": "main", "generation_config": "none", "chat_template": "t.jinja", "device": "cpu",
+        "dtype": "bfloat16", "kernel_backend": "torch", "deterministic": True,
+        "max_model_len": 1024, "max_num_seqs": 5, "max_num_batched_tokens": 2048, "block_size": 32, "num_kv_blocks": 99,
+        "kv_cache_memory": 0.5, "gpu_memory_utilization": 0.5, "batching": "static", "kv_layout": "contiguous",
+        "chunked_prefill": False, "prefix_cache": False, "policy": "sjf", "pipeline_depth": 1, "packed_weights": False,
+        "cuda_graphs": False,
+        "tensor_parallel_size": 2, "num_threads": 1, "max_queued_requests": 7,
+        "step_timeout_s": 9.5, "draft": "ngram", "num_draft_tokens": 3, "draft_device": "cpu", "draft_ahead": 4,
+        "draft_kv_cache_memory": 0.5, "draft_shared": True, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
+    }  # fmt: skip
+    assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
+    argv = ["serve", "some/model"]
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        argv += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    settings = cli._engine_settings(cli._parser().parse_args(argv))
+    assert settings == {"model": "some/model", **values}
+    for argv in ([], ["--num-draft-tokens", "auto", "--max-model-len", "auto"]):
+        assert EngineConfig(**cli._engine_settings(cli._parser().parse_args(["serve", *argv]))) == EngineConfig()
+
+
+def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
+    (tmp_path / "keys").write_text("# ours\nk2\n\n k3 \n")
+    values = {
+        "api_key": ("k0", "k1"), "api_key_file": str(tmp_path / "keys"), "cors_origin": ("https://a.example",),
+        "max_body_bytes": 1000, "max_header_bytes": 2000, "max_n": 3, "max_stop": 2, "max_prompts": 5,
+        "client_priority": True,
+        "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0, "body_timeout_s": 8.5,
+        "allowed_host": ("llm.example.org", "b"),
+        "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
+    }  # fmt: skip
+    assert set(values) == {f.name for f in fields(HttpSettings)}, "a new field needs a value here"
+    argv = ["serve", "some/model"]
+    for name, value in values.items():
+        for v in value if isinstance(value, tuple) else (value,):
+            argv += ["--" + name.replace("_", "-"), *([] if v is True else [str(v)])]
+    settings = cli._http_settings(cli._parser().parse_args(argv))
+    assert settings == HttpSettings(**values)
+    assert settings.api_keys() == ("k0", "k1", "k2", "k3")
+    assert cli._http_settings(cli._parser().parse_args(["serve"])) == HttpSettings()
+
+
+def test_without_keys_the_server_answers_to_its_own_names_only():
+    own = ("10.0.0.1", socket.gethostname())
+    assert HttpSettings().listening_on("10.0.0.1").allowed_host == own
+    assert HttpSettings(allowed_host=("a.example",)).listening_on("10.0.0.1").allowed_host == ("a.example", *own)
+    assert HttpSettings(api_key=("k",)).listening_on("10.0.0.1").allowed_host == ()
+    with_key = HttpSettings(api_key=("k",), allowed_host=("a.example",))
+    assert with_key.listening_on("10.0.0.1").allowed_host == ("a.example", *own)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "COMMAND"),
+        (["serve", "--port", "0"], "between 1 and 65535"),
+        (["serve", "--port", "http"], "'http' is no port"),
+        (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["serve", "--num-replicas", "0"], "at least 1"),
+        (["serve", "--num-draft-tokens", "some"], "'some' must be a whole number or auto"),
+        (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; it must be at least 1"),
+        (["serve", "--max-body-bytes", "0"], "max_body_bytes is 0; it must be at least 1"),
+        (["serve", "--bogus"], "--bogus"),
+        (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["generate"], "prompt"),
+        (["chat", "--top-p", "0"], "top_p is 0.0"),
+    ],
+)
+def test_usage_errors(argv: list[str], says: str):
+    done = callboard(*argv)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_version():
+    done = callboard("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"callboard {version('callboard')}\n", "")
+
+
+def test_the_later_of_two_servers_on_one_port_is_told_before_the_other_listens():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with server.port_of_its_own("127.0.0.1", port):
+        done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"callboard: Port {port} on 127.0.0.1 cannot be used (another callboard serve starts there or runs); "
+        "stop what has it or pass another --port."
+    ]
+    with server.port_of_its_own("127.0.0.1", port):  # it is free again
+        pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--max-model-len", "129"], "max_model_len is 129; the model's context is 128 tokens at most."),
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size is 2; only 1 is supported."),
+    ],
+)
+def test_what_the_model_cannot_do_is_told_without_ray_and_torch(write_tiny_gguf, tmp_path: Path, flags, says):
+    for name in ("ray", "torch"):  # to import one of them would be an error
+        (tmp_path / f"{name}.py").write_text("raise AssertionError")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "serve_app.cli", "serve", str(write_tiny_gguf()), "--port", port, *flags]
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | path, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"callboard: {says}\n")
+
+
+def test_port_in_use_is_told_before_anything_else():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        # A model that does not exist either: the port comes first.
+        done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"callboard: Port {port} on 127.0.0.1 cannot be used (Address already in use); "
+        "stop what has it or pass another --port."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["serve", "--api-key-file", "/no/such/keys"], "'/no/such/keys' cannot be read"),
+        (["serve", "/no/such/model", "--port", "{free}"], "no model at '/no/such/model'"),
+        (["serve", "--host", "no.such.host.invalid", "--port", "{free}"], "'no.such.host.invalid' is no address"),
+        (["serve", "--host", "192.0.2.1", "--port", "{free}"], "Cannot assign requested address"),
+        (["generate", "hi", "--model", "/no/such/model"], "no model at '/no/such/model'"),
+        (["chat", "--url", "http://127.0.0.1:{free}"], "No OpenAI-compatible server answers"),
+    ],
+)
+def test_runtime_errors_are_one_sentence(argv: list[str], says: str):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free = str(probe.getsockname()[1])
+    done = callboard(*(word.replace("{free}", free) for word in argv))
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_started(write_tiny_gguf):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    done = callboard("serve", str(write_tiny_gguf(tokenizer__ggml__pre="nope")), "--port", port, timeout=20)
+    assert done.returncode == 1
+    assert "splits text by the rules of 'nope'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ---- callboard chat --url -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_server():
+    engine = FakeEngine("Hello, wörld!", max_model_len=90)
+    app = build_http_app(Service(engine, byte_tokenizer(), MODEL))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield engine, f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(timeout=10)
+
+
+def test_chat_with_a_server_remembers_the_conversation(fake_server):
+    engine, url = fake_server
+    done = callboard("chat", "--url", url, "--system", "S", "--seed", "7", stdin="a\n\nb\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Hello, wörld!\nHello, wörld!\n"
+    prompts = [bytes(r.token_ids).decode() for r in engine.requests]
+    assert prompts == ["<system>S<user>a<assistant>", "<system>S<user>a<assistant>Hello, wörld!<user>b<assistant>"]
+    assert engine.requests[0].seed == 7
+    assert engine.requests[0].params.temperature == 1.0  # the server's own
+
+
+def test_chat_tells_the_servers_error(fake_server):
+    _, url = fake_server
+    done = callboard("chat", "--url", f"{url}/v1/", stdin="x" * 100 + "\n")
+    assert done.returncode == 1
+    assert "maximum context length is 90 tokens" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- in process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_generate_and_chat_in_process(smollm2_path: Path):
+    flags = ["--temperature", "0", "--num-threads", "2", "--kv-cache-memory", "0.1"]
+    done = callboard("generate", "-", "--model", str(smollm2_path), "--max-tokens", "8", *flags, stdin="1, 2, 3, 4,")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" 5, 6")
+    question = "What is the capital of France? Answer in one sentence.\n"
+    done = callboard("chat", str(smollm2_path), *flags, stdin=question)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "The capital of France is Paris.\n"
+
+
+# ---- the Serve application ------------------------------------------------------------------------------------------
+
+
+def test_app_arguments_are_engine_config_and_what_concerns_serve():
+    from serve_app.app import AppArgs
+
+    more = {"served_model_name", "num_replicas", "num_fronts"}
+    assert set(AppArgs.model_fields) == {f.name for f in (*fields(EngineConfig), *fields(HttpSettings))} | more
+    assert AppArgs().engine_config() == EngineConfig()
+    assert AppArgs().http_settings() == HttpSettings()
+    assert AppArgs.model_validate({"api_key": "a,b"}).http_settings().api_keys() == ("a", "b")
+    assert AppArgs(draft="ngram", num_draft_tokens="auto").engine_config() == EngineConfig(draft="ngram")
+    # `serve run` passes every value as text.
+    args = AppArgs.model_validate({"model": "m", "max_num_seqs": "8", "prefix_cache": "false", "kv_cache_memory": "2"})
+    assert args.engine_config() == EngineConfig(model="m", max_num_seqs=8, prefix_cache=False, kv_cache_memory=2.0)
+    with pytest.raises(ValueError, match="max_num_seq"):
+        AppArgs.model_validate({"max_num_seq": 8})
+    with pytest.raises(CallboardError, match="block_size is 0"):
+        AppArgs(block_size=0).engine_config()
+
+
+def test_serve_gives_the_builder_its_argument_model():
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+
+    from serve_app.app import build_app
+
+    with pytest.raises(ValueError, match="no_such_field"):
+        call_user_app_builder_with_args_if_necessary(build_app, {"no_such_field": "1"})
+
+
+def test_serve_yaml_is_what_serve_and_the_builder_accept():
+    from ray.serve.schema import ServeDeploySchema
+
+    from serve_app.app import AppArgs
+
+    config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
+    schema = ServeDeploySchema.model_validate(config)
+    assert schema.applications[0].import_path == "serve_app.app:build_app"
+    AppArgs.model_validate(schema.applications[0].args).engine_config()
+
+
+def test_cluster_yaml_is_what_ray_up_accepts():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    text = (ROOT / "cluster.yaml").read_text()
+    config = prepare_config(yaml.safe_load(text))
+    validate_config(config)
+    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
+        start = commands[-1]
+        assert "ray start" in start
+        for name, value in FAST_SERVE.items():
+            assert f"{name}={value}" in start[: start.index("ray start")]
+
+
+@pytest.fixture
+def private_ray(tmp_path: Path):
+    """Environment for Ray clusters of a test's own: no settings and no folders shared with others of this machine."""
+    directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
+    ray = {"RAY_TMPDIR": directory, "RAY_USAGE_STATS_ENABLED": "0", **ray_token()}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    yield {**inherited, "HOME": str(tmp_path), **ray}
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[str, str]):
+    code = "from serve_app.app import *; print(type(build_app(AppArgs(device='cpu'))).__name__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=private_ray, cwd=ROOT)
+    assert done.stdout == "Application\n", done.stderr
+
+
+def heed_ctrl_c() -> None:
+    """A shell that runs the tests in the background makes them and their children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.slow
+def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_ray: dict[str, str]):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["name"] = "default"  # as `serve run serve_app.app:build_app` has it
+    config["applications"][0]["args"] |= {"model": str(smollm2_path), "num_threads": 2, "kv_cache_memory": 0.1}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
+    env = {name: value for name, value in private_ray.items() if "RAY_AUTH" not in name}  # Ray makes a token itself
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT, preexec_fn=heed_ctrl_c)
+    try:
+        deadline, answer = time.monotonic() + 90, None
+        while answer is None and time.monotonic() < deadline and process.poll() is None:
+            with suppress(httpx.TransportError):
+                response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)
+                answer = response.json() if response.status_code == 200 else None
+            time.sleep(0.2)
+        assert answer is not None, (tmp_path / "log").read_text()[-3000:]
+        assert answer["data"][0]["id"] == "smollm2"
+        assert "For full speed set RAY_SERVE_ENABLE_HA_PROXY=1" in (tmp_path / "log").read_text()
+        (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
+        caller = subprocess.run(
+            [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            env={**env, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
+        )  # fmt: skip
+        assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
+    """The command as a user runs it: two lines on stdout, the curl line works, Ctrl-C ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    flags = ["--port", port, "--served-model-name", "smol", "--num-threads", "2", "--kv-cache-memory", "0.1"]
+    command = [sys.executable, "-m", "serve_app.cli", "serve", str(smollm2_path), *flags]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=private_ray, cwd=ROOT
+    )
+    try:
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        assert lines[0] == f"Callboard serves smol at http://127.0.0.1:{port}/v1\n", process.stderr.read()
+        assert lines[1].startswith("curl -N ")
+        curl = lines[1].replace('"stream": true', '"stream": true, "max_tokens": 60')  # else as long as it likes
+        answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
+        *events, done, _ = answer.stdout.split("\n\n")
+        assert done == "data: [DONE]"
+        assert all(json.loads(event.removeprefix("data: "))["model"] == "smol" for event in events)
+        assert httpx.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok"}
+        # Ray's address "auto" takes any cluster of the machine, and other tests have theirs: RAY_ADDRESS names ours.
+        (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
+        caller = subprocess.run(
+            [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            env={**private_ray, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
+        )  # fmt: skip
+        assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+        assert time.monotonic() - started < 15
+        assert process.stdout.read() == ""
+        told = process.stderr.read()
+        assert "Traceback" not in told
+        times = [float(t) for t in re.findall(r"^ +([\d.]+) s  ", told, re.MULTILINE)]
+        assert times == sorted(times)
+        assert len(times) >= 3
+        assert re.search(r"^ +[\d.]+ s  memory plan: .*\n( .*\n)* +[\d.]+ s  ready$", told, re.MULTILINE), told
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=30)

@@ -1,0 +1,106 @@
+"""Calls that a request insists on, by an engine that writes whatever their grammar allows: none of them is lost."""
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+
+from runtime.core.types import Request
+from runtime.structured.vocabulary import BYTES
+from tests.serve.test_chat_api import LLAMA, QWEN, prompt_of
+from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of
+from tests.support.structured_cases import BYTE_ENGINE
+
+pytestmark = pytest.mark.usefixtures("shared_compiler")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Adds.",
+            "parameters": {"type": "object", "properties": {"a": {"enum": [1, "}"]}}, "required": ["a"]},
+        },
+    }
+    for name in ("add", "add_all", "sub")
+]
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+class GrammarEngine(FakeEngine):
+    """Answers with bytes drawn from those that the request's grammar allows; where the answer may end, half of all do,
+    and none beyond `most` bytes."""
+
+    def __init__(self, seed: int, most: int = 400) -> None:
+        super().__init__(max_model_len=4096)
+        self._random, self._most, self.text = random.Random(seed), most, ""
+
+    def _outputs(self, request: Request):
+        assert request.params.grammar is not None
+        matcher, script = BYTE_ENGINE.matcher(request.params.grammar.lark), []
+        while EOS not in script:
+            mask = np.zeros(BYTES.num_words, np.int32)
+            matcher.fill(mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            may_end = EOS in allowed and (len(script) > self._most or self._random.random() < 0.5)
+            others = [i for i in allowed if i != EOS]
+            script.append(EOS if may_end or not others else self._random.choice(others))
+            matcher.advance(script[-1:])
+        self.script, self.text = script, bytes(script[:-1]).decode()
+        return super()._outputs(request)
+
+
+def written(engine: GrammarEngine, template: str) -> list[tuple[str, Any]]:
+    """The calls in what prompt and answer say together, which have to be all that is there."""
+    text = prompt_of(engine).rpartition("<|assistant|>")[2] + engine.text
+    if template == LLAMA:
+        bodies = text.split("; ")
+    else:
+        bodies = re.findall(r"<tool_call>\n(.*)\n</tool_call>", text)
+        assert text == "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+    key = "parameters" if template == LLAMA else "arguments"
+    return [(call["name"], call[key]) for call in map(json.loads, bodies)]
+
+
+async def answered(engine: GrammarEngine, template: str, stream: bool, **fields: Any) -> Any:
+    client = openai.AsyncOpenAI(
+        base_url="http://test/v1",
+        api_key="none",
+        http_client=client_of(engine, byte_tokenizer(template)),
+        _strict_response_validation=True,
+    )
+    messages = [{"role": "user", "content": "hi"}]
+    answer = await client.chat.completions.create(model=MODEL, messages=messages, stream=stream, **fields)
+    if not stream:
+        return answer.choices[0]
+    state = ChatCompletionStreamState()
+    async for chunk in answer:
+        state.handle_chunk(chunk)
+    return state.get_final_completion().choices[0]
+
+
+@pytest.mark.parametrize("parallel", [None, True, False])
+@pytest.mark.parametrize("num_tools", [1, 3])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["hermes", "llama3"])
+async def test_every_call_arrives(template: str, choice: Any, num_tools: int, parallel: bool | None):
+    fields: dict[str, Any] = {"tools": TOOLS[:num_tools], "tool_choice": choice}
+    fields |= {} if parallel is None else {"parallel_tool_calls": parallel}
+    names, most = set(), 0
+    for seed in range(6):
+        engine = GrammarEngine(seed)
+        answer = await answered(engine, template, stream=seed % 2 == 1, **fields)
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls]
+        assert calls == written(engine, template)
+        assert answer.message.content is None
+        assert answer.finish_reason == "tool_calls"
+        assert all(arguments in ({"a": 1}, {"a": "}"}) for _, arguments in calls)
+        names |= {name for name, _ in calls}
+        most = max(most, len(calls))
+    only_one = parallel is False or choice is NAMED
+    assert (most == 1) == only_one
+    assert names <= ({"add"} if num_tools == 1 or choice is NAMED else {tool["function"]["name"] for tool in TOOLS})

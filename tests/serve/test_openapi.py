@@ -1,0 +1,85 @@
+"""The OpenAPI page tells the truth: generated requests, right and wrong, meet only what it declares."""
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from starlette.routing import Route
+
+from serve_app.http import build_http_app
+from serve_app.service import Service
+from serve_app.settings import HttpSettings
+from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
+
+KEY = "a-key"
+APP = build_http_app(
+    Service(FakeEngine(max_model_len=1 << 16), byte_tokenizer(), MODEL),
+    HttpSettings(api_key=(KEY,), max_body_bytes=1 << 20),
+)
+
+CONFIG = schemathesis.Config.from_dict(
+    {
+        "seed": 1,
+        "checks": {
+            # What a schema cannot say is told by a 400: a token id beyond the vocabulary, rules between fields ...
+            "positive_data_acceptance": {"expected-statuses": ["200", "400", "404", "499"]},
+        },
+    }
+)
+schema = schemathesis.openapi.from_asgi("/openapi.json", APP, config=CONFIG, headers={"Authorization": f"Bearer {KEY}"})
+
+
+@pytest.mark.slow
+@schema.parametrize()
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+def test_generated_requests(case):
+    case.call_and_validate(headers={"Authorization": f"Bearer {KEY}"})
+
+
+async def test_every_route_is_on_the_page_and_nothing_else():
+    transport = httpx.ASGITransport(APP)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        page = (await client.get("/openapi.json", headers={"Authorization": f"Bearer {KEY}"})).json()
+    declared = {(method.upper(), path) for path, item in page["paths"].items() for method in item}
+    routes = {
+        (method, route.path.replace("{name:path}", "{model}"))
+        for route in APP.routes
+        if isinstance(route, Route) and route.include_in_schema
+        for method in (route.methods or {"GET"}) - {"HEAD"}
+    }
+    assert declared == routes
+    for path, item in page["paths"].items():
+        for operation in item.values():
+            assert {"405", "431", "500"} <= set(operation["responses"])
+            assert ("401" in operation["responses"]) == (path not in ("/health", "/ready"))
+
+
+def test_requests_are_described_by_the_models_that_check_them():
+    fields = schema.raw_schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert {"prompt", "max_tokens", "temperature", "stop", "logit_bias"} <= set(fields)
+    assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 128}
+
+
+@pytest.mark.parametrize("keys", [(), ("k",)])
+def test_keys_are_declared_where_they_are_needed(keys: tuple[str, ...]):
+    from serve_app.openapi import document
+
+    page = document(HttpSettings(api_key=keys))
+    assert ("securitySchemes" in page["components"]) == bool(keys)
+    assert page["paths"]["/v1/models"]["get"]["security"] == ([{"key": []}] if keys else [])
+    assert page["paths"]["/health"]["get"]["security"] == []
+
+
+@pytest.mark.parametrize("hosts", [(), ("a.example",)])
+def test_refused_hosts_are_declared_where_they_are_refused(hosts: tuple[str, ...]):
+    from serve_app.openapi import document
+
+    page = document(HttpSettings(allowed_host=hosts))
+    assert ("403" in page["paths"]["/v1/models"]["get"]["responses"]) == bool(hosts)
+    assert "403" not in page["paths"]["/ready"]["get"]["responses"]

@@ -1,0 +1,179 @@
+"""What those who run a server read: the doctor's report, spans, Grafana's board, and Ray's own dashboard."""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from actors.metrics import METRICS
+from serve_app import doctor
+from serve_app.http import build_http_app
+from serve_app.service import Service
+from serve_app.tracing import Tracing
+from tests.support.fake_engine import FakeEngine, byte_tokenizer, client_of
+
+ROOT = Path(__file__).parents[2]
+_SUFFIXES = r"(?:_total|_bucket|_sum|_count)?"
+
+
+# ---- Grafana --------------------------------------------------------------------------------------------------------
+
+
+async def test_every_metric_on_our_board_is_exposed():
+    async with client_of(FakeEngine()) as client:
+        text = (await client.get("/metrics")).text
+    samples = {s.name for family in text_string_to_metric_families(text) for s in family.samples}
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    queries += [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    named = {name for query in queries for name in re.findall(r"\b(?:vllm|callboard):\w+", query)}
+    assert len(queries) > 30
+    assert named <= samples
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+def test_rays_shipped_dashboard_finds_its_metrics():
+    from ray.dashboard.modules.metrics.dashboards import serve_llm_dashboard_panels as shipped
+
+    asked = set(re.findall(r"\bray_(vllm_\w+?)" + _SUFFIXES + r"\b", Path(shipped.__file__).read_text()))
+    published = {name.replace(":", "_") for name in METRICS}
+    elsewhere = re.compile("vllm_(nixl|kv_offload|external)_|vllm_num_requests_swapped|vllm_e$")  # what we have not
+    missing = {name for name in asked if not elsewhere.match(name)} - published
+    assert not missing
+    assert len(asked & published) >= 15
+
+
+# ---- spans ----------------------------------------------------------------------------------------------------------
+
+
+async def test_queue_prefill_and_decode_are_spans_under_the_clients_own():
+    exporter = InMemorySpanExporter()
+    service = Service(FakeEngine(), byte_tokenizer(), "m")
+    tracing = Tracing("m", exporter)
+    service.metrics.add_sink(tracing)
+    transport = httpx.ASGITransport(build_http_app(service))
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        headers = {"traceparent": f"00-{trace_id}-{span_id}-01"}
+        await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3}, headers=headers)
+    tracing.close()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"llm_request", "queue", "prefill", "decode"}
+    whole = spans["llm_request"]
+    assert f"{whole.context.trace_id:032x}" == trace_id
+    assert f"{whole.parent.span_id:016x}" == span_id
+    assert whole.attributes["gen_ai.usage.prompt_tokens"] == 5
+    assert whole.attributes["gen_ai.usage.completion_tokens"] == 3
+    for name, after in (("queue", "prefill"), ("prefill", "decode"), ("decode", "llm_request")):
+        assert spans[name].parent.span_id == whole.context.span_id
+        assert spans[name].start_time <= spans[name].end_time <= spans[after].end_time
+
+
+def test_nothing_of_opentelemetry_is_imported_when_it_is_off():
+    code = "import sys, serve_app.http; assert not any(m.startswith('opentelemetry') for m in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+# ---- callboard doctor -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_doctor_tells_of_everything_and_what_to_fix():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    command = [sys.executable, "-m", "serve_app.cli", "doctor"]
+    good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    for name in ("python", "callboard", "torch", "triton", "ray", "GPU", "cores", "memory", "shared memory",
+                 "open files", "HAProxy", "model cache", "Ray cluster"):  # fmt: skip
+        assert name in good.stdout, name
+    assert good.returncode == ("fail" in good.stdout)
+    bad = subprocess.run([*command, "--address", f"127.0.0.1:{port}"], cwd=ROOT, capture_output=True, text=True)
+    assert bad.returncode == 1
+    assert f"fail  Ray cluster      127.0.0.1:{port} does not answer" in bad.stdout
+
+
+def test_the_doctors_limits():
+    assert doctor.python_version((3, 10, 1)).level == "fail"
+    assert doctor.package_version("no-such-package").fix == "pip install no-such-package"
+    assert doctor.shared_memory(64 << 20).level == "fail"
+    assert "--shm-size" in doctor.shared_memory(64 << 20).fix
+    assert doctor.open_files(1024, 1 << 20).fix.endswith("ulimit -n 65536")
+    assert doctor.open_files(65536, 65536).level == "ok"
+    assert doctor.memory(1 << 30).level == "warn"
+
+
+@pytest.mark.parametrize(
+    ("rows", "torch", "level", "words"),
+    [
+        (None, {}, "ok", "models run on the CPU"),
+        ("NVIDIA H200, 143771 MiB, 570.1", {"cuda": None}, "fail", "without CUDA"),
+        ("NVIDIA H200, 143771 MiB, 470.1", {"cuda": "13.0", "usable": False, "gpus": []}, "fail", "cannot use them"),
+        (
+            "NVIDIA H200, 143771 MiB, 570.1",
+            {"cuda": "13.0", "usable": True, "gpus": [["NVIDIA H200", 150 << 30, "9.0"]]},
+            "ok",
+            "NVIDIA H200, 150 GiB, capability 9.0, CUDA 13.0",
+        ),
+    ],
+)
+def test_the_doctor_on_gpus(rows, torch, level, words):
+    last = list(doctor.gpus(rows, lambda: torch))[-1]
+    assert last.level == level
+    assert words in last.value
+
+
+# ---- through Ray ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_figures_reach_rays_own_exporter(ray_session):
+    """Under the names of Ray's dashboard. Ray itself makes a histogram's sum out of the middles of its buckets."""
+    import ray
+
+    @ray.remote
+    class Publisher:
+        async def publish(self):
+            from actors.metrics import MetricValues, Snapshot, all_at_zero
+            from serve_app.ray_metrics import RayMetrics
+
+            metrics, engine = RayMetrics("m", "r1"), all_at_zero(128)
+            await metrics.publish_engine("a", Snapshot(all_at_zero(128), {"block_size": "16"}))
+            engine.count("vllm:generation_tokens", by=7)
+            engine.count("vllm:num_requests_running", by=2)
+            engine.histograms["vllm:inter_token_latency_seconds"].observe(0.02, 300)
+            engine.histograms["callboard:step_seconds"].observe(0.02)
+            await metrics.publish_engine("a", Snapshot(engine, {"block_size": "16"}))
+            await metrics.publish_engine("gone", Snapshot(engine, {"block_size": "16"}))
+            metrics.clear_gauges(["a"])
+            new = MetricValues()
+            new.count("vllm:request_success", "stop", 3)
+            await metrics.publish("a", new)
+
+    publisher = Publisher.remote()
+    ray.get(publisher.publish.remote())
+    (node,) = (n for n in ray.nodes() if n["Alive"])
+    want = {
+        "ray_vllm_generation_tokens_total": 7,
+        "ray_vllm_num_requests_running": 2,
+        "ray_vllm_request_success_total": 3,
+        "ray_vllm_inter_token_latency_seconds_count": 300,
+        "ray_vllm_cache_config_info": 1,
+    }
+    end, found = time.monotonic() + 30, {}
+    while not want.keys() <= found.keys() and time.monotonic() < end:
+        time.sleep(0.5)
+        text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        mine = [s for s in samples if s.labels.get("ReplicaId") == "r1"]
+        found |= {s.name: s.value for s in mine if s.labels["engine"] == "a"}
+    assert {name: pytest.approx(value) for name, value in want.items()} == {name: found.get(name) for name in want}
+    assert {s.value for s in mine if s.labels["engine"] == "gone" and "num_requests" in s.name} == {0}

@@ -1,0 +1,68 @@
+"""What one client may do to others' requests: nothing, but come after them."""
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+
+from serve_app.http import build_http_app
+from serve_app.service import Service
+from serve_app.settings import HttpSettings
+from tests.actors.test_link import eventually
+from tests.serve.test_front_door_engine import body, live, serving
+from tests.serve.test_http import assert_error
+from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of, post
+
+
+async def test_an_abort_ends_only_requests_of_the_same_key():
+    settings = HttpSettings(api_key=("one", "two"))
+    async with serving(settings, delay_s=0.01) as (engine, url):
+        one, two = (openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
+
+        def begin(client: openai.AsyncOpenAI) -> asyncio.Task:
+            fields = body(max_tokens=400)
+            extra = {"ignore_eos": fields.pop("ignore_eos"), "request_id": "mine"}
+            return asyncio.create_task(client.completions.create(model=MODEL, **fields, extra_body=extra))
+
+        first, second = begin(one), begin(two)
+        await eventually(lambda: live(engine) == 2)
+        for name in ("mine", "cmpl-mine", "cmpl-mine-0"):
+            await two.post("/abort", body={"request_id": name}, cast_to=object)
+            await eventually(lambda: live(engine) == 1)
+            with pytest.raises(openai.APIStatusError, match="aborted"):
+                await second
+            assert not first.done()
+            second = begin(two)
+            await eventually(lambda: live(engine) == 2)
+        owner = next(s.request_id for c in engine.loop._connections for s in c.streams.values()).partition("/")[0]
+        for name in (f"{owner}/mine", "one/mine", "/mine", "*"):
+            await two.post("/abort", body={"request_id": name}, cast_to=object)
+        engine.loop.abort("mine")  # the operator's: all of that name
+        await eventually(lambda: live(engine) == 0)
+        for task in (first, second):
+            with pytest.raises(openai.APIStatusError, match="aborted"):
+                await task
+
+
+async def test_without_keys_everybody_may_abort():
+    engine = FakeEngine()
+    assert (await post(engine, {"request_id": "x"}, "/v1/abort")).json()["request_id"] == "x"
+    assert engine.aborts == ["x"]
+    async with client_of(engine) as client:
+        headers = {"content-type": "application/json"}
+        assert_error(await client.post("/v1/abort", content=b"", headers=headers), 400, None, "JSON", "invalid_json")
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_priority_before_others_is_the_operators_to_allow(allowed: bool):
+    engine = FakeEngine()
+    app = build_http_app(Service(engine, byte_tokenizer(), MODEL), HttpSettings(client_priority=allowed))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for priority in (0, 3):
+            assert (await client.post("/v1/completions", json={"prompt": "a", "priority": priority})).status_code == 200
+        before = await client.post("/v1/completions", json={"prompt": "a", "priority": -1})
+    if allowed:
+        assert [request.priority for request in engine.requests] == [0, 3, -1]
+    else:
+        assert_error(before, 400, "priority", "client_priority")

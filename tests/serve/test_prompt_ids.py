@@ -1,0 +1,82 @@
+"""What a long text costs before it is refused or cut, and who waits for it."""
+
+import threading
+import time
+
+import pytest
+
+from runtime.text.tokenizer import Tokenizer
+from serve_app.prompt_ids import prompt_ids
+from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, post
+
+
+@pytest.fixture
+def encoded(monkeypatch) -> list[int]:
+    """The lengths of all texts that are encoded in the test."""
+    lengths: list[int] = []
+    encode = Tokenizer.encode
+
+    def noted(self, text: str, *args, **kwargs):
+        lengths.append(len(text))
+        return encode(self, text, *args, **kwargs)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    return lengths
+
+
+LONG = "word " * 400_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", LONG]}, "prompt.1"),
+        ("/v1/chat/completions", chat(messages=[{"role": "user", "content": LONG}]), "messages"),
+        ("/tokenize", {"prompt": LONG}, "prompt"),
+        ("/tokenize", chat(messages=[{"role": "user", "content": LONG}]), "messages"),
+    ],
+)
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(encoded, path: str, body: dict, where: str):
+    response = await post(FakeEngine(), body, path)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", where)
+    assert "maximum context length is 128 tokens" in error["message"]
+    assert sum(encoded) < 100_000
+
+
+async def test_of_a_text_that_is_cut_only_the_end_is_encoded(encoded):
+    engine = FakeEngine()
+    assert (await post(engine, {"prompt": LONG + "end", "truncate_prompt_tokens": 5})).status_code == 200
+    assert engine.requests[0].token_ids == list(b"d end")
+    assert sum(encoded) < 100_000
+
+
+@pytest.mark.parametrize("keep_end", [False, True])
+def test_a_sparse_text_is_encoded_to_its_end(keep_end: bool):
+    """Tokens of many characters, as a vocabulary's runs of spaces."""
+    tokenizer = byte_tokenizer()
+    mark = "<" + "=" * 200 + ">"
+    tokenizer._backend.add_special_tokens([mark])
+    text = mark * 1000
+    for limit in (100, 1000):
+        assert prompt_ids(tokenizer, text, True, limit, "prompt", keep_end) == tokenizer.encode(text)
+
+
+def test_encoding_lets_other_threads_run():
+    tokenizer, num_turns = byte_tokenizer(), 0
+    for work in (tokenizer.encode, tokenizer.offsets):
+        thread = threading.Thread(target=work, args=("some words to encode " * 100_000,))
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0.001)
+            num_turns += 1
+        assert num_turns > 20
+        num_turns = 0
+
+
+async def test_detokenize_takes_so_many_ids():
+    async with client_of(FakeEngine()) as client:
+        response = await client.post("/detokenize", json={"tokens": [1] * ((1 << 20) + 1)})
+    assert response.status_code == 400
+    assert "tokens" in response.json()["error"]["message"]

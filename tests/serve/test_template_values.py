@@ -1,0 +1,52 @@
+"""What a request may hand to a chat template."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of
+
+LLAMA = (Path(__file__).parents[1] / "data/chat_templates/llama3.2.jinja").read_text()
+
+
+def nested(depth: int) -> dict:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return {"a": value}
+
+
+def tool(parameters: dict) -> dict:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tools": [tool(nested(70))]}, "tools", "deeper than 64"),
+        ({"tools": [tool({"a": "x" * 300_000})]}, "tools", "above 262144"),
+        ({"tools": [tool({f"a parameter {i}": 1 for i in range(12_000)})]}, "tools", "above 262144"),
+        ({"chat_template_kwargs": nested(70)}, "chat_template_kwargs", "deeper than 64"),
+        ({"chat_template_kwargs": {"a": "x" * 300_000}}, "chat_template_kwargs", "above 262144"),
+        # Within these limits the template's own indents can still be too much.
+        ({"tools": [tool(nested(50) | {str(i): nested(50) for i in range(400)})]}, "messages", "above 4194304"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_values_that_are_too_much_for_a_template(fields: dict, param: str, says: str, path: str):
+    engine = FakeEngine()
+    async with client_of(engine, byte_tokenizer(LLAMA)) as client:
+        response = await client.post(path, json=chat(**fields))
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert says in error["message"]
+    assert engine.requests == []
+
+
+async def test_ordinary_tools_are_no_matter():
+    properties = {f"p{i}": {"type": "object", "properties": {"x": {"type": "string"}}} for i in range(20)}
+    tools = [tool({"type": "object", "properties": properties})] * 20
+    async with client_of(FakeEngine(max_model_len=1 << 20), byte_tokenizer(LLAMA)) as client:
+        response = await client.post("/v1/chat/completions", json=chat(tools=tools))
+        assert response.status_code == 200, json.dumps(response.json())

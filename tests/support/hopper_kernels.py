@@ -1,0 +1,140 @@
+"""Compiles for sm_90a, without a GPU, every Triton kernel that serving the benchmarked models launches.
+
+    python tests/support/hopper_kernels.py
+
+The steps of runtime.worker.gpu_steps run on meta tensors, which have shapes and no data; each launch becomes a
+compilation with the very arguments, hints and options of serving. Prints one JSON line a kernel. A process of its own,
+as it replaces Triton's driver.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.models import spec_of  # noqa: E402
+from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
+from runtime.core.types import SamplingParams  # noqa: E402
+from runtime.kernels import _triton  # noqa: E402
+from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
+from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
+from runtime.models.decoder import Decoder, Numerics  # noqa: E402
+from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
+from runtime.worker.grammar_state import GrammarState  # noqa: E402
+
+META = torch.device("meta")
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+H200 = SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", total_memory=139 << 30)
+
+# (model, what differs from its spec, dtype, deterministic, rows of decode steps): float32 is what SmolLM2's texts are
+# compared in; the last are the head sizes that no benchmarked model has.
+SERVED: list[tuple[str, dict[str, int], torch.dtype, bool, tuple[int, ...]]] = [
+    ("llama-3.2-1b", {}, torch.bfloat16, False, (1, 8, 16, 256)),
+    ("llama-3.2-3b", {}, torch.bfloat16, False, (1, 8, 16, 256)),
+    ("llama-3.1-8b", {}, torch.bfloat16, False, (1, 8, 16, 256)),
+    ("qwen3-4b", {}, torch.bfloat16, False, (1, 8, 16, 256)),
+    ("llama-3.2-1b", {}, torch.bfloat16, True, (1, 64)),
+    ("llama-3.1-8b", {}, torch.bfloat16, True, (1, 64)),
+    ("smollm2-135m", {}, torch.float32, False, (1, 8)),
+    ("gemma-2-2b", {}, torch.bfloat16, False, (1, 64)),
+    ("gpt2", {}, torch.bfloat16, False, (1, 64)),
+    ("qwen3-30b-a3b", {}, torch.bfloat16, False, (1, 256)),
+    ("mixtral-8x7b", {}, torch.bfloat16, True, (1, 64)),
+    *(("qwen3-0.6b", {"head_dim": size}, torch.bfloat16, False, (64,)) for size in (80, 96, 256)),
+]
+# Tokens of one row, and its sampling: without filters, and with them and a second pass.
+PREFILLS = ((2048, SamplingParams(presence_penalty=0.5)), (8192, SamplingParams(top_p=0.9, presence_penalty=0.5)))
+
+
+class Hopper:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes of a thread; Triton's kernels use the stack for spilled registers alone."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    words = dict(word.split(":", 1) for word in text.split() if ":" in word)
+    return {"registers": int(words["REG"]), "stack": int(words["STACK"])}
+
+
+def main() -> None:
+    seen: set[str] = set()
+    case = ""
+    launch = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        if kernel.hash in seen:
+            return
+        seen.add(kernel.hash)
+        ptx = kernel.asm["ptx"]
+        counts = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync")}
+        shared = {"shared": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps}
+        line = {"kernel": kernel.name, "case": case} | shared | resources(kernel.asm["cubin"]) | counts
+        print(json.dumps(line), flush=True)
+
+    JITFunction.run = compile_only
+    driver.set_active(Hopper())
+    _triton._has_pdl = lambda device: True
+    torch.cuda.get_device_properties = lambda device=None: H200
+
+    for model, changed, dtype, deterministic, batches in SERVED:
+        spec = replace(spec_of(model), num_layers=1, **changed)
+        kind = "deterministic" if deterministic else "default"
+        name = f"{model} {dtype} {kind}" + "".join(f" {field}={value}" for field, value in changed.items())
+        numerics = Numerics(dtype, META, "triton", packed=False, deterministic=deterministic)
+        shapes = spec.shapes()
+        decoder = Decoder(spec, numerics, 16384, lambda name: torch.empty(shapes[name], dtype=dtype, device=META))  # noqa: B023
+        cache = torch.empty((1, 2, spec.num_kv_heads, 4096, 16, spec.head_dim), dtype=dtype, device=META)
+        steps = GpuSteps(decoder, cache, 256, 16384, (), GrammarState(decoder.spec.vocab_size))
+        steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
+        with torch.inference_mode():
+            for rows in batches:
+                case = f"{name}, decode of {rows}"
+                steps._decode(rows)
+            case = f"{name}, 7 guesses"
+            steps._decode(1, 8)
+            for tokens, params in PREFILLS:
+                case = f"{name}, prefill of {tokens}"
+                new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, params)
+                slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
+                plan = StepPlan(0, new=[new], slots=slot, starts=start, counts=count, samples=one)
+                steps._write(steps._staged(plan))
+                token_ids, logits, _ = steps._run(plan, np.zeros(1, np.int64), slot, count)
+                steps.sampler.resample(logits, token_ids, slot, count, steps.tokens, steps.params)
+            case = f"{name}, grammars"
+            sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))
+            at, words, *automata = (torch.empty(size, dtype=torch.int32, device=META) for size in sizes)
+            apply_bitmask_triton(logits, at, words)
+            mask_states_triton(logits, *automata)
+            advance_states_triton(token_ids, *automata)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""The page in headless Chromium over a scripted engine: what its tests share."""
+
+import shutil
+import threading
+import time
+
+import pytest
+import uvicorn
+from playwright.sync_api import expect, sync_playwright
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from serve_app.http import build_http_app
+from serve_app.service import Service
+from tests.support.fake_engine import FakeEngine, byte_tokenizer
+
+MODEL = "library/tiny-model"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+in_browser = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; `apt-get install chromium` brings one"),
+]
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+ANSWER = "A **bow**:\n\n```python\nprint('<b>42</b>')\n```\nwith `n = 1.33` & <i>you</i>."
+METRICS = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{model_name="a {{b}} c",engine="0"}} 3
+vllm:num_requests_running{{model_name="a {{b}} c",engine="1"}} 2.0
+vllm:num_requests_waiting{{engine="0"}} 7
+vllm:kv_cache_usage_perc{{engine="0"}} 0.25
+vllm:kv_cache_usage_perc{{engine="1"}} 0.625
+vllm:generation_tokens_total{{engine="0"}} {generated}
+vllm:prompt_tokens_total{{engine="0"}} 1e3
+vllm:time_to_first_token_seconds_sum{{engine="0"}} {ttft_sum}
+vllm:time_to_first_token_seconds_count{{engine="0"}} {count}
+vllm:time_to_first_token_seconds_bucket{{engine="0",le="0.1"}} 1
+vllm:time_to_first_token_seconds_bucket{{engine="0",le="0.5"}} {count}
+vllm:time_to_first_token_seconds_bucket{{engine="0",le="+Inf"}} {count}
+"""
+
+
+class Server:
+    """The HTTP front over a scripted engine, on a thread of its own, with a /metrics of the test's making."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine(ANSWER, group=3, delay_s=0.002, max_model_len=4096)
+        self.metrics_at: list[float] = []
+        self.service = Service(self.engine, byte_tokenizer(), MODEL)
+        app = build_http_app(self.service)
+        app.router.routes.insert(0, Route("/metrics", self._metrics))
+        self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.02)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}/"
+
+    def _metrics(self, request) -> PlainTextResponse:
+        self.metrics_at.append(time.monotonic())
+        seconds, count = self.metrics_at[-1] - self.metrics_at[0], 2 * len(self.metrics_at)
+        text = METRICS.format(generated=5000 + 200 * seconds, count=count, ttft_sum=0.3 * count)
+        return PlainTextResponse(text)
+
+    def answers(self, text: str, delay_s: float = 0.002) -> None:
+        self.engine.script, self.engine.delay_s = [*text.encode(), 256], delay_s
+
+    def prompt(self) -> str:
+        """What the engine was last asked to go on with."""
+        return bytes(self.engine.requests[-1].token_ids).decode()
+
+    def until(self, condition) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def served():
+    server = Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(served):
+    served.answers(ANSWER)
+    served.engine.requests.clear()
+    served.engine.aborted.clear()
+    served.engine.group, served.engine.num_wrong, served.service.draft = 3, None, None
+    return served
+
+
+@pytest.fixture
+def visit(browser, server):
+    """Opens the page; at the end of the test there must be no error in its console and no request to another origin."""
+    contexts, requests, faults = [], [], []
+
+    def note(message):
+        by_browser = message.text.startswith("Failed to load resource")  # what it says of each status of 400 and above
+        if message.type in ("error", "warning") and (not by_browser or "/page/" in message.location["url"]):
+            faults.append(message.text)
+
+    def open_page(width: int = 1280, height: int = 800, **options):
+        context = browser.new_context(viewport={"width": width, "height": height}, **options)
+        context.set_default_timeout(10_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda request: requests.append(request.url))
+        page.on("console", note)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.goto(server.url)
+        page.wait_for_selector("#server[data-state=ready]")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert faults == []
+    assert requests
+    assert [url for url in requests if not url.startswith(server.url)] == []
+
+
+def ask(page, text: str) -> None:
+    page.fill("#message", text)
+    page.press("#message", "Enter")
+
+
+def is_answered(page, times: int) -> None:
+    expect(page.locator(".answer[aria-busy=false]")).to_have_count(times)

@@ -1,0 +1,25 @@
+"""JSON Schemas with instances that fit them and instances that do not, for the grammars that are made of them.
+
+The valid ones are within what a grammar offers (properties in order, no free names that the schema does not ask for).
+Every keyword that is supported is there alone and in company. `REFUSED` are schemas that are not enforced, with what
+the message must name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_LINES = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "data" / "structured_corpus.jsonl").read_text().splitlines()
+]
+CASES: list[tuple[Any, list[Any], list[Any]]] = [
+    (case["schema"], case["valid"], case["invalid"]) for case in _LINES if "valid" in case
+]
+_MANY = {f"p{i}": {} for i in range(1001)}
+REFUSED: list[tuple[Any, str]] = [
+    *((case["schema"], case["refused"]) for case in _LINES if "refused" in case),
+    ({"allOf": [{"anyOf": [{"type": "integer", "minimum": i} for i in range(30)]}] * 2}, "anyOf"),
+    ({"enum": ["x" * 70_000]}, "65536 bytes"),
+    ({"properties": _MANY}, "1000"),
+    ({"properties": dict(list(_MANY.items())[:200]), "maxProperties": 100}, "10000 rules"),
+]

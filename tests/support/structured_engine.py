@@ -1,0 +1,111 @@
+"""Requests that are bound to grammars through the engine core, on a random model with the small vocabulary."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.core.engine import EngineCore
+from runtime.core.executor import InProcess
+from runtime.core.speculation import Drafter, Speculation
+from runtime.core.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
+from runtime.structured.vocabulary import Vocabulary
+from runtime.worker.gpu_steps import DecodeGraph
+from runtime.worker.runner import ModelRunner
+from tests.grammar.test_structured_walks import SMALL
+from tests.support import triton_engine
+from tests.support.fake_runner import Recorded
+from tests.support.runner_driver import TINY
+
+SPEC = replace(TINY, vocab_size=len(SMALL.tokens))
+# What closes something is likely, or random answers would never end.
+CLOSING = tuple(
+    (i, 2.0 + 2.0 * (i in SMALL.eos_ids))
+    for i, token in enumerate(SMALL.tokens)
+    if i in SMALL.eos_ids or token in (b'"', b"}", b"]", b"}]", b"]]")
+)
+
+
+def runner_of(vocabulary: Vocabulary | None = SMALL, is_draft: bool = False, **config: Any) -> ModelRunner:
+    """In deterministic mode, so that answers can be compared."""
+    sizes = {"num_kv_blocks": 400, "max_num_seqs": 32, "max_model_len": 176}
+    defaults = {"device": "cpu", "num_threads": 1, "deterministic": True} | sizes
+    return ModelRunner.dummy(
+        EngineConfig(**defaults | config), SPEC, eos_token_ids=SMALL.eos_ids, vocabulary=vocabulary, is_draft=is_draft
+    )
+
+
+def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
+    """Of a backend, Triton's under its interpreter, with graphs for rows of so many tokens (triton_engine.py)."""
+    spec = replace(triton_engine.SPEC, vocab_size=len(SMALL.tokens))
+    config = EngineConfig(
+        device="cpu",
+        kernel_backend=backend,
+        num_kv_blocks=40,
+        max_num_seqs=4,
+        max_model_len=96,
+        num_threads=1,
+        deterministic=True,
+    )
+    runner = ModelRunner.dummy(config, spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
+    steps = runner.steps
+    if graphs:
+        steps.graph_logits = torch.full((4 * max(graphs), spec.vocab_size), torch.nan)
+    for count in graphs:
+        replays = [triton_engine.Replay(steps, size, count) for size in (1, 4)]
+        steps.graphs[count] = [DecodeGraph(r.tokens, r.size, r, r.token_ids) for r in replays]
+    return runner
+
+
+def hot(grammar: Grammar | None, **fields: Any) -> SamplingParams:
+    defaults = {"max_tokens": 120, "temperature": 1.5, "logit_bias": CLOSING}
+    return SamplingParams(**defaults | fields, grammar=grammar)
+
+
+Answers = dict[str, tuple[list[int], FinishReason, list[TokenLogprobs]]]
+
+
+def answers(
+    runner: ModelRunner,
+    params: Sequence[SamplingParams],
+    drafter: Drafter | None = None,
+    guesses: int = 3,
+    between: Callable[[EngineCore, int], None] = lambda core, step: None,
+) -> Answers:
+    """Tokens, reason and log-probabilities by number of the request; `between` is called after each step."""
+    runner.reset()
+    speculation = None if drafter is None else Speculation(drafter, guesses, (), 0.0)
+    core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
+    got: Answers = {}
+    for i, each in enumerate(params):
+        prompt = [1 + (7 * i + k) % 200 for k in range(3 + i % 5)]
+        core.add(Request(str(i), prompt, len(prompt), each, seed=i))
+    step = 0
+    while core.has_work:
+        if (output := core.step()) is None:
+            continue
+        for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
+            tokens, _, logprobs = got.setdefault(state.request.request_id, ([], FinishReason.NONE, []))
+            tokens.append(token)
+            if i in output.logprobs:
+                logprobs.append(output.logprobs[i])
+        for state, reason in output.finished:
+            tokens, _, logprobs = got.setdefault(state.request.request_id, ([], FinishReason.NONE, []))
+            got[state.request.request_id] = tokens, reason, logprobs
+        step += 1
+        between(core, step)
+    return got
+
+
+def recorded(found: Answers, share_right: float) -> Recorded:
+    """A drafter of what was answered."""
+    return Recorded({name: tokens for name, (tokens, _, _) in found.items()}, share_right, SPEC.vocab_size)
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Of an answer that ended by EOS."""
+    *body, eos = tokens
+    assert eos in SMALL.eos_ids
+    return b"".join(SMALL.tokens[i] for i in body).decode()

@@ -1,0 +1,179 @@
+"""Small requests of every kind of sampling through the engine core, on a backend of choice."""
+
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.draft import Commit, DraftCore, Open, Told
+from runtime.core.engine import EngineCore
+from runtime.core.executor import InProcess
+from runtime.core.speculation import Speculation
+from runtime.core.types import Request, SamplingParams
+from runtime.worker.gpu_steps import DecodeGraph
+from runtime.worker.runner import ModelRunner
+from tests.support.fake_runner import Recorded
+from tests.support.runner_driver import Driver, tiny_runner
+
+SPEC = DecoderSpec(
+    num_layers=2,
+    hidden_size=96,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=64,
+    ffn_size=160,
+    vocab_size=131,
+    max_positions=256,
+    norm_eps=1e-5,
+    qk_norm=True,
+)
+SHALLOW = replace(SPEC, num_layers=1)  # for what is about plans, not about models
+PARAMS = [
+    SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=3),
+    SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=1.2, top_k=9, top_p=0.9, min_p=0.02, ignore_eos=True),
+    SamplingParams(
+        max_tokens=6,
+        temperature=0.0,
+        repetition_penalty=1.3,
+        frequency_penalty=0.2,
+        min_tokens=3,
+        stop_token_ids=(5, 6, 7),
+        logit_bias=((3, 2.5),),
+    ),
+    SamplingParams(max_tokens=0, prompt_logprobs=1),
+]
+
+
+class Replay:
+    """In a CUDA graph's place: computes what it would have captured, on what is in the buffers now."""
+
+    def __init__(self, steps, size, count=1):
+        self.steps, self.size, self.tokens = steps, size, count
+        self.token_ids = torch.zeros(size * count, dtype=torch.int32)
+        self.count = 0
+
+    def replay(self):
+        self.token_ids.copy_(self.steps._decode(self.size, self.tokens))
+        self.count += 1
+
+
+def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats=0, **config):
+    """Tokens, ranks and rounded alternatives by request, and the prompt tokens that came from the cache. Rows verify up
+    to `guesses` tokens of `answers`, of which a share is right. With `repeats` a plan decodes up to so many tokens, and
+    no request has log-probabilities."""
+    settings = {
+        "device": "cpu",
+        "kernel_backend": backend,
+        "num_kv_blocks": 24,
+        "max_num_seqs": 3,
+        "num_threads": 1,
+        "max_model_len": 96,
+        "max_num_batched_tokens": 24,
+        "dtype": "float32",
+    } | config
+    runner = ModelRunner.dummy(EngineConfig(**settings), SHALLOW if repeats else SPEC)
+    replays = []
+    if graphs and backend == "triton":
+        steps = runner.steps
+        steps.graph_logits = torch.full((4, SPEC.vocab_size), torch.nan)
+        replays = [Replay(steps, size) for size in (1, 4)]  # of 4: a batch of 2 or 3 is padded
+        steps.graphs = {1: [DecodeGraph(r.tokens, r.size, r, r.token_ids) for r in replays]}
+        if guesses:
+            steps.graph_logits = torch.full((4 * (guesses + 1), SPEC.vocab_size), torch.nan)
+            verifying = [Replay(steps, size, guesses + 1) for size in (1, 4)]
+            steps.graphs[guesses + 1] = [DecodeGraph(r.tokens, r.size, r, r.token_ids) for r in verifying]
+            replays = verifying
+    speculation = None
+    if guesses:
+        drafter = Recorded(
+            {name: [token for token, *_ in rows] for name, rows in answers.items()}, share_right, SPEC.vocab_size
+        )
+        speculation = Speculation(drafter, guesses, (), 0.0)
+    core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
+    core.scheduler.most_repeats = max(1, repeats)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 131, 20).tolist()
+    got, scores, values = {}, {}, []
+    for i, params in enumerate(PARAMS[1:4] if repeats else PARAMS):
+        prompt = shared * (i % 2) + rng.integers(0, 131, 3 + 7 * i).tolist()
+        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
+    while core.has_work:
+        if (output := core.step()) is not None:
+            for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
+                found = output.logprobs.get(i)
+                top = found and [(token_id, round(value, 3)) for token_id, value in found.top]
+                got.setdefault(state.request.request_id, []).append((token, found and found.rank, top))
+            for state, found in output.prompt_logprobs:
+                entries = found.of(state.request.token_ids[1:])
+                scores[state.request.request_id] = [(e.token_id, e.rank, [i for i, _ in e.top]) for e in entries]
+                values += [value for e in entries for value in (e.logprob, *dict(e.top).values())]
+    replayed = any if guesses or repeats else all
+    assert not replays or replayed(r.count for r in replays), "a graph was never replayed"
+    return got, core.scheduler.prompt_tokens_cached, scores, values
+
+
+def check_tokens(guesses, **config):
+    """With the prefix cache, log-probabilities and guesses of `run`, both backends answer alike."""
+    *want, want_values = run("torch", **config)
+    *got, values = run("triton", answers=want[0], guesses=guesses, **config)
+    assert got == want, (want, got)
+    assert [len(scores) for scores in got[2].values()] == [2, 30]
+    assert max(abs(a - b) for a, b in zip(values, want_values, strict=True)) < 1e-4
+    assert got[1] > 0, "the prefix cache took no part"
+
+
+def chains(backend):
+    """What a draft answers as commits of right and wrong tokens come in, on graphs in the Triton path."""
+    settings = {"device": "cpu", "kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1}
+    config = EngineConfig(**settings, max_model_len=96, dtype="float32")
+    with mock.patch.object(ModelRunner, "_time_steps"):  # minutes under the interpreter
+        runner = ModelRunner.dummy(config, SHALLOW, is_draft=True)
+    replays = []
+    if backend == "triton":
+        runner.steps.graph_logits = torch.full((8, SPEC.vocab_size), torch.nan)
+        replays = [Replay(runner.steps, 2, count) for count in (1, 2)]
+        for r in replays:
+            runner.steps.graphs.setdefault(r.tokens, []).append(DecodeGraph(r.tokens, r.size, r, r.token_ids))
+    core, answers = DraftCore(runner.config, runner.info, InProcess(runner), 0), []
+
+    def tell(**told):
+        core.take(0, Told(**told))
+        while core.step():
+            pass
+        answers.append({chain.stream: chain for chain in core.outbox.pop(0)})
+        return answers[-1]
+
+    rng, params = np.random.default_rng(0), SamplingParams(temperature=0.9, max_tokens=60, repetition_penalty=1.2)
+    known = {i: rng.integers(0, 131, 1 + i).tolist() for i in (1, 2)}
+    plain = {1: params, 2: SamplingParams(temperature=1.0, max_tokens=60)}
+    said = tell(opened=[Open(i, Request("", known[i], len(known[i]), plain[i], i), 2) for i in known])
+    for right in (2, 1):
+        commits = []
+        for i, chain in said.items():
+            new = [*chain.token_ids[:right], int(rng.integers(131))]
+            commits.append(Commit(i, len(known[i]), new, 2))
+            known[i] += new
+        said = tell(committed=commits)
+        assert all(chain.length == len(known[i]) for i, chain in said.items())
+    assert all(r.count for r in replays), "a graph was never replayed"
+    return answers
+
+
+def logits_after_chunks(backend):
+    """Of a prompt of 12 tokens whose chunks fit into the graphs that the Triton path has; the last is sampled."""
+    config = {"kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "max_model_len": 96}
+    runner = tiny_runner(SHALLOW, dtype="float32", **config)
+    replays = []
+    if backend == "triton":
+        runner.steps.graph_logits = torch.full((3, SPEC.vocab_size), torch.nan)
+        replays = [Replay(runner.steps, 1, count) for count in (1, 3)]
+        runner.steps.graphs = {r.tokens: [DecodeGraph(r.tokens, r.size, r, r.token_ids)] for r in replays}
+    driver, prompt = Driver(runner), np.random.default_rng(0).integers(0, SPEC.vocab_size, 12).tolist()
+    driver.open(0, prompt)
+    logits = driver.prefill(0, prompt, cuts=(5, 6, 8, 11))
+    assert all(r.count for r in replays), "a graph was never replayed"
+    return logits

@@ -1,0 +1,134 @@
+"""Paged attention kernels against their torch twin, under Triton's interpreter: a process of its own, since Triton
+decides at import whether it interprets. (bf16 is not supported there; tests/gpu/test_gpu_attention.py has it.)"""
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+
+from runtime.kernels._triton import INTERPRETED
+from runtime.kernels.decode_attention import decode_attention
+from runtime.kernels.paged_attention import PagedRows, paged_attention_torch
+from runtime.kernels.prefill_attention import prefill_attention
+from tests.support.attention_cases import check, paged_case, rows_of
+
+in_process = pytest.mark.skipif(not INTERPRETED, reason="runs in the subprocess of test_under_the_interpreter")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the subprocess")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.interpreted("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__)
+def test_under_the_interpreter(interpreted):
+    assert interpreted.returncode == 0, interpreted.stdout[-4000:] + interpreted.stderr[-2000:]
+
+
+def test_the_twin_is_softmax_over_each_tokens_past():
+    q, kv, rows = paged_case([(37, 1), (0, 5), (20, 3)], dtype=torch.float64)
+    got = paged_attention_torch(q, kv, rows, scale=0.1)
+    tables, starts, edges = rows.tables.numpy(), rows.starts.tolist(), rows.q_starts.tolist()
+    for row, slot in enumerate(rows.slots.tolist()):
+        for token in range(edges[row], edges[row + 1]):
+            seen = range(starts[row] + token - edges[row] + 1)
+            k, v = (torch.stack([x[:, tables[slot, p // 16], p % 16] for p in seen], 1) for x in kv)
+            for head in range(4):
+                weights = (k[head // 2] @ q[token, head] * 0.1).softmax(0)
+                torch.testing.assert_close(got[token, head * 64 : head * 64 + 64], weights @ v[head // 2])
+
+
+def test_the_grid_of_a_long_unchunked_prompt_is_one_that_devices_have(monkeypatch):
+    """A device takes at most 65,535 places in all dimensions of a grid but the first."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    module = importlib.import_module("runtime.kernels.prefill_attention")  # the package has the function by that name
+    monkeypatch.setattr(module, "_prefill_attention_kernel", Kernel())
+    monkeypatch.setattr(module, "use_pdl", lambda q: False)
+    q = torch.empty((1 << 17, 32, 64), device="meta")
+    ids = torch.empty(2, dtype=torch.int32, device="meta")
+    rows = PagedRows(ids[:1], ids[:1], ids, ids.view(1, 2), 1, 1 << 17, 1 << 17, 1 << 17)
+    prefill_attention(q, torch.empty((2, 2, 9000, 16, 64), device="meta"), rows, scale=1.0)
+    ((places, *others),) = grids
+    assert places >= 2 * (1 << 17) // 2
+    assert all(size <= 65_535 for size in others)
+
+
+@in_process
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256), (6, 2, 64)])
+def test_decode(heads, dtype):
+    check(decode_attention, paged_case([(0, 1), (62, 1), (133, 1)], heads, dtype=dtype, padding_rows=1))
+
+
+@in_process
+@pytest.mark.parametrize("count", range(1, 9))
+def test_verify_rows(count):
+    check(decode_attention, paged_case([(70, count), (0, count), (63, 1), (126, max(1, count - 1))], (3, 1, 64)))
+
+
+@in_process
+@pytest.mark.parametrize("block_size", [3, 16, 32, 64, 256])
+@pytest.mark.parametrize("options", [{}, {"window": 19}, {"window": 64, "soft_cap": 2.0}, {"soft_cap": 5.0}])
+def test_blocks_window_and_soft_cap(block_size, options):
+    case = paged_case([(170, 2), (0, 1), (20, 1)], (4, 2, 64), block_size)
+    check(decode_attention, case, scale=0.3, **options)
+    case = paged_case([(130, 50), (0, 3), (20, 1)], (4, 2, 64), block_size)
+    check(prefill_attention, case, scale=0.3, **options)
+
+
+@in_process
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"window": 19, "soft_cap": 2.0}])
+def test_settled_rows_within_a_window(count, options):
+    q, kv, rows = paged_case([(70, count), (9, count), (140, count)], (3, 1, 64))
+    rows.prefix_ready = True  # as in a graph: what is in the cache is requested before the kernel before has ended
+    check(decode_attention, (q, kv, rows), **options)
+
+
+@in_process
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256)])
+def test_prefill(heads, dtype):
+    check(prefill_attention, paged_case([(0, 71), (65, 33), (129, 1)], heads, dtype=dtype))
+
+
+@in_process
+def test_bound_of_the_length_may_be_far_above_it_and_launches_repeat():
+    q, kv, rows = paged_case([(40, 1), (150, 1)], (4, 1, 64), padding_rows=1)
+    rows.max_len = 1 << 17
+    for _ in range(3):  # the counters of arrivals are zero again after each
+        check(decode_attention, (q, kv, rows))
+
+
+@in_process
+@pytest.mark.parametrize("window", [0, 100])
+def test_deterministic_bits_depend_on_nothing_but_the_token(window):
+    total, heads = 560, (3, 1, 64)  # more than one segment of 512
+    q, kv, rows = paged_case([(0, total)], heads)
+    # The interpreter's products come from a BLAS, where the place of a row in its tile may show. Here they are exact:
+    # whole scores, and in each tile at most one position has a value in a given dimension.
+    q, kv = q.round(), kv.nan_to_num(7.0)
+    kv[0].round_()
+    places = torch.arange(total)
+    index = rows.tables[rows.slots[0], places // 16].long(), places % 16
+    kv[1][:, *index] *= torch.eye(64)[places % 64]
+    options = {"scale": 0.125, "window": window, "deterministic": True}
+
+    def attend(kernel, spans: list[tuple[int, int]]) -> torch.Tensor:
+        tokens, part = rows_of(rows, spans)
+        return kernel(q[tokens], kv, part, **options)
+
+    want = attend(decode_attention, [(550, 8)])
+    assert torch.equal(attend(prefill_attention, [(508, 52)])[42:50], want)
+    assert torch.equal(attend(decode_attention, [(i, 1) for i in range(550, 558)]), want)
+    assert torch.equal(attend(decode_attention, [(3, 1), (554, 4), (40, 7)])[1:5], want[4:])
+    for i in (0, 5):
+        assert torch.equal(attend(decode_attention, [(550 + i, 1)]), want[i : i + 1])
+    short = attend(prefill_attention, [(0, 30)])
+    assert torch.equal(attend(prefill_attention, [(0, 7), (7, 23)]), short)
+    assert torch.equal(attend(decode_attention, [(i, 1) for i in range(30)]), short)
