@@ -43,10 +43,20 @@ def extend(decoder: Decoder, prompts: Sequence[Text], num_tokens: int) -> tuple[
     news = [_new_slot(slot, prompt) for slot, prompt in enumerate(prompts)]
     lengths = np.array([len(p.token_ids) for p in prompts], np.int32)
     slots, ones = np.arange(len(prompts), dtype=np.int32), np.ones(len(prompts), np.int32)
-    first = StepPlan(0, new=news, tables=_tables(steps, len(prompts)), slots=slots, starts=lengths * 0, counts=lengths)
-    plans = [first, *(StepPlan(i, slots=slots, starts=lengths + i - 1, counts=ones) for i in range(1, num_tokens))]
+    first = StepPlan(
+        0,
+        new=news,
+        block_table_writes=_tables(steps, len(prompts)),
+        slots=slots,
+        num_computed=lengths * 0,
+        num_tokens=lengths,
+    )
+    plans = [
+        first,
+        *(StepPlan(i, slots=slots, num_computed=lengths + i - 1, num_tokens=ones) for i in range(1, num_tokens)),
+    ]
     for plan in plans:
-        plan.samples = ones
+        plan.num_samples = ones
     results = [wait() for wait in [steps.launch(plan) for plan in plans]]
     sampled = np.stack([result.token_ids for result in results], 1).tolist()
     texts = [replace(p, token_ids=[*p.token_ids, *new]) for p, new in zip(prompts, sampled, strict=True)]
@@ -60,8 +70,10 @@ def find_matches(decoder: Decoder, texts: Sequence[Text]) -> list[np.ndarray]:
     for i, text in enumerate(texts):
         counts, samples = np.array([[len(text.token_ids) - 1], [len(text.output)]], np.int32)
         zero = np.zeros(1, np.int32)
-        plan = StepPlan(i, new=[_new_slot(0, text)], slots=zero, starts=zero, counts=counts, samples=samples)
-        plan.tables = _tables(steps, 1)
+        plan = StepPlan(
+            i, new=[_new_slot(0, text)], slots=zero, num_computed=zero, num_tokens=counts, num_samples=samples
+        )
+        plan.block_table_writes = _tables(steps, 1)
         waits.append(steps.launch(plan))
     return [wait().token_ids == text.output for wait, text in zip(waits, texts, strict=True)]
 
@@ -90,7 +102,7 @@ def _steps(decoder: Decoder, num_slots: int, max_len: int) -> GpuSteps | CpuStep
 
 
 def _tables(steps: GpuSteps | CpuSteps, num_slots: int) -> Int32s:
-    """StepPlan.tables that give each slot its share of the blocks; block 0 is nobody's."""
+    """StepPlan.block_table_writes that give each slot its share of the blocks; block 0 is nobody's."""
     num_blocks = -(-steps.max_model_len // _BLOCK_SIZE)
     slots, index = np.divmod(np.arange(num_slots * num_blocks, dtype=np.int32), np.int32(num_blocks))
     return np.stack((slots, index, slots * num_blocks + index + 1))

@@ -74,7 +74,7 @@ class ToyRunner:
         time.sleep(self._next - now)
         word = self._words[plan.step_id % len(self._words)]
         self._stamps[word] = time.monotonic()
-        return StepResult(plan.step_id, np.full(int(plan.samples.sum()), word, np.int32))
+        return StepResult(plan.step_id, np.full(int(plan.num_samples.sum()), word, np.int32))
 
     def attach(self, address: Any) -> None:
         threading.Thread(target=serve_steps, args=(address, self), daemon=True).start()

@@ -49,7 +49,7 @@ class EchoRunner:
         def wait() -> StepResult:
             if self._device_s and (rest := done - time.monotonic()) > 0:
                 time.sleep(rest)
-            return StepResult(plan.step_id, np.ones(int(plan.samples.sum()), np.int32))
+            return StepResult(plan.step_id, np.ones(int(plan.num_samples.sum()), np.int32))
 
         return wait
 
@@ -85,7 +85,9 @@ def decode_step(step_id: int, batch: int) -> StepPlan:
     ones = np.ones(batch, np.int32)
     full = rows[step_id % BLOCK_SIZE :: BLOCK_SIZE]
     tables = np.stack((full, full + 1, full + 7))
-    return StepPlan(step_id, tables=tables, slots=rows, starts=rows, counts=ones, samples=ones)
+    return StepPlan(
+        step_id, block_table_writes=tables, slots=rows, num_computed=rows, num_tokens=ones, num_samples=ones
+    )
 
 
 def bare(executor: Executor, batch: int, depth: int, num_steps: int) -> tuple[np.ndarray, float, float]:

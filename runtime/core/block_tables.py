@@ -28,7 +28,7 @@ class BlockTables:
         self._writes = []
 
     def take_writes(self) -> Int32s:
-        """What has changed since the last call: [3, n] slot, index in its table, block (StepPlan.tables)."""
+        """What has changed since the last call: [3, n] slot, index in its table, block (StepPlan)."""
         writes, self._writes = self._writes, []
         return np.array(writes, np.int32).T.copy() if writes else EMPTY_TABLE
 

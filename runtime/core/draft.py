@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
-from runtime.core.plan import MOST_REPEATS
+from runtime.core.plan import MAX_STEPS
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.core.types import CallboardError, Request
@@ -126,7 +126,7 @@ class DraftCore:
         What is only guessed ahead is launched in small pieces: most often it is wrong, and then in the way."""
         scheduler = self.scheduler
         owes = any(mirror.owner.owes for mirror in self._streams.values())
-        scheduler.most_repeats, depth = (MOST_REPEATS, _DEPTH) if owes else (_AHEAD_REPEATS, 1)
+        scheduler.most_repeats, depth = (MAX_STEPS, _DEPTH) if owes else (_AHEAD_REPEATS, 1)
         while scheduler.num_in_flight < depth and (plan := scheduler.schedule()) is not None:
             self.executor.submit(plan)
         self._is_idle = not scheduler.num_in_flight

@@ -5,8 +5,8 @@ free slots -> open slots -> write block tables -> run rows -> sample; results co
 therefore reuse a slot or a block that an earlier plan still reads (C2), and a row may start at a token that the step
 before it samples: sampled tokens stay in the slot, and a plan only brings those that no step has sampled, guesses:
 
-    a row that verifies 3 guesses     position  p   p+1  p+2  p+3          count 4, given 3, samples 4
-                                      token     t   g1   g2   g3           t is in the slot, g1..g3 are `given_ids`
+    a row that verifies 3 guesses     position  p   p+1  p+2  p+3          4 tokens, 3 of a draft, 4 samples
+                                      token     t   g1   g2   g3           t is in the slot, g1..g3 come with the plan
                                       samples      s1   s2   s3   s4       s2 counts if g1 == s1, s3 if g2 == s2 too ...
 
 What is computed beyond the first wrong guess is overwritten by the rows that follow.
@@ -28,10 +28,14 @@ from runtime.core.types import CallboardError, Grammar, PromptLogprobs, Sampling
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
-MOST_REPEATS = 64  # steps of a plan: a chain is one plan, and what is guessed ahead of it another
+MAX_STEPS = 64  # steps of a plan: a chain is one plan, and what is guessed ahead of it another
 
 EMPTY: Int32s = np.zeros(0, np.int32)
 EMPTY_TABLE: Int32s = np.zeros((3, 0), np.int32)
+
+
+def _empty() -> Int32s:
+    return EMPTY
 
 
 @dataclass(slots=True)
@@ -50,26 +54,29 @@ class StepPlan:
     """One step, made by the scheduler and owned by it until encoded; the runner only reads it."""
 
     step_id: int
-    freed: Int32s = field(default_factory=lambda: EMPTY)  # [num_freed] slots whose request is gone
+    freed: Int32s = field(default_factory=_empty)  # [num_freed] slots whose request is gone
     new: list[NewSlot] = field(default_factory=list)
-    tables: Int32s = field(default_factory=lambda: EMPTY_TABLE)  # [3, num_writes] slot, index in its table, block id
-    slots: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows]
-    starts: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] position of the row's first token
-    counts: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] tokens of the row
-    samples: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] sample after so many of the row's last tokens
-    given: Int32s = field(default_factory=lambda: EMPTY)  # [num_rows] so many of the last are in given_ids; or []
-    given_ids: Int32s = field(default_factory=lambda: EMPTY)  # [sum of given] row after row
+    block_table_writes: Int32s = field(default_factory=lambda: EMPTY_TABLE)  # [3, n] slot, index in its table, block
+    slots: Int32s = field(default_factory=_empty)  # [num_rows]
+    num_computed: Int32s = field(default_factory=_empty)  # [num_rows] position of the row's first token
+    num_tokens: Int32s = field(default_factory=_empty)  # [num_rows] tokens of the row
+    num_samples: Int32s = field(default_factory=_empty)  # [num_rows] sample after so many of the row's last tokens
+    draft_lens: Int32s = field(default_factory=_empty)  # [num_rows] so many of the last are draft tokens; or []
+    draft_token_ids: Int32s = field(default_factory=_empty)  # [sum of draft_lens] row after row
     # Rows of one token each that are all sampled run so often, each time a position on: the plan of a draft, which has
-    # nobody to ask in between. Samples are row after row, [num_rows * repeats]; none has log-probabilities.
-    repeats: int = 1
+    # nobody to ask in between. Samples are row after row, [num_rows * num_steps]; none has log-probabilities.
+    num_steps: int = 1
 
-    def unrolled(self) -> list[StepPlan]:
+    @property
+    def ends(self) -> Int32s:
+        """[num_rows] position after the row's last token."""
+        return self.num_computed + self.num_tokens
+
+    def expanded(self) -> list[StepPlan]:
         """The plans of one step each that do the same."""
-        rest = [
-            StepPlan(self.step_id, slots=self.slots, starts=self.starts + i, counts=self.counts, samples=self.samples)
-            for i in range(1, self.repeats)
-        ]
-        return [replace(self, repeats=1), *rest]
+        rows = [(self.slots, self.num_computed + i, self.num_tokens, self.num_samples) for i in range(self.num_steps)]
+        rest = [StepPlan(self.step_id, EMPTY, [], EMPTY_TABLE, *columns) for columns in rows[1:]]
+        return [replace(self, num_steps=1), *rest]
 
 
 @dataclass(slots=True)
@@ -81,8 +88,8 @@ class StepResult:
     token_ids: Int32s  # [num_sampled]; -1: no finite logits, or a grammar at a limit; the request alone fails (C9)
     # Of m tokens: those of the sampling rows that asked for it, which `logprob_rows` finds in token_ids; then, for each
     # row of a slot with prompt_logprobs, the prompt's own token after each of the row's tokens (num_scored).
-    logprob_rows: Int32s = field(default_factory=lambda: EMPTY)
-    ranks: Int32s = field(default_factory=lambda: EMPTY)  # [m] of the token, from 1
+    logprob_rows: Int32s = field(default_factory=_empty)
+    ranks: Int32s = field(default_factory=_empty)  # [m] of the token, from 1
     logprobs: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # [m] of the token
     # Best first, as many as the most demanding row asked for.
     top_ids: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # [m, n]
@@ -119,10 +126,12 @@ def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32
     rows = np.repeat(np.arange(len(sizes)), sizes)
     begins = np.cumsum(sizes) - sizes
     within = np.arange(len(rows)) - begins[rows]
-    return rows, ((plan.starts + plan.counts - sizes)[rows] + within).astype(np.int32)
+    return rows, ((plan.ends - sizes)[rows] + within).astype(np.int32)
 
 
-_PLAN = struct.Struct("<4sq7i")  # magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_ids, repeats
+_PLAN = struct.Struct(
+    "<4sq7i"
+)  # magic, step_id, num_freed, num_new, num_writes, num_rows, num_lens, num_ids, num_steps
 _SLOT = struct.Struct("<3iqi3fi3f9i")
 _RESULT = struct.Struct("<4sq7i")
 
@@ -194,10 +203,10 @@ class _Reader:
 
 def encode_plan(plan: StepPlan) -> bytes:
     """The plan as one frame."""
-    given = len(plan.given), len(plan.given_ids)
-    sizes = (len(plan.freed), len(plan.new), plan.tables.shape[1], len(plan.slots), *given)
-    parts = [_PLAN.pack(b"CBP1", plan.step_id, *sizes, plan.repeats), plan.freed.tobytes(), plan.tables.tobytes()]
-    parts += [a.tobytes() for a in (plan.slots, plan.starts, plan.counts, plan.samples, plan.given, plan.given_ids)]
+    rows = (plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples, plan.draft_lens, plan.draft_token_ids)
+    sizes = len(plan.freed), len(plan.new), plan.block_table_writes.shape[1], *(len(a) for a in (rows[0], *rows[4:]))
+    head = _PLAN.pack(b"CBP1", plan.step_id, *sizes, plan.num_steps)
+    parts = [head, *(a.tobytes() for a in (plan.freed, plan.block_table_writes, *rows))]
     for new in plan.new:
         parts += _encode_slot(new)
     return b"".join(parts)

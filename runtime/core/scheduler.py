@@ -53,7 +53,7 @@ class Scheduler:
         self.requests: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # in order of admission
         self.admitted: list[RequestState] = []  # by the last plan
-        self.most_repeats = 1  # of a plan (StepPlan.repeats)
+        self.most_repeats = 1  # of a plan (StepPlan.num_steps)
         self.num_preemptions = 0
         self.num_structured = 0, 0  # outputs bound to a grammar, by what serves it: lazy, eager
         self.num_drafts = self.num_draft_tokens = 0
@@ -300,11 +300,11 @@ class Scheduler:
             np.array(starts, np.int32),
             np.array(counts, np.int32),
             np.array(samples, np.int32),
-            repeats=repeats,
+            num_steps=repeats,
         )
         if given:
-            plan.given = np.array(given + [0] * (len(rows) - len(given)), np.int32)
-            plan.given_ids = np.array(given_ids, np.int32)
+            plan.draft_lens = np.array(given + [0] * (len(rows) - len(given)), np.int32)
+            plan.draft_token_ids = np.array(given_ids, np.int32)
         self._freed = []
         return plan
 

@@ -62,8 +62,8 @@ class CpuSteps:
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """The step, deferred until its result is wanted."""
-        if plan.repeats > 1:
-            return lambda: joined([self._execute(one) for one in plan.unrolled()])
+        if plan.num_steps > 1:
+            return lambda: joined([self._execute(one) for one in plan.expanded()])
         return partial(self._execute, plan)
 
     @torch.inference_mode()
@@ -77,8 +77,8 @@ class CpuSteps:
             self.sampler.add(new)
             self.scorer.add(new)
             self.grammar_state.add(new)
-        self.slots.write_tables(plan.tables)
-        if len(plan.given_ids):
+        self.slots.write_tables(plan.block_table_writes)
+        if len(plan.draft_token_ids):
             self.slots.write_given(plan)
         if self.poisoned:
             self._clear_fresh_blocks(plan)
@@ -113,8 +113,8 @@ class CpuSteps:
         """Zero the blocks that rows of this step begin to fill: masked positions must be finite, and their last owner
         may have left something that is not (C9: a fault stays with its request)."""
         starts = np.full(self.num_slots, np.iinfo(np.int32).max, np.int32)
-        starts[plan.slots] = plan.starts
-        slots, index, blocks = plan.tables
+        starts[plan.slots] = plan.num_computed
+        slots, index, blocks = plan.block_table_writes
         fresh = blocks[index >= -(-starts[slots] // self.block_size)]
         self.cache[:, :, :, torch.from_numpy(fresh.astype(np.int64)).to(self.cache.device)] = 0
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.core.plan import MOST_REPEATS, Int32s, StepPlan, StepResult, joined, last_tokens
+from runtime.core.plan import MAX_STEPS, Int32s, StepPlan, StepResult, joined, last_tokens
 from runtime.core.speculation import MOST_GUESSES
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.sample import NUM_PARAMS
@@ -79,7 +79,7 @@ class GpuSteps:
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.transfers = Transfers(self.device)
         most = max(num_slots, _LARGEST_VERIFIED)
-        self.graph_io = GraphIO(most * _most_ints_of_a_row(self.block_size), most * MOST_REPEATS, self.device)
+        self.graph_io = GraphIO(most * _most_ints_of_a_row(self.block_size), most * MAX_STEPS, self.device)
         # The rows of a graph's input, as kernels/graph_io.py has them.
         self.graph_rows = torch.zeros(6 * most, dtype=torch.int32, device=self.device)
         self.graph_logits = torch.empty(0, device=self.device)
@@ -98,7 +98,7 @@ class GpuSteps:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start the step; the answer waits for its result."""
-        if plan.repeats > 1:
+        if plan.num_steps > 1:
             return self._launch_repeated(plan)
         self.transfers.begin()
         for slot in plan.freed.tolist():
@@ -108,7 +108,7 @@ class GpuSteps:
         for new in plan.new:
             self.grammar_state.add(new)
         writes = self._state_writes(plan)
-        sampling, sampled_after = last_tokens(plan, plan.samples)
+        sampling, sampled_after = last_tokens(plan, plan.num_samples)
         slots, positions = plan.slots[sampling], sampled_after + 1
         prompts = None
         plain = self.sampler.is_plain(slots, positions)
@@ -126,7 +126,7 @@ class GpuSteps:
             token_ids, logits, prompts = self._run(plan, sampling, slots, positions)
         logprobs = masks = None
         if not plain:
-            guessed = len(plan.given_ids) > 0 and bool(self.sampler.penalised[slots].any())
+            guessed = len(plan.draft_token_ids) > 0 and bool(self.sampler.penalised[slots].any())
             if guessed:
                 self._apply_writes(writes)  # again: penalties want the guesses, in whose places samples stand now
             masks = self.grammar_state.masks(plan)  # the device computes while the host waits and makes them
@@ -147,14 +147,14 @@ class GpuSteps:
     def _launch_repeated(self, plan: StepPlan) -> Callable[[], StepResult]:
         """With a graph and nothing to add to its samples, replays that the host only starts; else step by step."""
         graph = self._graph_for(plan)
-        within = np.arange(1, plan.repeats + 1, dtype=np.int32)
-        slots, positions = np.repeat(plan.slots, plan.repeats), (plan.starts[:, None] + within).reshape(-1)
+        within = np.arange(1, plan.num_steps + 1, dtype=np.int32)
+        slots, positions = np.repeat(plan.slots, plan.num_steps), (plan.num_computed[:, None] + within).reshape(-1)
         if graph is None or len(plan.freed) or not self.sampler.is_plain(slots, positions):
-            waits = [self.launch(one) for one in plan.unrolled()]
+            waits = [self.launch(one) for one in plan.expanded()]
             return lambda: joined([wait() for wait in waits])
         self.transfers.begin()
-        output = self._replay(graph, plan, self._state_writes(plan))[: plan.repeats * graph.size]
-        return self._answered(plan, lambda: output.reshape(plan.repeats, -1)[:, : len(plan.slots)].T.flatten())
+        output = self._replay(graph, plan, self._state_writes(plan))[: plan.num_steps * graph.size]
+        return self._answered(plan, lambda: output.reshape(plan.num_steps, -1)[:, : len(plan.slots)].T.flatten())
 
     def _answered(self, plan: StepPlan, read: Callable[[], Int32s]) -> Callable[[], StepResult]:
         """What waits for a replayed graph, and copies from its output."""
@@ -167,9 +167,9 @@ class GpuSteps:
     def _state_writes(self, plan: StepPlan) -> list[Int32s]:
         """What the plan brings to the state: block tables, tokens and parameters of new requests, guesses; end to end
         they are what kernels/scatter_writes.py applies."""
-        if not (plan.new or plan.tables.shape[1] or len(plan.given_ids)):
+        if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids)):
             return [_NO_WRITES]
-        slots, index, blocks = plan.tables
+        slots, index, blocks = plan.block_table_writes
         # A block may be replaced in the plan that wrote it: the last one counts, and kernels know no order.
         tables = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
         places, lengths = list(tables), [1] * len(tables)
@@ -180,11 +180,11 @@ class GpuSteps:
             lengths += (len(new.token_ids), NUM_PARAMS)
             values += (new.token_ids, self.sampler.add(new))
             self.scorer.add(new)
-        given = np.flatnonzero(plan.given)
+        given = np.flatnonzero(plan.draft_lens)
         if len(given):
-            places += ((plan.slots * self.stride + plan.starts + plan.counts)[given] - plan.given[given]).tolist()
-            lengths += plan.given[given].tolist()
-        return [np.array([len(places), *places, *lengths], np.int32), *values, plan.given_ids]
+            places += (plan.slots * self.stride + plan.ends - plan.draft_lens)[given].tolist()
+            lengths += plan.draft_lens[given].tolist()
+        return [np.array([len(places), *places, *lengths], np.int32), *values, plan.draft_token_ids]
 
     def _apply_writes(self, writes: list[Int32s]) -> None:
         if num_writes := int(writes[0][0]):
@@ -197,8 +197,8 @@ class GpuSteps:
     ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
         """A step of any rows, those of one token first on the device. Token ids and logits of the samples in the
         plan's order; log-probabilities of prompts."""
-        order = np.argsort(plan.counts > 1, kind="stable")
-        rows, starts, counts = plan.slots[order], plan.starts[order], plan.counts[order]
+        order = np.argsort(plan.num_tokens > 1, kind="stable")
+        rows, starts, counts = plan.slots[order], plan.num_computed[order], plan.num_tokens[order]
         ends = np.cumsum(counts, dtype=np.int32)
         size, num_short, num_tokens, most = len(rows), int((counts == 1).sum()), int(ends[-1]), int(counts.max())
         firsts = np.concatenate((np.zeros(1, np.int32), ends))
@@ -218,7 +218,7 @@ class GpuSteps:
                     max_len=int((starts + counts)[part].max()),
                 ))  # fmt: skip
         hidden = self.decoder.forward(*inputs, attending, self.layer_caches)
-        scored, prompts = self.scorer.find(plan, first + plan.starts + plan.counts - 1, self.stride), None
+        scored, prompts = self.scorer.find(plan, first + plan.ends - 1, self.stride), None
         if scored.size:
             prompts = self.scorer.score(hidden, self.state.view(-1), self.transfers.upload(scored))
         if not len(sampling):
@@ -279,11 +279,11 @@ class GpuSteps:
         prefix that this very step computes. Its rows score no token of a prompt."""
         if plan.new or not self.graphs or self.scorer.is_wanted(plan):
             return None
-        most = int(plan.counts.max())
+        most = int(plan.num_tokens.max())
         count = min((n for n in self.graphs if n >= most), default=None)
         if count is None or len(plan.slots) > self.graphs[count][-1].size:
             return None
-        if count > 1 and int(plan.starts.max()) + count > self.max_model_len:
+        if count > 1 and int(plan.num_computed.max()) + count > self.max_model_len:
             return None  # a row's tokens that are nobody's have positions, too
         graphs = self.graphs[count]
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.size)]
@@ -295,10 +295,10 @@ class GpuSteps:
         rows = np.empty((2, size * (2 + count)), np.int32)
         slots, starts = rows[:, :size]
         samples = rows[:, 2 * size :].reshape(2, size, count)
-        slots[:n], slots[n:], starts[:n], starts[n:] = plan.slots, self.num_slots, plan.starts, 0
-        rows[0, size : size + n], rows[0, size + n : 2 * size], rows[1, size : 2 * size] = plan.counts, 1, 0
+        slots[:n], slots[n:], starts[:n], starts[n:] = plan.slots, self.num_slots, plan.num_computed, 0
+        rows[0, size : size + n], rows[0, size + n : 2 * size], rows[1, size : 2 * size] = plan.num_tokens, 1, 0
         samples[0], samples[1] = slots[:, None], starts[:, None] + np.arange(1, count + 1, dtype=np.int32)
-        if plan.samples.sum() < n * count:
+        if plan.num_samples.sum() < n * count:
             samples[0, :n][~_wanted(plan, count)] = self.num_slots
             np.minimum(samples[1], self.max_model_len - 1, out=samples[1])
         return rows.reshape(-1)
@@ -306,21 +306,21 @@ class GpuSteps:
     def _replay(self, graph: DecodeGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
         """Returns where its samples, and those of the padding, will be."""
         rows = self._rows_of_graph(graph.count, graph.size, plan)
-        output = self.graph_io.write_input(plan.repeats, rows, writes)
-        for _ in range(plan.repeats):
+        output = self.graph_io.write_input(plan.num_steps, rows, writes)
+        for _ in range(plan.num_steps):
             graph.graph.replay()
         return output
 
 
 def _wanted(plan: StepPlan, count: int) -> NDArray[np.bool_]:
     """[num_rows, count] after which tokens of rows of `count` the plan samples."""
-    at, ends = np.arange(count, dtype=np.int32), plan.counts[:, None]
-    return (at < ends) & (at >= ends - plan.samples[:, None])
+    at, ends = np.arange(count, dtype=np.int32), plan.num_tokens[:, None]
+    return (at < ends) & (at >= ends - plan.num_samples[:, None])
 
 
 def _most_ints_of_a_row(block_size: int) -> int:
     """The most ints of a graph's input for each row: with most guesses, and blocks for most repeats."""
-    count, num_blocks = MOST_GUESSES + 1, 2 + MOST_REPEATS // block_size
+    count, num_blocks = MOST_GUESSES + 1, 2 + MAX_STEPS // block_size
     return 2 * (2 + count) + 3 * num_blocks + 2 + count
 
 

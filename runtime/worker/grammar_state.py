@@ -177,15 +177,15 @@ class GrammarState:
 
     def _rewrite(self, plan: StepPlan) -> None:
         """What a draft's plans bring is final, in the place of what was sampled there (core/draft.py)."""
-        if not len(plan.given_ids):
+        if not len(plan.draft_token_ids):
             return
         self._take_last()
-        firsts, ends = plan.starts + plan.counts - plan.given, np.cumsum(plan.given)
+        firsts, ends = plan.ends - plan.draft_lens, np.cumsum(plan.draft_lens)
         for slot, first, given, end in zip(
-            plan.slots.tolist(), firsts.tolist(), plan.given.tolist(), ends, strict=True
+            plan.slots.tolist(), firsts.tolist(), plan.draft_lens.tolist(), ends, strict=True
         ):
             if given and (output := self._outputs.get(slot)) is not None:
-                output.rewrite(first, plan.given_ids[end - given : end].tolist())
+                output.rewrite(first, plan.draft_token_ids[end - given : end].tolist())
 
     def _take_last(self) -> None:
         if self._last is not None:
@@ -194,11 +194,11 @@ class GrammarState:
 
     def _rows(self, plan: StepPlan) -> list[_Row]:
         rows = []
-        sizes, ends = plan.samples.tolist(), np.cumsum(plan.samples).tolist()
-        given_ends = np.cumsum(plan.given).tolist() or ends
+        sizes, ends = plan.num_samples.tolist(), np.cumsum(plan.num_samples).tolist()
+        given_ends = np.cumsum(plan.draft_lens).tolist() or ends
         for slot, size, end, given_end in zip(plan.slots.tolist(), sizes, ends, given_ends, strict=True):
             if size and (output := self._outputs.get(slot)) is not None:
-                guesses = plan.given_ids[given_end - size + 1 : given_end].tolist() if size > 1 else []
+                guesses = plan.draft_token_ids[given_end - size + 1 : given_end].tolist() if size > 1 else []
                 rows.append(_Row(slot, output, end - size, guesses))
         return rows
 

@@ -31,7 +31,7 @@ class StepInput:
 def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInput:
     """`plan` has at least one row, and its table writes are in `slots`."""
     order = _row_order(plan)
-    rows, starts, counts = plan.slots[order], plan.starts[order], plan.counts[order]
+    rows, starts, counts = plan.slots[order], plan.num_computed[order], plan.num_tokens[order]
     ends = np.cumsum(counts)
     row_of = np.repeat(np.arange(len(rows)), counts)
     slot_of = rows[row_of].astype(np.int64)
@@ -42,13 +42,13 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
 
     first = np.empty(len(rows), np.int64)  # index of each row's token at position 0, were it there
     first[order] = ends - (starts + counts)
-    sampling, sampled_after = last_tokens(plan, plan.samples)
+    sampling, sampled_after = last_tokens(plan, plan.num_samples)
     return StepInput(
         token_ids=slots.flat_tokens.index_select(0, token_index).long(),
         positions=torch.from_numpy(positions).to(shape.device),
         kv_index=torch.from_numpy(kv_index).to(shape.device),
         attention=plan_attention(slots.tables[rows], starts, counts, shape),
-        last=first + plan.starts + plan.counts - 1,
+        last=first + plan.ends - 1,
         sampled=first[sampling] + sampled_after,
         sampled_slots=plan.slots[sampling],
         sampled_positions=sampled_after + 1,
@@ -57,5 +57,5 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
 
 def _row_order(plan: StepPlan) -> NDArray[np.int64]:
     """Decode rows by rising bucket, then the others; stable."""
-    key = np.where(plan.counts == 1, decode_bucket(plan.starts), 64)
+    key = np.where(plan.num_tokens == 1, decode_bucket(plan.num_computed), 64)
     return np.argsort(key, kind="stable")

@@ -38,7 +38,7 @@ class PromptScorer:
 
     def is_wanted(self, plan: StepPlan) -> bool:
         """Whether a row of the plan gives log-probabilities of a prompt."""
-        rows = zip(plan.slots.tolist(), plan.starts.tolist(), strict=True) if self.prompts else ()
+        rows = zip(plan.slots.tolist(), plan.num_computed.tolist(), strict=True) if self.prompts else ()
         return any(slot in self.prompts and num_scored(start, 1, self.prompts[slot][0]) for slot, start in rows)
 
     def find(self, plan: StepPlan, last: np.ndarray, stride: int) -> Int32s:
@@ -46,7 +46,7 @@ class PromptScorer:
         `slot * stride + position`, follow there. `last` tells where each row's last hidden state is."""
         parts: list[np.ndarray] = []
         if self.prompts:
-            rows = zip(*(a.tolist() for a in (plan.slots, plan.starts, plan.counts, last)), strict=True)
+            rows = zip(*(a.tolist() for a in (plan.slots, plan.num_computed, plan.num_tokens, last)), strict=True)
             for slot, start, count, end in rows:
                 if slot in self.prompts and (n := num_scored(start, count, self.prompts[slot][0])):
                     first = np.array([[end - count + 1], [slot * stride + start + 1]])

@@ -166,7 +166,9 @@ class ModelRunner:
         slots, zeros = np.arange(len(counts), dtype=np.int32), np.zeros(len(counts), np.int32)
         new = [NewSlot(0, np.zeros(1, np.int32), counts[0], 0, params)]
         counts_array = np.array(counts, np.int32)
-        self.execute(StepPlan(0, new=new, slots=slots, starts=zeros, counts=counts_array, samples=zeros + 1))
+        self.execute(
+            StepPlan(0, new=new, slots=slots, num_computed=zeros, num_tokens=counts_array, num_samples=zeros + 1)
+        )
 
     def _warm_up(self) -> None:
         """A row of one token, of a few and of many: libraries load and build every kernel that a step may need, so that
@@ -214,7 +216,7 @@ class ModelRunner:
         """Of one decode step among so many, on the null block."""
         starts, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
         slots = np.arange(num_rows, dtype=np.int32)
-        plan = StepPlan(0, slots=slots, starts=starts, counts=ones, samples=ones, repeats=repeats)
+        plan = StepPlan(0, slots=slots, num_computed=starts, num_tokens=ones, num_samples=ones, num_steps=repeats)
         start = time.perf_counter()
         for wait in [self.steps.launch(plan) for _ in range(num_plans)]:
             wait()

@@ -29,9 +29,10 @@ class Slots:
 
     def write_given(self, plan: StepPlan) -> None:
         """The ids that a plan brings, at their positions."""
-        rows, positions = last_tokens(plan, plan.given)
+        rows, positions = last_tokens(plan, plan.draft_lens)
         at = plan.slots[rows].astype(np.int64) * self.max_model_len + positions
-        self.flat_tokens[torch.from_numpy(at)] = torch.from_numpy(plan.given_ids.copy()).to(self.flat_tokens.device)
+        ids = torch.from_numpy(plan.draft_token_ids.copy())
+        self.flat_tokens[torch.from_numpy(at)] = ids.to(self.flat_tokens.device)
 
     def write_sampled(self, flat_positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Keep sampled tokens [n] at `slot * max_model_len + position` [n]; -1, a failed row, becomes 0."""

@@ -33,7 +33,7 @@ PARAMS = SamplingParams(max_tokens=1)
 def plan_of(step_id: int, num_rows: int = 1, num_ids: int = 0) -> StepPlan:
     rows = np.arange(num_rows, dtype=np.int32)
     new = [NewSlot(3, np.arange(num_ids, dtype=np.int32), num_ids, 7, PARAMS)] if num_ids else []
-    return StepPlan(step_id, new=new, slots=rows, starts=rows, counts=rows + 1, samples=rows)
+    return StepPlan(step_id, new=new, slots=rows, num_computed=rows, num_tokens=rows + 1, num_samples=rows)
 
 
 def failing(step_id: int, rank: int) -> StepPlan:

@@ -31,7 +31,9 @@ class PoisonedRunner(FakeRunner):
             self.poisons.discard(new.slot)
             if new.token_ids[0] == POISON:
                 self.poisons.add(new.slot)
-        for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+        for slot, start, count in zip(
+            plan.slots.tolist(), plan.num_computed.tolist(), plan.num_tokens.tolist(), strict=True
+        ):
             is_decode = count == 1 and start > 8
             if slot in self.poisons and is_decode == (self.kills == "decode") and not start % self.period:
                 raise CallboardError("Rank 0 is gone.")

@@ -250,7 +250,7 @@ def test_budget_is_kept_and_prompts_are_chunked():
     session.add([1, 1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
     sums = []
     while (plan := first_plan(session)) is not None and len(sums) < 3:
-        sums.append(plan.counts.tolist())
+        sums.append(plan.num_tokens.tolist())
     assert sums == [[5], [5], [2, 3]]
 
 
@@ -258,7 +258,7 @@ def test_without_chunking_a_prompt_is_computed_whole():
     session = Session(max_num_batched_tokens=64, chunked_prefill=False)
     session.add([1] * 40, SamplingParams(max_tokens=3, ignore_eos=True))
     session.add([2] * 30, SamplingParams(max_tokens=3, ignore_eos=True))
-    assert first_plan(session).counts.tolist() == [40]
+    assert first_plan(session).num_tokens.tolist() == [40]
 
 
 def test_static_batching_admits_only_into_an_empty_batch():
@@ -302,7 +302,7 @@ def test_a_shared_prefix_is_computed_once_even_within_one_step():
     prompt = list(range(1, 12))
     for _ in range(3):
         session.add(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
-    assert first_plan(session).counts.tolist() == [11, 3, 3]
+    assert first_plan(session).num_tokens.tolist() == [11, 3, 3]
     tables = [s.blocks[:2] for s in session.core.scheduler.running]
     assert tables[0] == tables[1] == tables[2]
 
@@ -314,7 +314,7 @@ def test_a_hit_never_covers_the_last_prompt_token_and_salts_do_not_share():
     session.finish()
     session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
     session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True), 0, "other")
-    assert first_plan(session).counts.tolist() == [4, 8]
+    assert first_plan(session).num_tokens.tolist() == [4, 8]
 
 
 def test_leaves_are_evicted_before_their_parents():

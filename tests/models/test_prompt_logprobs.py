@@ -165,8 +165,8 @@ def test_scored_prompts_take_no_cached_blocks_but_leave_theirs():
     for params in (SCORE, SCORE, SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, prompt_logprobs=0)):
         session.add(prompt, params)
     plan = session.core.scheduler.schedule()
-    assert plan.counts.tolist() == [11, 11, 3, 11]
-    assert plan.samples.tolist() == [0, 0, 1, 1]
+    assert plan.num_tokens.tolist() == [11, 11, 3, 11]
+    assert plan.num_samples.tolist() == [0, 0, 1, 1]
 
 
 def test_a_request_that_only_scores_ends_with_its_last_chunk():
@@ -174,7 +174,7 @@ def test_a_request_that_only_scores_ends_with_its_last_chunk():
     session.add(range(1, 11), SCORE)
     scheduler = session.core.scheduler
     plans = [scheduler.schedule() for _ in range(3)]
-    assert [plan.counts.tolist() for plan in plans] == [[4], [4], [2]]
+    assert [plan.num_tokens.tolist() for plan in plans] == [[4], [4], [2]]
     assert scheduler.schedule() is None
     for plan, n in zip(plans, (4, 4, 1), strict=True):
         top = np.zeros((n, 1), np.int32)

@@ -144,23 +144,25 @@ class FakeRunner:
             self.tables[new.slot] = {}
             if new.params.prompt_logprobs is not None:
                 self.prompts[new.slot] = new.prompt_len, new.params.prompt_logprobs
-        for slot, index, block in plan.tables.T.tolist():
+        for slot, index, block in plan.block_table_writes.T.tolist():
             assert block != 0
             self.tables[slot][index] = block
         out, scores, num_top = [], [], max((n for _, n in self.prompts.values()), default=0)
-        assert plan.counts.sum() <= self.budget
+        assert plan.num_tokens.sum() <= self.budget
         assert len(set(plan.slots.tolist())) == len(plan.slots)
-        given, given_ids = plan.given.tolist() or [0] * len(plan.slots), iter(plan.given_ids.tolist())
-        assert len(plan.given_ids) == sum(given)
+        given, given_ids = plan.draft_lens.tolist() or [0] * len(plan.slots), iter(plan.draft_token_ids.tolist())
+        assert len(plan.draft_token_ids) == sum(given)
         for slot, start, count, samples, guesses in zip(
-            *(a.tolist() for a in (plan.slots, plan.starts, plan.counts, plan.samples)), given, strict=True
+            *(a.tolist() for a in (plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples)),
+            given,
+            strict=True,
         ):
             tokens, table = self.tokens[slot], self.tables[slot]
             for position in range(start + count - guesses, start + count):
                 tokens[position] = next(given_ids)
             sampled = {}
-            assert plan.repeats == 1 or count == samples == 1
-            for position in range(start, start + count + plan.repeats - 1):
+            assert plan.num_steps == 1 or count == samples == 1
+            for position in range(start, start + count + plan.num_steps - 1):
                 before = position - 1
                 state = 0 if before < 0 else int(self.memory[table[before // self.size], before % self.size])
                 state = mix(state, tokens[position])
@@ -169,7 +171,7 @@ class FakeRunner:
                     scores.append(score(state, num_top))
                 if position >= start + count - samples:
                     sampled[position + 1] = self.sample(state)
-                if plan.repeats > 1:
+                if plan.num_steps > 1:
                     tokens |= sampled
             tokens |= sampled
             out += sampled.values()

@@ -77,7 +77,7 @@ class Simulation:
     def _sample(self, plan: StepPlan) -> np.ndarray:
         for new in plan.new:
             self._ends[new.slot] = new.prompt_len + new.seed
-        columns = plan.slots, plan.starts, plan.counts, plan.samples
+        columns = plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples
         rows = zip(*(column.tolist() for column in columns), strict=True)
         tokens = [EOS if start + count + 1 >= self._ends[slot] else WORD for slot, start, count, n in rows if n]
         return np.array(tokens, np.int32)

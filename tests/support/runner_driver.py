@@ -59,7 +59,9 @@ class Driver:
         table += [self.free_blocks.pop() for _ in range(num_blocks - len(table))]
         self.tables[slot] = table
         writes = np.array([(slot, i, b) for i, b in enumerate(table)], np.int32).T
-        self.plan.tables = np.concatenate((self.plan.tables if self.plan.new else EMPTY_TABLE, writes), 1)
+        self.plan.block_table_writes = np.concatenate(
+            (self.plan.block_table_writes if self.plan.new else EMPTY_TABLE, writes), 1
+        )
 
     def free(self, slot: int) -> None:
         """The request leaves; its blocks are the next ones handed out."""
@@ -68,10 +70,10 @@ class Driver:
 
     def step(self, *rows: tuple[int, int, int, int]) -> StepResult:
         plan, self.plan = self.plan, StepPlan(self.plan.step_id + 1)
-        plan.slots, plan.starts, plan.counts, plan.samples = np.array(rows, np.int32).T.copy()
+        plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples = np.array(rows, np.int32).T.copy()
         self.logits = torch.zeros(0)
         result = self.runner.execute(plan)
-        if not len(self.logits) and plan.samples.any():  # a CUDA graph does not pass `keep`
+        if not len(self.logits) and plan.num_samples.any():  # a CUDA graph does not pass `keep`
             self.logits = self.runner.steps.graph_logits[: len(rows)].clone()
         return result
 
