@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from runtime.core.block_tables import BlockTables
+from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.output_length import OutputLengthEstimator
 from runtime.core.request_state import NEVER, RequestState
 
@@ -23,21 +23,21 @@ _MARGIN = 0.5  # of what a waiting request is expected to need
 class Admission:
     """Works on `RequestState.expected_blocks`; what ends tells it how long answers get."""
 
-    def __init__(self, tables: BlockTables) -> None:
-        self._tables, self.lengths = tables, OutputLengthEstimator()
+    def __init__(self, kv_cache: KVCacheManager) -> None:
+        self._kv_cache, self.lengths = kv_cache, OutputLengthEstimator()
 
     def allows(self, state: RequestState, hits: Sequence[int], running: Sequence[RequestState]) -> bool:
         """True if a waiting request that finds the blocks `hits` in the cache fits beside those that run; alone, its
         known tokens have to."""
-        pool = self._tables.pool
+        pool = self._kv_cache.pool
         room = pool.num_available - sum(pool.refs(b) == 0 for b in hits) + len(hits)
         if not running:
-            return self._tables.blocks_for(len(state.tokens)) <= room
+            return self._kv_cache.blocks_for(len(state.tokens)) <= room
         self._expect(state)
         needed = state.expected_blocks
         if not state.params.ignore_eos:
-            needed += int(_MARGIN * (needed - self._tables.blocks_for(len(state.tokens))))
-        room -= min(needed, self._tables.blocks_for(state.limit))
+            needed += int(_MARGIN * (needed - self._kv_cache.blocks_for(len(state.tokens))))
+        room -= min(needed, self._kv_cache.blocks_for(state.limit))
         for other in running:
             if other.num_total >= other.revise_at:
                 self._expect(other)
@@ -58,7 +58,7 @@ class Admission:
             more, revise_at = self.lengths.expect(params.max_tokens, reached)
             length = min(length, max(state.prompt_len + reached + ceil(more), state.num_total + 1))
             revise_at += state.prompt_len + 1
-        state.expected_blocks, state.revise_at = self._tables.blocks_for(length), revise_at
+        state.expected_blocks, state.revise_at = self._kv_cache.blocks_for(length), revise_at
 
     def _observe(self, state: RequestState) -> int:
         """Tell the estimate how far the output has come; returns its length."""

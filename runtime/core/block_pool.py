@@ -83,11 +83,11 @@ class BlockPool:
                     self._free.append(block)
 
     def mark_cached(self, block: int) -> None:
-        """The held `block` now has an identity; when released it stays until evicted."""
+        """The held `block` now has a hash; when released it stays until evicted."""
         self._cached[block] = 1
 
     def mark_spoilt(self, blocks: list[int]) -> None:
-        """The held `blocks` lose their identities: nobody acquires them any more, and when released they are free."""
+        """The held `blocks` lose their hashes: nobody acquires them any more, and when released they are free."""
         for block in blocks:
             if self._cached[block]:
                 self._cached[block] = 0

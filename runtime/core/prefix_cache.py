@@ -1,8 +1,8 @@
-"""The prefix cache: a tree of full KV blocks, found by identity.
+"""The prefix cache: a tree of full KV blocks, found by their hashes.
 
-A block's identity is the hash of its parent's identity and its own token ids; the root is the hash of the model's
-fingerprint and the cache salt (C5). Equal identities therefore mean equal prefixes, and the tree needs no child
-pointers: a path is looked up by hashing forward. The router and replay use the same functions.
+A block's hash covers its parent's hash and its own token ids; the root's covers the model's fingerprint and the cache
+salt (C5). Equal hashes therefore mean equal prefixes, and the tree needs no child pointers: a path is looked up by
+hashing forward.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from array import array
 from hashlib import blake2b
 
 
-def root_identity(fingerprint: str, salt: str) -> bytes:
-    """The identity of the empty prefix, 16 bytes."""
+def root_hash(fingerprint: str, salt: str) -> bytes:
+    """The hash of the empty prefix, 16 bytes."""
     return blake2b(f"{fingerprint}\0{salt}".encode(), digest_size=16).digest()
 
 
-def block_identity(parent: bytes, token_ids: array[int]) -> bytes:
-    """The identity of a full block that holds `token_ids` (typecode 'i') after `parent`, 16 bytes."""
+def block_hash(parent: bytes, token_ids: array[int]) -> bytes:
+    """The hash of a full block that holds `token_ids` (typecode 'i') after the block `parent`, 16 bytes."""
     return blake2b(token_ids.tobytes(), key=parent, digest_size=16).digest()
 
 
 class PrefixCache:
-    """Which block holds which identity. Reference counts and eviction order are the BlockPool's."""
+    """Finds the block with a hash. Reference counts and eviction order are the BlockPool's."""
 
     def __init__(self) -> None:
         self.reset()
@@ -30,28 +30,28 @@ class PrefixCache:
     def reset(self) -> None:
         """Forget everything (the runners' memory is gone)."""
         self._block_of: dict[bytes, int] = {}
-        self._identity_of: dict[int, bytes] = {}
+        self._hash_of: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._block_of)
 
-    def match(self, identities: list[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of the path `identities`."""
+    def match_prefix(self, block_hashes: list[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix of the path `block_hashes`."""
         blocks = []
-        for identity in identities:
-            block = self._block_of.get(identity)
+        for one in block_hashes:
+            block = self._block_of.get(one)
             if block is None:
                 break
             blocks.append(block)
         return blocks
 
-    def insert(self, identity: bytes, block: int) -> int:
-        """The block that stands for `identity` from now on: `block`, or the one that was there first."""
-        holder = self._block_of.setdefault(identity, block)
+    def insert(self, block_hash: bytes, block: int) -> int:
+        """Returns the block that stands for the hash from now on: `block`, or the one that was there first."""
+        holder = self._block_of.setdefault(block_hash, block)
         if holder == block:
-            self._identity_of[block] = identity
+            self._hash_of[block] = block_hash
         return holder
 
     def evict(self, block: int) -> None:
         """The content of `block` is about to be overwritten."""
-        del self._block_of[self._identity_of.pop(block)]
+        del self._block_of[self._hash_of.pop(block)]

@@ -14,7 +14,7 @@ class RequestState:
     """One live request: the scheduler's only mutable record of it."""
 
     __slots__ = (
-        "acceptance", "blocks", "epoch", "expected_blocks", "failure", "final_len", "given_from", "identities", "key",
+        "acceptance", "block_hashes", "blocks", "epoch", "expected_blocks", "failure", "final_len", "given_from", "key",
         "limit", "lost_at", "next_full", "num_accepted", "num_cached", "num_computed", "num_guessed", "num_losses",
         "num_observed", "num_right", "num_total", "owner", "params", "prompt_len", "request", "revise_at", "scores",
         "slot", "stop_ids", "tokens", "upto", "verifying",
@@ -36,7 +36,7 @@ class RequestState:
         self.given_from = NEVER  # known tokens from here on were not sampled by the runner: a row must bring them
         self.num_cached = -1  # prompt tokens that the prefix cache gave at first admission; -1: not admitted yet
         self.blocks: list[int] = []
-        self.identities: list[bytes] = []  # of the leading full blocks, as far as computed
+        self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as computed
         self.next_full = NEVER  # num_computed that completes the next block to register
         self.expected_blocks = 0  # that it holds in the end, by the estimate
         self.revise_at = 0  # num_total from which on the estimate says more

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from runtime.core.admission import Admission
-from runtime.core.block_tables import BlockTables
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.isolation import Isolation
+from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import EMPTY, NewSlot, StepPlan, StepResult, num_scored
 from runtime.core.prompt_scores import ScoredRow, are_finite, take_scores
 from runtime.core.request_state import NEVER, RequestState
@@ -48,8 +48,8 @@ class Scheduler:
         self.budget = config.max_num_batched_tokens or info.max_num_batched_tokens
         if not config.chunked_prefill:
             self.budget = max(self.budget, self.max_len)
-        self.tables = BlockTables(info, config.prefix_cache)
-        self.pool = self.tables.pool
+        self.kv_cache = KVCacheManager(info, config.prefix_cache)
+        self.pool = self.kv_cache.pool
         self.requests: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # in order of admission
         self.admitted: list[RequestState] = []  # by the last plan
@@ -62,7 +62,7 @@ class Scheduler:
         self.waiting = WaitingQueue()  # the requests that hold no slot
         self._arrivals = 0
         self._step_id = 0
-        self.admission = Admission(self.tables)
+        self.admission = Admission(self.kv_cache)
         self.isolation = Isolation()
         self._batch_closed = False  # static batching: a row has sampled
         self._forget_runners()
@@ -75,7 +75,7 @@ class Scheduler:
         )
         self._shapes: deque[tuple[int, int, int]] = deque()
         self._freed: list[int] = []
-        self.tables.reset()
+        self.kv_cache.reset()
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Scheduler:
             state.epoch += 1
             state.num_computed = min(state.num_computed, length)
             state.given_from = min(state.given_from, length)
-        del state.tokens[length:], state.identities[length // self.block_size :]
+        del state.tokens[length:], state.block_hashes[length // self.block_size :]
         state.tokens.extend(token_ids)
         state.num_total = len(state.tokens)
 
@@ -166,7 +166,7 @@ class Scheduler:
 
     def _leave_slot(self, state: RequestState, spoilt: bool = False) -> None:
         slot = state.slot
-        self.tables.close(state, spoilt)
+        self.kv_cache.close(state, spoilt)
         self.running.remove(state)
         self._free_slots.append(slot)
         self._freed.append(slot)
@@ -243,7 +243,7 @@ class Scheduler:
             else:
                 samples.append(0)
             if state.num_computed >= state.next_full:
-                self.tables.register(state)
+                self.kv_cache.cache_full_blocks(state)
 
         for state in list(self.running):
             if budget <= 0:
@@ -276,7 +276,7 @@ class Scheduler:
             new.append(self._open_slot(state))
             count = min(budget, state.num_total - state.num_computed)
             if count > 0:  # a static batch may open more slots than this step's budget computes
-                self.tables.extend(state, state.num_computed + count)
+                self.kv_cache.extend(state, state.num_computed + count)
                 give(state, count)
                 budget -= count
 
@@ -295,7 +295,7 @@ class Scheduler:
             self._step_id,
             np.array(self._freed, np.int32) if self._freed else EMPTY,
             new,
-            self.tables.take_writes(),
+            self.kv_cache.take_writes(),
             np.array(slots, np.int32),
             np.array(starts, np.int32),
             np.array(counts, np.int32),
@@ -310,12 +310,12 @@ class Scheduler:
 
     def _go_on(self, rows: list[RequestState]) -> int:
         """How many more tokens all of these rows may sample in the same plan, one by one; with blocks for them."""
-        missing = self.tables.num_missing
+        missing = self.kv_cache.num_missing
         more = min(self.most_repeats - 1, *(state.upto - state.num_total for state in rows))
         while more > 0 and self.pool.num_available < sum(missing(s, s.num_computed + more) for s in rows):
             more -= 1
         for state in rows if more > 0 else ():
-            self.tables.extend(state, state.num_computed + more)
+            self.kv_cache.extend(state, state.num_computed + more)
             state.num_computed += more
             state.num_total += more
         return max(0, more)
@@ -330,7 +330,7 @@ class Scheduler:
             self.num_draft_tokens += len(guesses)
             state.num_guessed += len(guesses)
             state.num_right = 0
-            self.tables.extend(state, state.num_total + len(guesses))
+            self.kv_cache.extend(state, state.num_total + len(guesses))
         return guesses
 
     def _next_admitted(self, budget: int, alone: RequestState | None) -> RequestState | None:
@@ -343,7 +343,7 @@ class Scheduler:
         if state is None or not self._free_slots:
             return None
         known = len(state.tokens)
-        hits = self.tables.match(state)
+        hits = self.kv_cache.match_prefix(state)
         start = len(hits) * self.block_size
         if not self.config.chunked_prefill and known - start > budget:
             return None
@@ -360,7 +360,7 @@ class Scheduler:
         request = state.request
         state.slot = self._free_slots.pop()
         self.running.append(state)
-        self.tables.open(state)
+        self.kv_cache.open(state)
         if state.num_cached < 0:
             state.num_cached = min(state.num_computed, state.prompt_len)
             self.prompt_tokens_cached += state.num_cached
@@ -371,13 +371,13 @@ class Scheduler:
     def _grow(self, state: RequestState, count: int, rows: list[RequestState]) -> bool:
         """Blocks for `count` more tokens of a running request, if need be by preempting requests without a row in
         this step, last in the order of service first. False: it goes without a row this time."""
-        while self.tables.num_missing(state, state.num_computed + count) > self.pool.num_available:
+        while self.kv_cache.num_missing(state, state.num_computed + count) > self.pool.num_available:
             victim = max((s for s in self.running if s not in rows), key=lambda s: s.key)
             if victim is state:
                 return False  # all others go before it: it keeps what it has until they end or take it
             self.num_preemptions += 1
             self._preempt(victim)
-        self.tables.extend(state, state.num_computed + count)
+        self.kv_cache.extend(state, state.num_computed + count)
         return True
 
     # ---- results --------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ class Scheduler:
                 finished.append((state, FinishReason.LENGTH))
             else:
                 if len(tokens) >= state.next_full:
-                    self.tables.register(state)
+                    self.kv_cache.cache_full_blocks(state)
                 continue
             self._end(*finished[-1])
         return StepOutput(states, token_ids, finished, logprobs, prompt_logprobs)

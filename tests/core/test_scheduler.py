@@ -322,9 +322,9 @@ def test_leaves_are_evicted_before_their_parents():
     session.add([1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=1, ignore_eos=True))
     session.finish()
     scheduler = session.core.scheduler
-    assert len(scheduler.tables.cache) == 3
+    assert len(scheduler.kv_cache.cache) == 3
     scheduler.pool.allocate(4)  # three free blocks and one from the cache
-    hit = scheduler.tables.match(scheduler.add(Request("x", [1, 2, 3, 4, 5, 6, 7], 7, SamplingParams())))
+    hit = scheduler.kv_cache.match_prefix(scheduler.add(Request("x", [1, 2, 3, 4, 5, 6, 7], 7, SamplingParams())))
     assert len(hit) == 2
 
 
@@ -361,7 +361,8 @@ def test_blocks_of_a_failed_row_are_not_used_again():
     session.add(prompt, once)
     assert step_with(session, 5, 5) == [FinishReason.LENGTH]
     again = session.core.add(Request("again", prompt, 11, once))
-    assert scheduler.tables.match(again)[:2] != other.blocks[:2], "what it shared with the failed one is nobody's"
+    found = scheduler.kv_cache.match_prefix(again)
+    assert found[:2] != other.blocks[:2], "what it shared with the failed one is nobody's"
     assert step_with(session, 5, 5) == [FinishReason.LENGTH]
 
 

@@ -132,7 +132,7 @@ def test_a_value_that_is_not_finite_fails_one_request(load):
     llm, params = load(num_kv_blocks=30), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     prompt = list(range(2, 20))
     (expected,) = llm.generate([prompt], params)
-    cached = sorted(llm.engine.scheduler.tables.cache._identity_of)
+    cached = sorted(llm.engine.scheduler.kv_cache.cache._hash_of)
     llm.runner.steps.cache[:, :, :, cached[0], 1] = float("nan")
     (failed,) = llm.generate([prompt], params)
     assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, [])

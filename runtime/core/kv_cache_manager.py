@@ -1,5 +1,5 @@
-"""The requests' block tables: which block holds which of a request's tokens, shared by equal prefixes, and what of it
-the runners have not been told yet."""
+"""The requests' block tables: which block holds which of a request's tokens, shared by equal prefixes, and the changes
+that the next plan brings to the runners."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 from runtime.core.block_pool import BlockPool
 from runtime.core.config import ModelInfo
 from runtime.core.plan import EMPTY_TABLE, Int32s
-from runtime.core.prefix_cache import PrefixCache, block_identity, root_identity
+from runtime.core.prefix_cache import PrefixCache, block_hash, root_hash
 from runtime.core.request_state import NEVER, RequestState
 
 
-class BlockTables:
+class KVCacheManager:
     """Works on `RequestState.blocks`; the scheduler decides who gets blocks."""
 
     def __init__(self, info: ModelInfo, prefix_cache: bool) -> None:
@@ -54,7 +54,7 @@ class BlockTables:
         if spoilt:
             self.pool.mark_spoilt(state.blocks)
         else:
-            self.register(state, move=False)
+            self.cache_full_blocks(state, move=False)
         self.pool.release(state.blocks)
         if self._writes:
             self._writes = [w for w in self._writes if w[0] != state.slot]
@@ -65,15 +65,15 @@ class BlockTables:
         self._writes += [(state.slot, at + i, b) for i, b in enumerate(blocks)]
         state.blocks += blocks
 
-    def match(self, state: RequestState) -> list[int]:
+    def match_prefix(self, state: RequestState) -> list[int]:
         """Cached blocks of the request's known prefix; never its last token, which must be computed to sample, and none
         if log-probabilities of the prompt are wanted, which are not in the cache."""
         if not self._shares or state.scores is not None:
             return []
         num_full = (len(state.tokens) - 1) // self._size
-        return self.cache.match(self._identify(state, num_full)[:num_full])
+        return self.cache.match_prefix(self._hash_blocks(state, num_full)[:num_full])
 
-    def register(self, state: RequestState, move: bool = True) -> None:
+    def cache_full_blocks(self, state: RequestState, move: bool = True) -> None:
         """Put the request's newly full blocks into the cache.
 
         They may be matched from this step on, even by a row of the same step: runners store the K/V of all rows of a
@@ -83,10 +83,10 @@ class BlockTables:
             return
         size = self._size
         num_full = min(state.num_computed, len(state.tokens), state.final_len) // size
-        identities = self._identify(state, num_full)
+        block_hashes = self._hash_blocks(state, num_full)
         for at in range(state.next_full // size - 1, num_full):
             block = state.blocks[at]
-            holder = self.cache.insert(identities[at], block)
+            holder = self.cache.insert(block_hashes[at], block)
             if holder == block:
                 self.pool.mark_cached(block)
             else:
@@ -97,11 +97,11 @@ class BlockTables:
                     self._writes.append((state.slot, at, holder))
         state.next_full = max(state.next_full, (num_full + 1) * size)
 
-    def _identify(self, state: RequestState, num_blocks: int) -> list[bytes]:
-        """The identities of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""
-        identities, size = state.identities, self._size
-        parent = identities[-1] if identities else root_identity(self._fingerprint, state.request.cache_salt)
-        for i in range(len(identities), num_blocks):
-            parent = block_identity(parent, state.tokens[i * size : (i + 1) * size])
-            identities.append(parent)
-        return identities
+    def _hash_blocks(self, state: RequestState, num_blocks: int) -> list[bytes]:
+        """The hashes of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""
+        block_hashes, size = state.block_hashes, self._size
+        parent = block_hashes[-1] if block_hashes else root_hash(self._fingerprint, state.request.cache_salt)
+        for i in range(len(block_hashes), num_blocks):
+            parent = block_hash(parent, state.tokens[i * size : (i + 1) * size])
+            block_hashes.append(parent)
+        return block_hashes
