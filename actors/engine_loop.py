@@ -318,7 +318,7 @@ class EngineLoop:
             touched.add(connection)
         if self.core.scheduler.speculation is not None:
             for state in dict.fromkeys(output.states):  # what the next step verifies is guessed already, but not known
-                state.owner.tell_verified(state.num_guessed - state.verifying, state.num_accepted)
+                state.owner.tell_verified(state.num_guessed - state.drafts_in_flight, state.num_accepted)
         for state, scores in output.prompt_logprobs:
             state.owner.connection.prompt_logprobs.append((state.owner.number, scores))
             touched.add(state.owner.connection)

@@ -37,7 +37,7 @@ class Admission:
         needed = state.expected_blocks
         if not state.params.ignore_eos:
             needed += int(_MARGIN * (needed - self._kv_cache.blocks_for(len(state.tokens))))
-        room -= min(needed, self._kv_cache.blocks_for(state.limit))
+        room -= min(needed, self._kv_cache.blocks_for(state.max_len))
         for other in running:
             if other.num_total >= other.revise_at:
                 self._expect(other)
@@ -52,7 +52,7 @@ class Admission:
             self.lengths.observe_end(state.params.max_tokens, length, stopped)
 
     def _expect(self, state: RequestState) -> None:
-        params, length, revise_at = state.params, state.limit, NEVER
+        params, length, revise_at = state.params, state.max_len, NEVER
         if not params.ignore_eos:
             reached = max(self._observe(state), params.min_tokens)
             more, revise_at = self.lengths.expect(params.max_tokens, reached)

@@ -154,7 +154,7 @@ class DraftCore:
         except CallboardError:
             return  # longer than the draft's context, or padding of the target's vocabulary: no chain ever comes
         state.stop_ids = frozenset()  # the target decides what ends it
-        state.final_len = len(state.tokens)
+        state.num_final = len(state.tokens)
         self._streams[owner, opened.stream] = state
         self._aim(state)
 
@@ -169,22 +169,22 @@ class DraftCore:
             self._say(owner, Chain(commit.stream, 0, []))
             return
         mirror: _Mirror = state.owner
-        new = commit.token_ids[state.final_len - commit.base_len :] if commit.base_len <= state.final_len else []
+        new = commit.token_ids[state.num_final - commit.base_len :] if commit.base_len <= state.num_final else []
         if new and max(new) >= self.scheduler.info.vocab_size:
             self._close(owner, commit.stream)
             return
-        at = state.final_len
+        at = state.num_final
         for token in new:
             if at == len(state.tokens) or state.tokens[at] != token:
-                self.scheduler.rewrite(state, at, new[at - state.final_len :])
+                self.scheduler.rewrite(state, at, new[at - state.num_final :])
                 break
             at += 1
-        state.final_len += len(new)
+        state.num_final += len(new)
         mirror.wanted, mirror.owes = commit.wanted, True
         self._aim(state)
-        if state.slot < 0 or state.upto <= state.final_len or commit.base_len > state.final_len:
+        if state.slot < 0 or state.plan_limit <= state.num_final or commit.base_len > state.num_final:
             mirror.owes = False  # not soon, or not at all, or not without what is between
-            self._say(owner, Chain(commit.stream, state.final_len, []))
+            self._say(owner, Chain(commit.stream, state.num_final, []))
         else:
             self._offer(state)
 
@@ -193,7 +193,7 @@ class DraftCore:
         would be verified after it."""
         mirror: _Mirror = state.owner
         ahead = 0 if mirror.owes else int(self._room)
-        state.upto = min(state.final_len + mirror.wanted + ahead, state.limit - 1)
+        state.plan_limit = min(state.num_final + mirror.wanted + ahead, state.max_len - 1)
 
     def _learn_room(self) -> None:
         """Most commits correct a guess, and wait while the draft is still busy with what followed it."""
@@ -205,11 +205,11 @@ class DraftCore:
     def _offer(self, state: RequestState) -> None:
         """Send the chain when it is as long as wanted, and again when it has become as long as it may."""
         mirror: _Mirror = state.owner
-        num, most = len(state.tokens) - state.final_len, state.upto - state.final_len
+        num, most = len(state.tokens) - state.num_final, state.plan_limit - state.num_final
         if (mirror.owes and num >= most) or (num == most > mirror.wanted + 1):
             mirror.owes = False
             self._aim(state)
-            self._say(mirror.owner, Chain(mirror.stream, state.final_len, state.tokens[state.final_len :].tolist()))
+            self._say(mirror.owner, Chain(mirror.stream, state.num_final, state.tokens[state.num_final :].tolist()))
 
     def _say(self, owner: Hashable, chain: Chain) -> None:
         self.outbox.setdefault(owner, []).append(chain)

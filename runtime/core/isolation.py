@@ -39,7 +39,7 @@ class Isolation:
             if state.num_losses >= MAX_LOSSES - 1:
                 self._goals[state] = state.lost_at + _PROGRESS
         # The last to arrive goes first: who has run for long was no danger until now.
-        self._goals = dict(sorted(self._goals.items(), key=lambda item: item[0].key[-1], reverse=True))
+        self._goals = dict(sorted(self._goals.items(), key=lambda item: item[0].sort_key[-1], reverse=True))
         if len(states) == 1 and states[0].num_losses >= MAX_LOSSES:
             return states[0]
         return None

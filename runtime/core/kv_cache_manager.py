@@ -44,7 +44,7 @@ class KVCacheManager:
         """A request has got a slot, with its cached prefix as blocks."""
         self._writes += [(state.slot, i, b) for i, b in enumerate(state.blocks)]
         if self._shares:
-            state.next_full = (len(state.blocks) + 1) * self._size
+            state.next_block_end = (len(state.blocks) + 1) * self._size
 
     def close(self, state: RequestState, spoilt: bool = False) -> None:
         """A request leaves its slot; full blocks stay in the cache as long as nobody needs their place.
@@ -68,7 +68,7 @@ class KVCacheManager:
     def match_prefix(self, state: RequestState) -> list[int]:
         """Cached blocks of the request's known prefix; never its last token, which must be computed to sample, and none
         if log-probabilities of the prompt are wanted, which are not in the cache."""
-        if not self._shares or state.scores is not None:
+        if not self._shares or state.prompt_logprobs is not None:
             return []
         num_full = (len(state.tokens) - 1) // self._size
         return self.cache.match_prefix(self._hash_blocks(state, num_full)[:num_full])
@@ -79,12 +79,12 @@ class KVCacheManager:
         They may be matched from this step on, even by a row of the same step: runners store the K/V of all rows of a
         layer before any row attends. If another request got there first, this one moves to its block: one copy
         remains, and whoever holds a block holds its ancestors (block_pool.py)."""
-        if state.next_full == NEVER:
+        if state.next_block_end == NEVER:
             return
         size = self._size
-        num_full = min(state.num_computed, len(state.tokens), state.final_len) // size
+        num_full = min(state.num_computed, len(state.tokens), state.num_final) // size
         block_hashes = self._hash_blocks(state, num_full)
-        for at in range(state.next_full // size - 1, num_full):
+        for at in range(state.next_block_end // size - 1, num_full):
             block = state.blocks[at]
             holder = self.cache.insert(block_hashes[at], block)
             if holder == block:
@@ -95,7 +95,7 @@ class KVCacheManager:
                 state.blocks[at] = holder
                 if move:
                     self._writes.append((state.slot, at, holder))
-        state.next_full = max(state.next_full, (num_full + 1) * size)
+        state.next_block_end = max(state.next_block_end, (num_full + 1) * size)
 
     def _hash_blocks(self, state: RequestState, num_blocks: int) -> list[bytes]:
         """The hashes of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""

@@ -87,7 +87,7 @@ class StepResult:
     step_id: int
     token_ids: Int32s  # [num_sampled]; -1: no finite logits, or a grammar at a limit; the request alone fails (C9)
     # Of m tokens: those of the sampling rows that asked for it, which `logprob_rows` finds in token_ids; then, for each
-    # row of a slot with prompt_logprobs, the prompt's own token after each of the row's tokens (num_scored).
+    # row of a slot with prompt_logprobs, the prompt's own token after each of the row's tokens (num_targets).
     logprob_rows: Int32s = field(default_factory=_empty)
     ranks: Int32s = field(default_factory=_empty)  # [m] of the token, from 1
     logprobs: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # [m] of the token
@@ -116,7 +116,7 @@ def joined(results: list[StepResult]) -> StepResult:
     return StepResult(results[0].step_id, token_ids)
 
 
-def num_scored(start: int, count: int, prompt_len: int) -> int:
+def num_targets(start: int, count: int, prompt_len: int) -> int:
     """Prompt tokens whose log-probabilities a row gives: those that follow its own, up to the prompt's last."""
     return max(0, min(start + count, prompt_len - 1) - start)
 

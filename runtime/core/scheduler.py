@@ -29,8 +29,8 @@ from runtime.core.admission import Admission
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.isolation import Isolation
 from runtime.core.kv_cache_manager import KVCacheManager
-from runtime.core.plan import EMPTY, NewSlot, StepPlan, StepResult, num_scored
-from runtime.core.prompt_scores import ScoredRow, are_finite, take_scores
+from runtime.core.plan import EMPTY, NewSlot, StepPlan, StepResult, num_targets
+from runtime.core.prompt_logprobs import ScoredRow, collect_prompt_logprobs, is_finite
 from runtime.core.request_state import NEVER, RequestState
 from runtime.core.speculation import MOST_GUESSES, Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
@@ -133,7 +133,7 @@ class Scheduler:
         else:
             state.epoch += 1
             state.num_computed = min(state.num_computed, length)
-            state.given_from = min(state.given_from, length)
+            state.first_unsent = min(state.first_unsent, length)
         del state.tokens[length:], state.block_hashes[length // self.block_size :]
         state.tokens.extend(token_ids)
         state.num_total = len(state.tokens)
@@ -159,10 +159,10 @@ class Scheduler:
         state.blocks = []
         state.num_computed = 0
         state.num_total = len(state.tokens)
-        state.next_full = state.given_from = NEVER
-        state.verifying = 0
-        if state.scores:
-            state.scores = []
+        state.next_block_end = state.first_unsent = NEVER
+        state.drafts_in_flight = 0
+        if state.prompt_logprobs:
+            state.prompt_logprobs = []
 
     def _leave_slot(self, state: RequestState, spoilt: bool = False) -> None:
         slot = state.slot
@@ -223,33 +223,33 @@ class Scheduler:
             counts.append(count + len(guesses))
             state.num_computed += count
             is_last = state.num_computed == state.num_total
-            if state.scores is not None:
-                scored.append(ScoredRow(state, state.epoch, num_scored(starts[-1], count, state.prompt_len), is_last))
+            if state.prompt_logprobs is not None:
+                scored.append(ScoredRow(state, state.epoch, num_targets(starts[-1], count, state.prompt_len), is_last))
             if is_last:
                 state.num_total += 1
                 self._batch_closed = True
             if guesses:
-                state.verifying = len(guesses)
+                state.drafts_in_flight = len(guesses)
                 sampled.extend((state, state.epoch, guess) for guess in guesses)
-            elif state.num_computed > state.given_from:
-                guesses = state.tokens[max(starts[-1], state.given_from) : state.num_computed]
-                state.given_from = NEVER if is_last else state.num_computed
+            elif state.num_computed > state.first_unsent:
+                guesses = state.tokens[max(starts[-1], state.first_unsent) : state.num_computed]
+                state.first_unsent = NEVER if is_last else state.num_computed
             if guesses:
                 given.extend([0] * (len(rows) - 1 - len(given)) + [len(guesses)])
                 given_ids.extend(guesses)
             if is_last and state.params.max_tokens:
-                samples.append(1 + state.verifying)
+                samples.append(1 + state.drafts_in_flight)
                 sampled.append((state, state.epoch, -1))
             else:
                 samples.append(0)
-            if state.num_computed >= state.next_full:
+            if state.num_computed >= state.next_block_end:
                 self.kv_cache.cache_full_blocks(state)
 
         for state in list(self.running):
             if budget <= 0:
                 break
             count = state.num_total - state.num_computed
-            if state.num_total >= state.upto or state.slot < 0 or state.verifying:
+            if state.num_total >= state.plan_limit or state.slot < 0 or state.drafts_in_flight:
                 continue  # its last token is on the way, or it was preempted a moment ago, or waits for its guesses
             if count > budget:
                 if not self.config.chunked_prefill:
@@ -311,7 +311,7 @@ class Scheduler:
     def _go_on(self, rows: list[RequestState]) -> int:
         """How many more tokens all of these rows may sample in the same plan, one by one; with blocks for them."""
         missing = self.kv_cache.num_missing
-        more = min(self.most_repeats - 1, *(state.upto - state.num_total for state in rows))
+        more = min(self.most_repeats - 1, *(state.plan_limit - state.num_total for state in rows))
         while more > 0 and self.pool.num_available < sum(missing(s, s.num_computed + more) for s in rows):
             more -= 1
         for state in rows if more > 0 else ():
@@ -323,7 +323,7 @@ class Scheduler:
     def _guesses(self, speculation: Speculation, state: RequestState, budget: int) -> list[int]:
         """What may follow a request's known tokens, with blocks for it: no more than fits without taking others'."""
         free = len(state.blocks) * self.block_size - state.num_total + self.pool.num_available * self.block_size
-        most = min(budget - 1, state.limit - state.num_total - 1, free)
+        most = min(budget - 1, state.max_len - state.num_total - 1, free)
         guesses = speculation.guess(state, most) if most > 0 else []
         if guesses:
             self.num_drafts += 1
@@ -372,7 +372,7 @@ class Scheduler:
         """Blocks for `count` more tokens of a running request, if need be by preempting requests without a row in
         this step, last in the order of service first. False: it goes without a row this time."""
         while self.kv_cache.num_missing(state, state.num_computed + count) > self.pool.num_available:
-            victim = max((s for s in self.running if s not in rows), key=lambda s: s.key)
+            victim = max((s for s in self.running if s not in rows), key=lambda s: s.sort_key)
             if victim is state:
                 return False  # all others go before it: it keeps what it has until they end or take it
             self.num_preemptions += 1
@@ -400,10 +400,10 @@ class Scheduler:
         finished: list[tuple[RequestState, FinishReason]] = []
         logprobs: dict[int, TokenLogprobs] = {}
         logprobs_at = {row: at for at, row in enumerate(result.logprob_rows.tolist())}
-        prompt_logprobs = take_scores(result, scored)
+        prompt_logprobs = collect_prompt_logprobs(result, scored)
         for state, scores in prompt_logprobs:
             if not state.params.max_tokens:
-                finished.append((state, FinishReason.LENGTH if are_finite(scores) else FinishReason.ERROR))
+                finished.append((state, FinishReason.LENGTH if is_finite(scores) else FinishReason.ERROR))
                 self._end(*finished[-1])
         for row, ((state, epoch, guess), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:
@@ -419,14 +419,14 @@ class Scheduler:
             tokens.append(token)
             states.append(state)
             token_ids.append(token)
-            if state.verifying:
+            if state.drafts_in_flight:
                 self._verified(state, token, guess)
             if token in state.stop_ids:
                 finished.append((state, FinishReason.STOP))
-            elif len(tokens) >= state.limit:
+            elif len(tokens) >= state.max_len:
                 finished.append((state, FinishReason.LENGTH))
             else:
-                if len(tokens) >= state.next_full:
+                if len(tokens) >= state.next_block_end:
                     self.kv_cache.cache_full_blocks(state)
                 continue
             self._end(*finished[-1])
@@ -443,7 +443,7 @@ class Scheduler:
             state.num_accepted += 1
             self.speculation.learn(state, True)
             return
-        state.verifying = 0
+        state.drafts_in_flight = 0
         if guess >= 0:
             state.epoch += 1  # what the row sampled further on is stale
             self.speculation.learn(state, False)

@@ -173,7 +173,7 @@ class Speculation:
         self.begin(len(running), self._mean_acceptance(running))
         if self.round_count == 0 and rested and drafter.is_ready:
             return False  # nothing was asked, and nothing is in flight
-        if any(state.verifying for state in running):
+        if any(state.drafts_in_flight for state in running):
             return True
         for state in running if self.round_count else ():
             count = self._count(state)
@@ -261,7 +261,7 @@ class Speculation:
 
     def _count(self, state: RequestState) -> int:
         """Of a round's guesses, those of a request that are likely enough; its last token is never guessed."""
-        most = min(self.round_count, state.limit - state.num_total - 1)
+        most = min(self.round_count, state.max_len - state.num_total - 1)
         if self._fixed is not None or most <= 0:
             return most
         if state.acceptance < 0:

@@ -24,8 +24,8 @@ class WaitingQueue:
 
     def push(self, state: RequestState) -> None:
         """Enter a request; its key is unlike all others."""
-        self._states[state.key] = state
-        heappush(self._keys, state.key)
+        self._states[state.sort_key] = state
+        heappush(self._keys, state.sort_key)
         self.num_tokens += len(state.tokens)
 
     def first(self) -> RequestState | None:
@@ -39,7 +39,7 @@ class WaitingQueue:
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands."""
-        del self._states[state.key]
+        del self._states[state.sort_key]
         self.num_tokens -= len(state.tokens)
         if len(self._keys) > 2 * len(self._states):
             self._keys = list(self._states)

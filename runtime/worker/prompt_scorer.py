@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan, num_scored
+from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan, num_targets
 from runtime.kernels.sampling import token_logprobs
 from runtime.models.decoder import Decoder
 from runtime.worker.sampler import Logprobs
@@ -39,7 +39,7 @@ class PromptScorer:
     def is_wanted(self, plan: StepPlan) -> bool:
         """Whether a row of the plan gives log-probabilities of a prompt."""
         rows = zip(plan.slots.tolist(), plan.num_computed.tolist(), strict=True) if self.prompts else ()
-        return any(slot in self.prompts and num_scored(start, 1, self.prompts[slot][0]) for slot, start in rows)
+        return any(slot in self.prompts and num_targets(start, 1, self.prompts[slot][0]) for slot, start in rows)
 
     def find(self, plan: StepPlan, last: np.ndarray, stride: int) -> Int32s:
         """[2, n], row after row: which of the step's hidden states to predict from, and which of the slots' tokens, at
@@ -48,7 +48,7 @@ class PromptScorer:
         if self.prompts:
             rows = zip(*(a.tolist() for a in (plan.slots, plan.num_computed, plan.num_tokens, last)), strict=True)
             for slot, start, count, end in rows:
-                if slot in self.prompts and (n := num_scored(start, count, self.prompts[slot][0])):
+                if slot in self.prompts and (n := num_targets(start, count, self.prompts[slot][0])):
                     first = np.array([[end - count + 1], [slot * stride + start + 1]])
                     parts.append(first + np.arange(n))
         return np.concatenate(parts, 1).astype(np.int32) if parts else EMPTY.reshape(2, 0)

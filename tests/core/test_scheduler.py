@@ -411,10 +411,10 @@ def test_the_queue_is_a_sorted_list(history):
             queue.push(state)
             waiting.append(state)
         elif waiting:
-            waiting.sort(key=lambda s: s.key)
+            waiting.sort(key=lambda s: s.sort_key)
             gone = waiting.pop(0 if kind == "pop" else number % len(waiting))
             queue.remove(gone)
-        assert queue.first() is min(waiting, key=lambda s: s.key, default=None)
+        assert queue.first() is min(waiting, key=lambda s: s.sort_key, default=None)
         assert len(queue) == len(waiting)
         assert queue.num_tokens == sum(len(state.tokens) for state in waiting)
         assert len(queue._keys) <= 2 * len(waiting)

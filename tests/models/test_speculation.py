@@ -180,7 +180,7 @@ def test_the_count_follows_acceptance_and_cost():
     assert counts[-1] == 7, "and the known token make eight rows"
     state = type("State", (), {"acceptance": 0.5, "limit": 100, "num_total": 50})()
     assert cheap._count(state) == 3, "what is right once in sixteen times is not worth a row"
-    state.limit = 52
+    state.max_len = 52
     assert cheap._count(state) == 1, "nothing is verified after the last token"
     cheap.begin(256, 0.8)
     assert cheap.round_count == 0, "a large batch does not gain"

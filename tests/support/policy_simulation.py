@@ -45,7 +45,7 @@ class Simulation:
     @staticmethod
     def _know(state: RequestState) -> None:
         """In the place of Admission._expect."""
-        length = min(state.limit, state.prompt_len + state.request.seed)
+        length = min(state.max_len, state.prompt_len + state.request.seed)
         state.expected_blocks, state.revise_at = -(-length // BLOCK), NEVER
 
     def _ask(self, group: Clients, rng: random.Random) -> None:
