@@ -32,7 +32,7 @@ from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import EMPTY, NewSlot, StepPlan, StepResult, num_targets
 from runtime.core.prompt_logprobs import ScoredRow, collect_prompt_logprobs, is_finite
 from runtime.core.request_state import NEVER, RequestState
-from runtime.core.speculation import MOST_GUESSES, Speculation
+from runtime.core.speculation import MAX_DRAFT_TOKENS, Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.core.waiting_queue import WaitingQueue
 
@@ -57,7 +57,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_structured = 0, 0  # outputs bound to a grammar, by what serves it: lazy, eager
         self.num_drafts = self.num_draft_tokens = 0
-        self.accepted_at = [0] * MOST_GUESSES  # accepted guesses by their place in a row
+        self.accepted_at = [0] * MAX_DRAFT_TOKENS  # accepted guesses by their place in a row
         self.prompt_tokens_cached = self.prompt_tokens_total = 0
         self.waiting = WaitingQueue()  # the requests that hold no slot
         self._arrivals = 0
@@ -212,7 +212,7 @@ class Scheduler:
                 self._preempt(state)
         guessing = None  # what guesses for rows of this step, if any does
         if self.speculation is not None:
-            if self.speculation.gather(self.running):
+            if self.speculation.request_drafts(self.running):
                 return None
             guessing = self.speculation if self.speculation.round_count else None
 
@@ -257,7 +257,7 @@ class Scheduler:
                 count = budget
             speculation = guessing if count == 1 else None
             if speculation is not None and state.num_total > len(state.tokens):  # guesses continue known tokens
-                if speculation.holds(state):
+                if speculation.defer(state):
                     continue
                 speculation = None
             if state.num_computed + count > len(state.blocks) * self.block_size and not self._grow(state, count, rows):
@@ -391,7 +391,7 @@ class Scheduler:
                 f"with {len(sampled)} was due; they must be restarted."
             )
         if self.speculation is not None:
-            self.speculation.stepped(*self._shapes.popleft())
+            self.speculation.observe_step(*self._shapes.popleft())
         if any(result.begun):
             lazy, eager = self.num_structured
             self.num_structured = lazy + result.begun[0], eager + result.begun[1]
@@ -441,9 +441,9 @@ class Scheduler:
             self.accepted_at[state.num_right] += 1
             state.num_right += 1
             state.num_accepted += 1
-            self.speculation.learn(state, True)
+            self.speculation.record(state, True)
             return
         state.drafts_in_flight = 0
         if guess >= 0:
             state.epoch += 1  # what the row sampled further on is stale
-            self.speculation.learn(state, False)
+            self.speculation.record(state, False)

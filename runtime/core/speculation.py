@@ -14,12 +14,12 @@ from typing import Protocol
 
 from runtime.core.request_state import RequestState
 
-MOST_GUESSES = 8  # of one row
+MAX_DRAFT_TOKENS = 8  # of one row
 _FITTING = 7  # most that the estimate chooses: with the known token, eight rows are what few-row products take at once
 _MOST_ACCEPTANCE = 0.975  # that is believed
 _LEAST_LIKELY = 0.1  # a guess that is right less often is not worth its place in a step
 _LIKELY = [  # guesses of a row, by its acceptance in 40ths
-    next((n for n in range(MOST_GUESSES, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
+    next((n for n in range(MAX_DRAFT_TOKENS, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
 ]
 _FIRST = 0.7  # acceptance before anything is known: too low, and a large batch would never find out
 _RESTED = 0.6  # and what that of a request that rests drifts back to, at least
@@ -166,11 +166,11 @@ class Speculation:
             **self.drafter.stats(),
         }
 
-    def gather(self, running: Sequence[RequestState]) -> bool:
+    def request_drafts(self, running: Sequence[RequestState]) -> bool:
         """A step is about to be planned: ask for its guesses. True: they should be waited for, or those in flight, so
         that all rows stay in one step."""
         drafter, rested = self.drafter, self.round_count == 0
-        self.begin(len(running), self._mean_acceptance(running))
+        self.choose_k(len(running), self._mean_acceptance(running))
         if self.round_count == 0 and rested and drafter.is_ready:
             return False  # nothing was asked, and nothing is in flight
         if any(state.drafts_in_flight for state in running):
@@ -183,7 +183,7 @@ class Speculation:
                 self._was_asked = True
         return drafter.is_due()
 
-    def begin(self, num_rows: int, acceptance: float) -> None:
+    def choose_k(self, num_rows: int, acceptance: float) -> None:
         """A step of about so many rows is being planned; their mean acceptance."""
         self._num_begun += 1
         rest = _REST_BEYOND * min(1.0, _REST_ROWS / max(1, num_rows)) if self._num_begun % _REST_EVERY == 0 else 0.0
@@ -221,7 +221,7 @@ class Speculation:
             total += state.acceptance
         return total / len(running)
 
-    def holds(self, state: RequestState) -> bool:
+    def defer(self, state: RequestState) -> bool:
         """Whether a request whose last token is in flight is left out of this step, to be guessed for in the next."""
         count = self._count(state)
         return count > 0 and self.drafter.follows(state, count)
@@ -232,15 +232,15 @@ class Speculation:
         if count <= 0 or (guesses := self.drafter.guess(state, count)) is None:
             return []
         if not guesses:
-            self.learn(state, False)
+            self.record(state, False)
         return guesses
 
-    def learn(self, state: RequestState, right: bool) -> None:
+    def record(self, state: RequestState, right: bool) -> None:
         """A guess was right, or wrong, or there was none; those after a wrong one tell nothing."""
         state.acceptance += _WEIGHT * (right - state.acceptance)
         self.acceptance += _OVERALL_WEIGHT * (right - self.acceptance)
 
-    def stepped(self, num_rows: int, num_tokens: int, count: int) -> None:
+    def observe_step(self, num_rows: int, num_tokens: int, count: int) -> None:
         """A result has come in. If all rows were decoded: their number, their tokens, and the most guesses of one;
         else zeros."""
         if self._clock is None:
@@ -257,7 +257,7 @@ class Speculation:
         known = beyond.setdefault(size, self._first_beyond_us(num_rows)[count == 0])
         beyond[size] += _BEYOND_WEIGHT * min(max(took_us - expected_us - known, -most), most)
         if count:
-            self._num_rows = 0  # `begin` looks again
+            self._num_rows = 0  # `choose_k` looks again
 
     def _count(self, state: RequestState) -> int:
         """Of a round's guesses, those of a request that are likely enough; its last token is never guessed."""

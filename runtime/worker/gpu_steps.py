@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import MAX_STEPS, Int32s, StepPlan, StepResult, joined, last_tokens
-from runtime.core.speculation import MOST_GUESSES
+from runtime.core.speculation import MAX_DRAFT_TOKENS
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.scatter_writes import scatter_writes
@@ -320,7 +320,7 @@ def _wanted(plan: StepPlan, count: int) -> NDArray[np.bool_]:
 
 def _most_ints_of_a_row(block_size: int) -> int:
     """The most ints of a graph's input for each row: with most guesses, and blocks for most repeats."""
-    count, num_blocks = MOST_GUESSES + 1, 2 + MAX_STEPS // block_size
+    count, num_blocks = MAX_DRAFT_TOKENS + 1, 2 + MAX_STEPS // block_size
     return 2 * (2 + count) + 3 * num_blocks + 2 + count
 
 

@@ -24,7 +24,7 @@ from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.draft import CATCH_UP
 from runtime.core.plan import NewSlot, StepPlan, StepResult
-from runtime.core.speculation import MOST_GUESSES
+from runtime.core.speculation import MAX_DRAFT_TOKENS
 from runtime.core.types import CallboardError, Grammar, SamplingParams
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear import can_pack
@@ -196,7 +196,7 @@ class ModelRunner:
             return CATCH_UP
         if self.config.draft is None:
             return ()
-        most = MOST_GUESSES if self.config.num_draft_tokens is None else self.config.num_draft_tokens
+        most = MAX_DRAFT_TOKENS if self.config.num_draft_tokens is None else self.config.num_draft_tokens
         return tuple(range(2, most + 2))
 
     def _time_steps(self) -> None:

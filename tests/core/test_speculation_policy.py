@@ -46,7 +46,7 @@ def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
         ]
         began, lengths = now[0], [0] * num_rows
         while min(lengths) < output_len:
-            speculation.gather(states)
+            speculation.request_drafts(states)
             counts = [len(speculation.guess(s, 8)) if speculation.round_count else 0 for s in states]
             most, num_tokens = max(counts), num_rows + sum(counts)
             round_us = verify_us(num_tokens) + most * draft.step_us(num_rows) + draft.beyond_us + 40.0 * num_rows
@@ -55,11 +55,11 @@ def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
                 lengths[i] += 1
                 for _ in range(count):
                     is_right = rng.random() < share
-                    speculation.learn(state, is_right)
+                    speculation.record(state, is_right)
                     if not is_right:
                         break
                     lengths[i] += 1
-            speculation.stepped(num_rows, num_tokens, most)
+            speculation.observe_step(num_rows, num_tokens, most)
         found.append(sum(lengths) / (now[0] - began) * plain_us / 1e6 / num_rows)
     return found[1:]
 

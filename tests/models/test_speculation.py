@@ -173,7 +173,7 @@ def test_the_count_follows_acceptance_and_cost():
     cheap = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0), (64, 300.0), (512, 2000.0)), 10.0)
     counts = []
     for acceptance in (0.0, 0.2, 0.5, 0.8, 0.99):
-        cheap.begin(1, acceptance)
+        cheap.choose_k(1, acceptance)
         counts.append(cheap.round_count)
     assert counts == sorted(counts)
     assert counts[0] == 0
@@ -182,10 +182,10 @@ def test_the_count_follows_acceptance_and_cost():
     assert cheap._count(state) == 3, "what is right once in sixteen times is not worth a row"
     state.max_len = 52
     assert cheap._count(state) == 1, "nothing is verified after the last token"
-    cheap.begin(256, 0.8)
+    cheap.choose_k(256, 0.8)
     assert cheap.round_count == 0, "a large batch does not gain"
     slow = Speculation(Ngram(), None, ((1, 100.0), (8, 110.0)), 1000.0)
-    slow.begin(1, 0.8)
+    slow.choose_k(1, 0.8)
     assert slow.round_count == 0, "nor does one whose steps would no longer overlap"
 
 
@@ -199,12 +199,12 @@ def test_a_run_of_wrong_guesses_is_not_the_end_of_a_good_draft():
     state = type("State", (), {"acceptance": -1.0, "limit": 1000, "num_total": 50})()
 
     def is_guessed_for():
-        speculation.begin(1, speculation._mean_acceptance([state]))
+        speculation.choose_k(1, speculation._mean_acceptance([state]))
         return speculation.round_count > 0
 
     assert is_guessed_for()
     while is_guessed_for():
-        speculation.learn(state, False)
+        speculation.record(state, False)
     assert any(is_guessed_for() for _ in range(100))
 
 
@@ -214,7 +214,7 @@ def test_a_request_that_rests_alone_is_tried_again():
     good, bad = (type("State", (), {"acceptance": a, "limit": 1000, "num_total": 50})() for a in (0.9, 0.01))
     counts = []
     for _ in range(100):
-        speculation.begin(2, speculation._mean_acceptance([good, bad]))
+        speculation.choose_k(2, speculation._mean_acceptance([good, bad]))
         assert speculation.round_count > 0
         counts.append(speculation._count(bad))
     assert counts[0] == 0
@@ -246,10 +246,10 @@ def test_what_rounds_really_take_is_learned():
     speculation = Speculation(Ngram(), None, ((1, 1000.0), (64, 1500.0), (512, 4000.0)), 50.0, lambda: now[0])
 
     def step(rows, round_us, plain_us):
-        speculation.begin(rows, 0.8)
+        speculation.choose_k(rows, 0.8)
         count = speculation.round_count
         now[0] += (round_us if count else plain_us) / 1e6
-        speculation.stepped(rows, rows * (1 + count), count)
+        speculation.observe_step(rows, rows * (1 + count), count)
         return count > 0
 
     assert all(step(1, 1300.0, 1000.0) for _ in range(100))
@@ -270,7 +270,7 @@ def test_steps_beside_a_busy_draft_tell_nothing():
     now = [0.0]
     speculation = Speculation(Busy(), None, ((1, 3700.0), (64, 5100.0), (128, 6100.0)), 5000.0, lambda: now[0])
     for _ in range(100):
-        speculation.begin(64, 0.8)
+        speculation.choose_k(64, 0.8)
         assert speculation.round_count == 0
         now[0] += 0.02
-        speculation.stepped(64, 64, 0)
+        speculation.observe_step(64, 64, 0)
