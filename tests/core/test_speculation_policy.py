@@ -41,7 +41,7 @@ def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
     for number in range(num_answers):
         share = rate(number) if callable(rate) else rate
         states = [
-            SimpleNamespace(acceptance=-1.0, limit=10**9, num_total=0, tokens=[], num_computed=-1, verifying=0)
+            SimpleNamespace(acceptance=-1.0, max_len=10**9, num_total=0, tokens=[], num_computed=-1, drafts_in_flight=0)
             for _ in range(num_rows)
         ]
         began, lengths = now[0], [0] * num_rows
