@@ -88,16 +88,16 @@ class EngineLoop:
             "waiting": s.num_waiting,
             "waiting_tokens": s.waiting.num_tokens,
             "steps": self.core.steps_done,
-            "preemptions": s.num_preemptions,
+            "preemptions": s.stats.preemptions,
             "rebuilds": self.num_rebuilds,
             "blocks_total": s.pool.num_blocks - 1,
             "blocks_available": s.pool.num_available,
             "blocks_cached_idle": s.pool.num_cached_idle,
-            "drafts": s.num_drafts,
-            "draft_tokens": s.num_draft_tokens,
-            "accepted_draft_tokens": sum(s.accepted_at),
-            "prompt_tokens": s.prompt_tokens_total,
-            "prompt_tokens_cached": s.prompt_tokens_cached,
+            "drafts": s.stats.drafts,
+            "draft_tokens": s.stats.draft_tokens,
+            "accepted_draft_tokens": s.stats.accepted_draft_tokens,
+            "prompt_tokens": s.stats.prompt_tokens,
+            "prompt_tokens_cached": s.stats.prompt_tokens_cached,
             "connections": len(self._connections),
             "streams": [len(c.streams) for c in list(self._connections)],  # live requests of each
             **({} if s.speculation is None else s.speculation.stats()),
@@ -259,7 +259,7 @@ class EngineLoop:
         deadlines, now = self._deadlines, time.monotonic()
         while deadlines:
             due, state = deadlines[0]
-            waits = state.num_cached < 0 and state.epoch >= 0
+            waits = state.num_cached is None and not state.has_ended
             if waits and due > now:
                 return
             deadlines.popleft()

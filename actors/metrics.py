@@ -281,7 +281,7 @@ class EngineMetrics:
     def report(self, figures: MetricValues, scheduler: Scheduler, num_rebuilds: int) -> Snapshot:
         """Add a replica's figures; all of them and the engine's own. Read without a lock while the step thread counts:
         each figure is right, together they may be a step apart."""
-        total, pool = all_at_zero(self._max_model_len), scheduler.pool
+        total, pool, stats = all_at_zero(self._max_model_len), scheduler.pool, scheduler.stats
         total.add(self.figures)
         with self._reporting:
             self._replicas.add(figures)
@@ -291,19 +291,19 @@ class EngineMetrics:
             "vllm:num_requests_running": len(scheduler.running),
             "vllm:num_requests_waiting": scheduler.num_waiting,
             "vllm:kv_cache_usage_perc": (num_blocks - pool.num_available) / num_blocks,
-            "vllm:prefix_cache_queries": scheduler.prompt_tokens_total if self._counts_cache else 0,
-            "vllm:prefix_cache_hits": scheduler.prompt_tokens_cached,
-            "vllm:prompt_tokens": scheduler.prompt_tokens_total - self._num_moved_tokens,
+            "vllm:prefix_cache_queries": stats.prompt_tokens if self._counts_cache else 0,
+            "vllm:prefix_cache_hits": stats.prompt_tokens_cached,
+            "vllm:prompt_tokens": stats.prompt_tokens - self._num_moved_tokens,
             "vllm:generation_tokens": self._num_tokens,
-            "vllm:num_preemptions": scheduler.num_preemptions,
-            "vllm:spec_decode_num_drafts": scheduler.num_drafts,
-            "vllm:spec_decode_num_draft_tokens": scheduler.num_draft_tokens,
-            "vllm:spec_decode_num_accepted_tokens": sum(scheduler.accepted_at),
+            "vllm:num_preemptions": stats.preemptions,
+            "vllm:spec_decode_num_drafts": stats.drafts,
+            "vllm:spec_decode_num_draft_tokens": stats.draft_tokens,
+            "vllm:spec_decode_num_accepted_tokens": stats.accepted_draft_tokens,
         }.items():
             total.count(name, by=value)
-        for position, value in enumerate(scheduler.accepted_at):
+        for position, value in enumerate(stats.accepted_by_position):
             total.count("vllm:spec_decode_num_accepted_tokens_per_pos", str(position), by=value)
-        for served_by, value in zip(("lazy", "eager"), scheduler.num_structured, strict=True):
+        for served_by, value in (("lazy", stats.structured_lazy), ("eager", stats.structured_eager)):
             total.count("callboard:structured_outputs", served_by, by=value)
         total.count("callboard:restarts", "runners", num_rebuilds)
         return Snapshot(total, self._cache_config)

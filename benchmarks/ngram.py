@@ -29,7 +29,7 @@ def main() -> None:
     args = parser.parse_args()
     config = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": 0.1, "prefix_cache": False}
     llms = [LLM(draft=draft, **config) for draft in (None, "ngram")]
-    scheduler = llms[1].engine.scheduler
+    stats = llms[1].engine.scheduler.stats
     print("| prompt | temperature | off, tok/s | n-gram, tok/s | ratio | accepted of guessed |\n" + "|---" * 6 + "|")
     for name, prompt in PROMPTS.items():
         for temperature in (0.0, 0.7):
@@ -37,7 +37,7 @@ def main() -> None:
             for seed in range(args.repeats + 1):
                 if seed == 1:
                     seconds = [0.0, 0.0]
-                    num_accepted, num_guessed = sum(scheduler.accepted_at), scheduler.num_draft_tokens
+                    num_accepted, num_guessed = stats.accepted_draft_tokens, stats.draft_tokens
                 params = SamplingParams(max_tokens=args.tokens, temperature=temperature, ignore_eos=True, seed=seed)
                 for i, llm in enumerate(llms):
                     start = time.process_time()
@@ -46,7 +46,7 @@ def main() -> None:
             if answers[0] != answers[1]:
                 raise CallboardError(f"Guesses changed the tokens of {name!r} at temperature {temperature}.")
             off, on = (args.repeats * args.tokens / s for s in seconds)
-            accepted, guessed = sum(scheduler.accepted_at) - num_accepted, scheduler.num_draft_tokens - num_guessed
+            accepted, guessed = stats.accepted_draft_tokens - num_accepted, stats.draft_tokens - num_guessed
             print(f"| {name} | {temperature} | {off:.1f} | {on:.1f} | {on / off:.2f} | {accepted} of {guessed} |")
 
 

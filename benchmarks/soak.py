@@ -36,7 +36,7 @@ def main() -> None:
             bar.update(int(elapsed) - bar.n)
     Results("soak", args.out).add(
         config, model=args.model, minutes=args.minutes, requests=requests, output_tok_s=tokens / elapsed,
-        preemptions=core.scheduler.num_preemptions, early=first, late=_memory(),
+        preemptions=core.scheduler.stats.preemptions, early=first, late=_memory(),
     )  # fmt: skip
 
 

@@ -167,7 +167,7 @@ class LLM:
             job: _Job = state.owner
             done = job.completion
             done.token_ids.append(token)
-            done.num_cached = max(state.num_cached, 0)
+            done.num_cached = state.num_cached or 0
             if i in output.logprobs:
                 done.logprobs.append(output.logprobs[i])
             if state not in stopped or state.params.include_stop_str_in_output:  # the id that ends it is not text

@@ -15,8 +15,8 @@ head is LRU eviction of leaves without looking at the tree.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 
 NULL_BLOCK = 0  # padding reads and writes land here; it is never allocated
 
@@ -46,6 +46,10 @@ class BlockPool:
     def num_cached_idle(self) -> int:
         """Cached blocks that no request holds."""
         return len(self._evictable)
+
+    def is_cached(self, block: int) -> bool:
+        """True if a prefix can be found that ends in `block`."""
+        return bool(self._cached[block])
 
     def refs(self, block: int) -> int:
         """How many requests hold `block`."""
@@ -92,3 +96,17 @@ class BlockPool:
             if self._cached[block]:
                 self._cached[block] = 0
                 self._on_evict(block)
+
+    def find_faults(self, held: Mapping[int, int]) -> list[str]:
+        """One sentence for each block that is not free, evictable or held as often as `held` says, in one place."""
+        places = Counter([*self._free, *self._evictable, *held])
+        faults = []
+        for block in range(NULL_BLOCK + 1, self.num_blocks):
+            refs, wanted, is_idle = self._refs[block], held.get(block, 0), block in self._evictable
+            if refs != wanted:
+                faults.append(f"Block {block} counts {refs} holders, but {wanted} requests hold it.")
+            if places[block] != 1 or (is_idle and not self._cached[block]):
+                faults.append(f"Block {block} is free, evictable or held in {places[block]} places.")
+        if self._cached[NULL_BLOCK] or places[NULL_BLOCK]:
+            faults.append("The null block is cached, free or held.")
+        return faults

@@ -29,7 +29,7 @@ from runtime.core.types import CallboardError, Request
 
 CATCH_UP = (2, 8)  # tokens of a row, at most, that a draft's runner has graphs for, besides one
 _DEPTH = 2  # plans in flight
-_AHEAD_REPEATS = 2  # steps of a plan that nobody waits for
+_AHEAD_STEPS = 2  # steps of a plan that nobody waits for
 _MORE_AHEAD, _LESS_AHEAD = 0.1, 0.5  # guesses, when a commit finds the draft idle, and when it has to wait
 
 
@@ -126,9 +126,9 @@ class DraftCore:
         What is only guessed ahead is launched in small pieces: most often it is wrong, and then in the way."""
         scheduler = self.scheduler
         owes = any(mirror.owner.owes for mirror in self._streams.values())
-        scheduler.most_repeats, depth = (MAX_STEPS, _DEPTH) if owes else (_AHEAD_REPEATS, 1)
-        while scheduler.num_in_flight < depth and (plan := scheduler.schedule()) is not None:
-            self.executor.submit(plan)
+        max_steps, depth = (MAX_STEPS, _DEPTH) if owes else (_AHEAD_STEPS, 1)
+        while scheduler.num_in_flight < depth and (step := scheduler.schedule(max_steps)) is not None:
+            self.executor.submit(step.plan)
         self._is_idle = not scheduler.num_in_flight
         if self._is_idle:
             return False
@@ -182,7 +182,7 @@ class DraftCore:
         state.num_final += len(new)
         mirror.wanted, mirror.owes = commit.wanted, True
         self._aim(state)
-        if state.slot < 0 or state.plan_limit <= state.num_final or commit.base_len > state.num_final:
+        if state.slot is None or state.plan_limit <= state.num_final or commit.base_len > state.num_final:
             mirror.owes = False  # not soon, or not at all, or not without what is between
             self._say(owner, Chain(commit.stream, state.num_final, []))
         else:

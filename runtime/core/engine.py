@@ -46,10 +46,11 @@ class EngineCore:
         output is looked at, the runners compute meanwhile.
 
         Raises, as `collect` does, what the executor raises when a runner is lost; `recover` then continues."""
-        scheduler, admitted = self.scheduler, []
-        while scheduler.num_in_flight < self.depth and (plan := scheduler.schedule()) is not None:
-            admitted += scheduler.admitted
-            self.executor.submit(plan)
+        scheduler = self.scheduler
+        admitted: list[RequestState] = []
+        while scheduler.num_in_flight < self.depth and (step := scheduler.schedule()) is not None:
+            admitted += step.admitted
+            self.executor.submit(step.plan)
         return admitted
 
     def collect(self) -> StepOutput | None:

@@ -3,6 +3,9 @@ that the next plan brings to the runners."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 from runtime.core.block_pool import BlockPool
@@ -19,7 +22,7 @@ class KVCacheManager:
         self._fingerprint, self._size, self._shares = info.fingerprint, info.block_size, prefix_cache
         self.cache = PrefixCache()
         self.pool = BlockPool(info.num_kv_blocks, self.cache.evict)
-        self._writes: list[tuple[int, int, int]] = []  # slot, index in its table, block: not sent yet
+        self._writes: list[tuple[int | None, int, int]] = []  # slot, index in its table, block: not sent yet
 
     def reset(self) -> None:
         """The runners are gone, and with them what the blocks held."""
@@ -96,6 +99,15 @@ class KVCacheManager:
                 if move:
                     self._writes.append((state.slot, at, holder))
         state.next_block_end = max(state.next_block_end, (num_full + 1) * size)
+
+    def find_faults(self, running: Sequence[RequestState]) -> list[str]:
+        """One sentence for each block whose bookkeeping is wrong, and for each request that lacks blocks."""
+        held = Counter(block for state in running for block in state.blocks)
+        faults = self.pool.find_faults(held) + self.cache.find_faults(self.pool.is_cached)
+        for state in running:
+            if missing := self.num_missing(state, state.num_computed):
+                faults.append(f"Request {state.request.request_id!r} lacks {missing} blocks of what is computed.")
+        return faults
 
     def _hash_blocks(self, state: RequestState, num_blocks: int) -> list[bytes]:
         """The hashes of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""

@@ -8,6 +8,7 @@ hashing forward.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from hashlib import blake2b
 
 
@@ -55,3 +56,9 @@ class PrefixCache:
     def evict(self, block: int) -> None:
         """The content of `block` is about to be overwritten."""
         del self._block_of[self._hash_of.pop(block)]
+
+    def find_faults(self, is_cached: Callable[[int], bool]) -> list[str]:
+        """One sentence for each block that has a hash here, but is not cached by the pool, or has another's."""
+        pairs = self._hash_of.items()
+        faults = [f"Block {block} has a hash, but is not cached." for block in self._hash_of if not is_cached(block)]
+        return faults + [f"Block {b} has a hash that finds another." for b, h in pairs if self._block_of.get(h) != b]

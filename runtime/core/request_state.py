@@ -16,26 +16,32 @@ class RequestState:
 
     __slots__ = (
         "acceptance", "block_hashes", "blocks", "drafts_in_flight", "epoch", "expected_blocks", "failure",
-        "first_unsent", "lost_at", "max_len", "next_block_end", "num_accepted", "num_cached", "num_computed",
-        "num_final", "num_guessed", "num_losses", "num_observed", "num_right", "num_total", "owner", "params",
-        "plan_limit", "prompt_len", "prompt_logprobs", "request", "revise_at", "slot", "sort_key", "stop_ids", "tokens",
+        "first_unsent", "has_ended", "lost_at", "max_len", "next_block_end", "num_accepted", "num_cached",
+        "num_computed", "num_final", "num_guessed", "num_losses", "num_observed", "num_right", "num_total",
+        "only_scores", "owner", "params", "plan_limit", "prompt_len", "prompt_logprobs", "request", "revise_at", "slot",
+        "sort_key", "stop_ids", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, max_len: int, stop_ids: frozenset[int], sort_key: SortKey) -> None:
         self.request, self.params, self.prompt_len = request, request.params, request.prompt_len
         self.tokens = array("i", request.token_ids)  # known ids
-        self.max_len = max_len  # most tokens, prompt included, and one that is never sampled if max_tokens is 0
+        self.max_len = max_len  # most tokens, prompt included
+        self.only_scores = not self.params.max_tokens  # it ends when its prompt is scored
         self.stop_ids = stop_ids
         self.sort_key = sort_key
-        self.epoch = 0  # below 0: ended
-        self.slot = -1  # -1: waiting
+        self.epoch = 0  # changes when it leaves its slot: results of an older epoch are stale (C3)
+        self.has_ended = False
+        self.slot: int | None = None  # None: it waits
         self.num_computed = 0
         self.num_total = len(self.tokens)
         # A draft's mirror of a request (runtime/core/draft.py) samples ahead of what is known to be right:
-        self.plan_limit = max_len  # no row is planned that would sample beyond so many tokens
+        # No row is planned once it has so many tokens, the one that its last row samples included.
+        self.plan_limit = max_len + self.only_scores
         self.num_final = NEVER  # tokens that will not be taken back; only they are hashed (C5)
-        self.first_unsent = NEVER  # known tokens from here on were not sampled by the runner: a row must bring them
-        self.num_cached = -1  # prompt tokens that the prefix cache gave at first admission; -1: not admitted yet
+        # Known tokens from here on were not sampled by the runner: a row must bring them. None: there are none.
+        self.first_unsent: int | None = None
+        # Prompt tokens that the prefix cache gave at first admission; None: it was not admitted yet.
+        self.num_cached: int | None = None
         self.blocks: list[int] = []
         self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as computed
         self.next_block_end = NEVER  # num_computed that completes the next block to register
@@ -48,8 +54,21 @@ class RequestState:
         self.drafts_in_flight = 0  # guesses in flight: no row is planned before it is known which of them were right
         self.num_right = 0  # guesses of the row in flight that were right, as far as its tokens are committed
         self.num_guessed = self.num_accepted = 0
-        self.acceptance = -1.0  # speculation's estimate; below 0: none yet
+        self.acceptance: float | None = None  # speculation's estimate; None: none yet
         self.failure = ""  # why its grammar cannot go on
         # Prompt log-probabilities so far, a part a step; None: not asked for, or delivered.
         self.prompt_logprobs: list[PromptLogprobs] | None = None if self.params.prompt_logprobs is None else []
         self.owner: Any = None  # whoever submitted it; the scheduler only carries it
+
+    def detach(self) -> None:
+        """Forget what a request has in a slot; its known tokens and their hashes stay."""
+        self.epoch += 1
+        self.slot = None
+        self.blocks = []
+        self.num_computed = 0
+        self.num_total = len(self.tokens)
+        self.next_block_end = NEVER
+        self.first_unsent = None
+        self.drafts_in_flight = 0
+        if self.prompt_logprobs:
+            self.prompt_logprobs = []

@@ -21,7 +21,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,12 +29,22 @@ from runtime.core.admission import Admission
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.isolation import Isolation
 from runtime.core.kv_cache_manager import KVCacheManager
-from runtime.core.plan import EMPTY, NewSlot, StepPlan, StepResult, num_targets
-from runtime.core.prompt_logprobs import ScoredRow, collect_prompt_logprobs, is_finite
-from runtime.core.request_state import NEVER, RequestState
-from runtime.core.speculation import MAX_DRAFT_TOKENS, Speculation
+from runtime.core.plan import NewSlot, StepPlan, StepResult
+from runtime.core.plan_builder import PlanBuilder, StepInFlight
+from runtime.core.prompt_logprobs import collect_prompt_logprobs, is_finite
+from runtime.core.request_state import RequestState
+from runtime.core.scheduler_stats import SchedulerStats
+from runtime.core.slot_pool import SlotPool
+from runtime.core.speculation import Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.core.waiting_queue import WaitingQueue
+
+
+class ScheduledStep(NamedTuple):
+    """A step to be computed, and the requests that got a slot with it."""
+
+    plan: StepPlan
+    admitted: list[RequestState]
 
 
 class Scheduler:
@@ -52,30 +62,15 @@ class Scheduler:
         self.pool = self.kv_cache.pool
         self.requests: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # in order of admission
-        self.admitted: list[RequestState] = []  # by the last plan
-        self.most_repeats = 1  # of a plan (StepPlan.num_steps)
-        self.num_preemptions = 0
-        self.num_structured = 0, 0  # outputs bound to a grammar, by what serves it: lazy, eager
-        self.num_drafts = self.num_draft_tokens = 0
-        self.accepted_at = [0] * MAX_DRAFT_TOKENS  # accepted guesses by their place in a row
-        self.prompt_tokens_cached = self.prompt_tokens_total = 0
         self.waiting = WaitingQueue()  # the requests that hold no slot
-        self._arrivals = 0
-        self._step_id = 0
+        self.slots = SlotPool(self.max_num_seqs)
+        self.stats = SchedulerStats()
         self.admission = Admission(self.kv_cache)
         self.isolation = Isolation()
+        self._num_arrivals = 0
+        self._step_id = 0
+        self._in_flight: deque[StepInFlight] = deque()
         self._batch_closed = False  # static batching: a row has sampled
-        self._forget_runners()
-
-    def _forget_runners(self) -> None:
-        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
-        # Steps: id, rows, samples with their requests' epochs and guesses, rows whose prompts are scored.
-        self._in_flight: deque[tuple[int, list[RequestState], list[tuple[RequestState, int, int]], list[ScoredRow]]] = (
-            deque()
-        )
-        self._shapes: deque[tuple[int, int, int]] = deque()
-        self._freed: list[int] = []
-        self.kv_cache.reset()
 
     # ---- requests -------------------------------------------------------------------------------------------------
 
@@ -91,32 +86,36 @@ class Scheduler:
 
     def add(self, request: Request, owner: Any = None) -> RequestState:
         """Queue a request. Raises CallboardError if it can never be served."""
+        self._check(request)
         params, num_known = request.params, len(request.token_ids)
-        if request.request_id in self.requests:
-            raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
-        if not 1 <= request.prompt_len <= num_known:
-            raise CallboardError("The prompt is empty; send at least one token.")
-        extremes = min(request.token_ids), max(request.token_ids)
-        if (bad := next((i for i in extremes if not 0 <= i < self.info.vocab_size), None)) is not None:
-            raise CallboardError(f"Token id {bad} is not in this model's vocabulary of {self.info.vocab_size}.")
-        if params.grammar is not None and not self.info.eos_token_ids:
-            raise CallboardError("This model has no end-of-sequence token; structured output needs one to end with.")
-        limit = min(request.prompt_len + params.max_tokens, self.max_len) + (params.max_tokens == 0)
-        if num_known >= limit:
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.info.eos_token_ids)
+        self._num_arrivals += 1
+        max_len = min(request.prompt_len + params.max_tokens, self.max_len)
+        job_len = max_len if self.config.policy == "sjf" else 0
+        state = RequestState(request, max_len, stop_ids, (request.priority, job_len, self._num_arrivals))
+        if num_known >= state.plan_limit:
             raise CallboardError(
                 f"The prompt has {request.prompt_len} tokens, but this model's maximum context length is "
                 f"{self.max_len} tokens, output included; shorten the prompt."
             )
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self.info.eos_token_ids)
-        self._arrivals += 1
-        job = limit if self.config.policy == "sjf" else 0
-        state = RequestState(request, limit, stop_ids, (request.priority, job, self._arrivals))
         state.owner = owner
         self.requests[request.request_id] = state
         self.waiting.push(state)
         return state
+
+    def _check(self, request: Request) -> None:
+        """Raises CallboardError if a request does not fit this model, whatever its length."""
+        if request.request_id in self.requests:
+            raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
+        if not 1 <= request.prompt_len <= len(request.token_ids):
+            raise CallboardError("The prompt is empty; send at least one token.")
+        extremes = min(request.token_ids), max(request.token_ids)
+        if (bad := next((i for i in extremes if not 0 <= i < self.info.vocab_size), None)) is not None:
+            raise CallboardError(f"Token id {bad} is not in this model's vocabulary of {self.info.vocab_size}.")
+        if request.params.grammar is not None and not self.info.eos_token_ids:
+            raise CallboardError("This model has no end-of-sequence token; structured output needs one to end with.")
 
     def abort(self, request_id: str, stopped: bool = False) -> None:
         """End a request, wherever it is; an unknown id is no error (C9). `stopped`: its output had come to its end, as
@@ -128,12 +127,12 @@ class Scheduler:
     def rewrite(self, state: RequestState, length: int, token_ids: Sequence[int]) -> None:
         """`token_ids` follow the first `length` tokens of a request, whatever it has or has in flight there; none of
         that is hashed. Its next row brings them."""
-        if state.slot < 0:
+        if state.slot is None:
             self.waiting.num_tokens += length + len(token_ids) - len(state.tokens)
         else:
             state.epoch += 1
             state.num_computed = min(state.num_computed, length)
-            state.first_unsent = min(state.first_unsent, length)
+            state.first_unsent = length if state.first_unsent is None else min(state.first_unsent, length)
         del state.tokens[length:], state.block_hashes[length // self.block_size :]
         state.tokens.extend(token_ids)
         state.num_total = len(state.tokens)
@@ -141,10 +140,12 @@ class Scheduler:
     def requeue_all(self) -> RequestState | None:
         """The runners are gone with all they held: every live request is recomputed from its known tokens (C8), but the
         one that is returned, which is at fault and has ended (C9)."""
-        in_flight = {state for _, rows, _, _ in self._in_flight for state in rows if state.epoch >= 0}
-        self._forget_runners()
+        in_flight = {state for step in self._in_flight for state in step.rows if not state.has_ended}
+        self._in_flight.clear()
+        self.slots.reset()
+        self.kv_cache.reset()
         for state in self.running:
-            self._detach(state)
+            state.detach()
             self.waiting.push(state)
         self.running.clear()
         culprit = self.isolation.lost(in_flight)
@@ -152,25 +153,12 @@ class Scheduler:
             self._end(culprit, FinishReason.ERROR)
         return culprit
 
-    def _detach(self, state: RequestState) -> None:
-        """What a preempted request keeps: its known tokens and their identities."""
-        state.epoch += 1
-        state.slot = -1
-        state.blocks = []
-        state.num_computed = 0
-        state.num_total = len(state.tokens)
-        state.next_block_end = state.first_unsent = NEVER
-        state.drafts_in_flight = 0
-        if state.prompt_logprobs:
-            state.prompt_logprobs = []
-
     def _leave_slot(self, state: RequestState, spoilt: bool = False) -> None:
-        slot = state.slot
+        assert state.slot is not None
         self.kv_cache.close(state, spoilt)
         self.running.remove(state)
-        self._free_slots.append(slot)
-        self._freed.append(slot)
-        self._detach(state)
+        self.slots.release(state.slot)
+        state.detach()
 
     def _preempt(self, state: RequestState) -> None:
         self._leave_slot(state)
@@ -180,158 +168,109 @@ class Scheduler:
         del self.requests[state.request.request_id]
         self.admission.note_end(state, reason is FinishReason.STOP)
         self.isolation.forget(state)
-        if state.slot >= 0:
+        if state.slot is not None:
             self._leave_slot(state, spoilt=reason is FinishReason.ERROR)
         else:
             self.waiting.remove(state)
             state.tokens, state.request.token_ids = array("i"), []  # whoever still has its record holds no prompt
-        state.epoch = -1
+        state.has_ended = True
         if self.speculation is not None:
             self.speculation.drafter.forget(state)
 
     # ---- planning -------------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute before a result, or guesses, come in.
+    def schedule(self, max_steps: int = 1) -> ScheduledStep | None:
+        """The next step, or None if there is nothing to compute before a result, or draft tokens, come in.
 
-        While guesses are being verified nothing is planned, so that all rows stay in one step."""
-        rows: list[RequestState] = []
-        slots: list[int] = []
-        starts: list[int] = []
-        counts: list[int] = []
-        samples: list[int] = []
-        sampled: list[tuple[RequestState, int, int]] = []  # with its epoch, and the guess it must equal to go on
-        given: list[int] = []
-        given_ids: list[int] = []
-        scored: list[ScoredRow] = []
-        new: list[NewSlot] = []
-        budget = self.budget
-        self.admitted = []
-        if (alone := self.isolation.on_trial()) is not None:
+        While draft tokens are being verified nothing is planned, so that all rows stay in one step. A plan of rows of
+        one token may be run up to `max_steps` times."""
+        alone = self.isolation.on_trial()
+        if alone is not None:
             for state in [s for s in self.running if s is not alone]:
                 self._preempt(state)
-        guessing = None  # what guesses for rows of this step, if any does
-        if self.speculation is not None:
-            if self.speculation.request_drafts(self.running):
-                return None
-            guessing = self.speculation if self.speculation.round_count else None
+        if self.speculation is not None and self.speculation.request_drafts(self.running):
+            return None
+        builder = PlanBuilder(self.kv_cache, self.budget)
+        self._schedule_running(builder)
+        admitted = self._admit_waiting(builder, alone)
+        if not builder.rows:
+            return None
+        self._batch_closed |= builder.reaches_end
+        num_steps = self._extend_to_multi_step(builder.rows, max_steps) if max_steps > 1 and builder.may_repeat else 1
+        self._step_id += 1
+        plan, step = builder.finish(self._step_id, self.slots.take_released(), self.kv_cache.take_writes(), num_steps)
+        self._in_flight.append(step)
+        return ScheduledStep(plan, admitted)
 
-        def give(state: RequestState, count: int, guesses: Sequence[int] = ()) -> None:
-            rows.append(state)
-            slots.append(state.slot)
-            starts.append(state.num_computed)
-            counts.append(count + len(guesses))
-            state.num_computed += count
-            is_last = state.num_computed == state.num_total
-            if state.prompt_logprobs is not None:
-                scored.append(ScoredRow(state, state.epoch, num_targets(starts[-1], count, state.prompt_len), is_last))
-            if is_last:
-                state.num_total += 1
-                self._batch_closed = True
-            if guesses:
-                state.drafts_in_flight = len(guesses)
-                sampled.extend((state, state.epoch, guess) for guess in guesses)
-            elif state.num_computed > state.first_unsent:
-                guesses = state.tokens[max(starts[-1], state.first_unsent) : state.num_computed]
-                state.first_unsent = NEVER if is_last else state.num_computed
-            if guesses:
-                given.extend([0] * (len(rows) - 1 - len(given)) + [len(guesses)])
-                given_ids.extend(guesses)
-            if is_last and state.params.max_tokens:
-                samples.append(1 + state.drafts_in_flight)
-                sampled.append((state, state.epoch, -1))
-            else:
-                samples.append(0)
-            if state.num_computed >= state.next_block_end:
-                self.kv_cache.cache_full_blocks(state)
-
+    def _schedule_running(self, builder: PlanBuilder) -> None:
+        """Rows for the requests that have slots, in order of admission."""
+        drafting = self.speculation if self.speculation is not None and self.speculation.round_count else None
         for state in list(self.running):
-            if budget <= 0:
+            if builder.budget <= 0:
                 break
             count = state.num_total - state.num_computed
-            if state.num_total >= state.plan_limit or state.slot < 0 or state.drafts_in_flight:
-                continue  # its last token is on the way, or it was preempted a moment ago, or waits for its guesses
-            if count > budget:
+            if state.num_total >= state.plan_limit or state.slot is None or state.drafts_in_flight:
+                continue  # its last token is on the way, or it was preempted a moment ago, or waits for verification
+            if count > builder.budget:
                 if not self.config.chunked_prefill:
                     continue
-                count = budget
-            speculation = guessing if count == 1 else None
-            if speculation is not None and state.num_total > len(state.tokens):  # guesses continue known tokens
+                count = builder.budget
+            speculation = drafting if count == 1 else None
+            if speculation is not None and state.num_total > len(state.tokens):  # drafts continue known tokens
                 if speculation.defer(state):
                     continue
                 speculation = None
-            if state.num_computed + count > len(state.blocks) * self.block_size and not self._grow(state, count, rows):
+            end = state.num_computed + count
+            if end > len(state.blocks) * self.block_size and not self._grow(state, end, builder.rows):
                 continue
-            guesses = self._guesses(speculation, state, budget) if speculation is not None else ()
-            give(state, count, guesses)
-            budget -= count + len(guesses)
+            builder.add_row(
+                state, count, () if speculation is None else self._draft(speculation, state, builder.budget)
+            )
 
+    def _admit_waiting(self, builder: PlanBuilder, alone: RequestState | None) -> list[RequestState]:
+        """Give slots, and rows, to waiting requests in the order of service, as far as the budget and memory go."""
+        admitted: list[RequestState] = []
+        is_static = self.config.batching == "static"
         if not self.running:
             self._batch_closed = False
-        static = self.config.batching == "static"
-        may_admit = not (static and self._batch_closed)
-        while may_admit and (budget > 0 or static) and (admitted := self._next_admitted(budget, alone)) is not None:
-            state = admitted
-            self.admitted.append(state)
-            new.append(self._open_slot(state))
-            count = min(budget, state.num_total - state.num_computed)
+        if is_static and (self._batch_closed or builder.reaches_end):
+            return admitted
+        while builder.budget > 0 or is_static:
+            state = self._next_admitted(builder.budget, alone)
+            if state is None:
+                break
+            admitted.append(state)
+            builder.new.append(self._open_slot(state))
+            count = min(builder.budget, state.num_total - state.num_computed)
             if count > 0:  # a static batch may open more slots than this step's budget computes
                 self.kv_cache.extend(state, state.num_computed + count)
-                give(state, count)
-                budget -= count
+                builder.add_row(state, count)
+        return admitted
 
-        if not rows:
-            return None
-        repeats = 1
-        if self.most_repeats > 1 and len(sampled) == sum(counts) == len(rows):
-            repeats += self._go_on(rows)
-            sampled = [entry for entry in sampled for _ in range(repeats)]
-        self._step_id += 1
-        self._in_flight.append((self._step_id, rows, sampled, scored))
-        if self.speculation is not None:  # how many rows, tokens and guesses, if it is a step of nothing else
-            decodes = len(sampled) == sum(counts) and not new
-            self._shapes.append((len(rows), len(sampled), max(given, default=0)) if decodes else (0, 0, 0))
-        plan = StepPlan(
-            self._step_id,
-            np.array(self._freed, np.int32) if self._freed else EMPTY,
-            new,
-            self.kv_cache.take_writes(),
-            np.array(slots, np.int32),
-            np.array(starts, np.int32),
-            np.array(counts, np.int32),
-            np.array(samples, np.int32),
-            num_steps=repeats,
-        )
-        if given:
-            plan.draft_lens = np.array(given + [0] * (len(rows) - len(given)), np.int32)
-            plan.draft_token_ids = np.array(given_ids, np.int32)
-        self._freed = []
-        return plan
-
-    def _go_on(self, rows: list[RequestState]) -> int:
-        """How many more tokens all of these rows may sample in the same plan, one by one; with blocks for them."""
+    def _extend_to_multi_step(self, rows: list[RequestState], max_steps: int) -> int:
+        """How many tokens all of these rows may sample in the same plan, one by one; the rows get blocks for them."""
         missing = self.kv_cache.num_missing
-        more = min(self.most_repeats - 1, *(state.plan_limit - state.num_total for state in rows))
+        more = min(max_steps - 1, *(state.plan_limit - state.num_total for state in rows))
         while more > 0 and self.pool.num_available < sum(missing(s, s.num_computed + more) for s in rows):
             more -= 1
         for state in rows if more > 0 else ():
             self.kv_cache.extend(state, state.num_computed + more)
             state.num_computed += more
             state.num_total += more
-        return max(0, more)
+        return 1 + max(0, more)
 
-    def _guesses(self, speculation: Speculation, state: RequestState, budget: int) -> list[int]:
-        """What may follow a request's known tokens, with blocks for it: no more than fits without taking others'."""
+    def _draft(self, speculation: Speculation, state: RequestState, budget: int) -> list[int]:
+        """Draft tokens after a request's known ones, with blocks for them: no more than fit without taking others'."""
         free = len(state.blocks) * self.block_size - state.num_total + self.pool.num_available * self.block_size
         most = min(budget - 1, state.max_len - state.num_total - 1, free)
-        guesses = speculation.guess(state, most) if most > 0 else []
-        if guesses:
-            self.num_drafts += 1
-            self.num_draft_tokens += len(guesses)
-            state.num_guessed += len(guesses)
+        drafts = speculation.guess(state, most) if most > 0 else []
+        if drafts:
+            self.stats.drafts += 1
+            self.stats.draft_tokens += len(drafts)
+            state.num_guessed += len(drafts)
             state.num_right = 0
-            self.kv_cache.extend(state, state.num_total + len(guesses))
-        return guesses
+            self.kv_cache.extend(state, state.num_total + len(drafts))
+        return drafts
 
     def _next_admitted(self, budget: int, alone: RequestState | None) -> RequestState | None:
         """The waiting request to admit now, taken off the queue, its cached blocks acquired; or None.
@@ -340,12 +279,11 @@ class Scheduler:
         if alone is not None and (self.running or self._in_flight):
             return None  # if the runners are lost again, no other's rows shall be in flight
         state = self.waiting.first() if alone is None else alone
-        if state is None or not self._free_slots:
+        if state is None or not len(self.slots):
             return None
-        known = len(state.tokens)
         hits = self.kv_cache.match_prefix(state)
         start = len(hits) * self.block_size
-        if not self.config.chunked_prefill and known - start > budget:
+        if not self.config.chunked_prefill and len(state.tokens) - start > budget:
             return None
         if not self.admission.allows(state, hits, self.running):
             return None
@@ -357,55 +295,53 @@ class Scheduler:
 
     def _open_slot(self, state: RequestState) -> NewSlot:
         """Give an admitted request a slot, with its cached prefix in the slot's table."""
-        request = state.request
-        state.slot = self._free_slots.pop()
+        state.slot = slot = self.slots.acquire()
         self.running.append(state)
         self.kv_cache.open(state)
-        if state.num_cached < 0:
+        if state.num_cached is None:
             state.num_cached = min(state.num_computed, state.prompt_len)
-            self.prompt_tokens_cached += state.num_cached
-            self.prompt_tokens_total += state.prompt_len
+            self.stats.prompt_tokens_cached += state.num_cached
+            self.stats.prompt_tokens += state.prompt_len
         tokens = np.frombuffer(state.tokens.tobytes(), np.int32)
-        return NewSlot(state.slot, tokens, state.prompt_len, request.seed, state.params)
+        return NewSlot(slot, tokens, state.prompt_len, state.request.seed, state.params)
 
-    def _grow(self, state: RequestState, count: int, rows: list[RequestState]) -> bool:
-        """Blocks for `count` more tokens of a running request, if need be by preempting requests without a row in
+    def _grow(self, state: RequestState, num_tokens: int, rows: list[RequestState]) -> bool:
+        """Blocks for a running request's first `num_tokens` tokens, if need be by preempting requests without a row in
         this step, last in the order of service first. False: it goes without a row this time."""
-        while self.kv_cache.num_missing(state, state.num_computed + count) > self.pool.num_available:
+        while self.kv_cache.num_missing(state, num_tokens) > self.pool.num_available:
             victim = max((s for s in self.running if s not in rows), key=lambda s: s.sort_key)
             if victim is state:
                 return False  # all others go before it: it keeps what it has until they end or take it
-            self.num_preemptions += 1
+            self.stats.preemptions += 1
             self._preempt(victim)
-        self.kv_cache.extend(state, state.num_computed + count)
+        self.kv_cache.extend(state, num_tokens)
         return True
 
     # ---- results --------------------------------------------------------------------------------------------------
 
     def commit(self, result: StepResult) -> StepOutput:
         """Take in the tokens of the oldest step in flight; returns what each request gained and which ended."""
-        step_id, _, sampled, scored = self._in_flight.popleft()
-        if step_id != result.step_id or len(sampled) != len(result.token_ids):
+        step = self._in_flight.popleft()
+        if step.step_id != result.step_id or len(step.samples) != len(result.token_ids):
             raise CallboardError(
-                f"The runners answered step {result.step_id} with {len(result.token_ids)} tokens where step {step_id} "
-                f"with {len(sampled)} was due; they must be restarted."
+                f"The runners answered step {result.step_id} with {len(result.token_ids)} tokens where step "
+                f"{step.step_id} with {len(step.samples)} was due; they must be restarted."
             )
         if self.speculation is not None:
-            self.speculation.observe_step(*self._shapes.popleft())
-        if any(result.begun):
-            lazy, eager = self.num_structured
-            self.num_structured = lazy + result.begun[0], eager + result.begun[1]
+            self.speculation.observe_step(step.shape)
+        self.stats.structured_lazy += result.begun[0]
+        self.stats.structured_eager += result.begun[1]
         states: list[RequestState] = []
         token_ids: list[int] = []
         finished: list[tuple[RequestState, FinishReason]] = []
         logprobs: dict[int, TokenLogprobs] = {}
         logprobs_at = {row: at for at, row in enumerate(result.logprob_rows.tolist())}
-        prompt_logprobs = collect_prompt_logprobs(result, scored)
+        prompt_logprobs = collect_prompt_logprobs(result, step.scored)
         for state, scores in prompt_logprobs:
-            if not state.params.max_tokens:
+            if state.only_scores:
                 finished.append((state, FinishReason.LENGTH if is_finite(scores) else FinishReason.ERROR))
                 self._end(*finished[-1])
-        for row, ((state, epoch, guess), token) in enumerate(zip(sampled, result.token_ids.tolist(), strict=True)):
+        for row, ((state, epoch, draft), token) in enumerate(zip(step.samples, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
             if token < 0:
@@ -420,7 +356,7 @@ class Scheduler:
             states.append(state)
             token_ids.append(token)
             if state.drafts_in_flight:
-                self._verified(state, token, guess)
+                self._verify(state, token, draft)
             if token in state.stop_ids:
                 finished.append((state, FinishReason.STOP))
             elif len(tokens) >= state.max_len:
@@ -432,18 +368,33 @@ class Scheduler:
             self._end(*finished[-1])
         return StepOutput(states, token_ids, finished, logprobs, prompt_logprobs)
 
-    def _verified(self, state: RequestState, token: int, guess: int) -> None:
-        """A row of guesses goes on for as long as they are right; what it computed up to there stays."""
+    def _verify(self, state: RequestState, token: int, draft: int | None) -> None:
+        """A row of draft tokens goes on for as long as they are right; what it computed up to there stays."""
         assert self.speculation is not None
         state.num_total = len(state.tokens)
         state.num_computed = state.num_total - 1
-        if token == guess:
-            self.accepted_at[state.num_right] += 1
+        if token == draft:
+            self.stats.accepted_by_position[state.num_right] += 1
             state.num_right += 1
             state.num_accepted += 1
             self.speculation.record(state, True)
             return
         state.drafts_in_flight = 0
-        if guess >= 0:
+        if draft is not None:
             state.epoch += 1  # what the row sampled further on is stale
             self.speculation.record(state, False)
+
+    # ---- integrity ------------------------------------------------------------------------------------------------
+
+    def find_faults(self) -> list[str]:
+        """One sentence for each block or slot that is not where its bookkeeping says; empty if all is well. It looks
+        at every block, and changes nothing."""
+        faults = self.slots.find_faults([state.slot for state in self.running])
+        faults += self.kv_cache.find_faults(self.running)
+        for state in self.requests.values():
+            if state.slot is None and state.blocks:
+                faults.append(f"Request {state.request.request_id!r} waits, but holds {len(state.blocks)} blocks.")
+        num_live = len(self.running) + len(self.waiting)
+        if num_live != len(self.requests):
+            faults.append(f"{num_live} requests run or wait, but {len(self.requests)} are live.")
+        return faults

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
 
+from runtime.core.plan_builder import StepShape
 from runtime.core.request_state import RequestState
 
 MAX_DRAFT_TOKENS = 8  # of one row
@@ -214,7 +215,7 @@ class Speculation:
             return 1.0  # it makes no difference
         total, usual = 0.0, max(_RESTED, self.acceptance)
         for state in running:
-            if state.acceptance < 0:
+            if state.acceptance is None:
                 state.acceptance = self.acceptance
             elif self._count(state) <= 0:
                 state.acceptance += _REST * (usual - state.acceptance)
@@ -237,18 +238,19 @@ class Speculation:
 
     def record(self, state: RequestState, right: bool) -> None:
         """A guess was right, or wrong, or there was none; those after a wrong one tell nothing."""
-        state.acceptance += _WEIGHT * (right - state.acceptance)
+        known = self.acceptance if state.acceptance is None else state.acceptance
+        state.acceptance = known + _WEIGHT * (right - known)
         self.acceptance += _OVERALL_WEIGHT * (right - self.acceptance)
 
-    def observe_step(self, num_rows: int, num_tokens: int, count: int) -> None:
-        """A result has come in. If all rows were decoded: their number, their tokens, and the most guesses of one;
-        else zeros."""
+    def observe_step(self, shape: StepShape | None) -> None:
+        """A result has come in, of a step that only decoded if it has a shape."""
         if self._clock is None:
             return
         now = self._clock()
         took_us, self._stepped_at = (now - self._stepped_at) * 1e6, now
-        if not num_rows:
+        if shape is None:
             return
+        num_rows, num_tokens, count = shape
         was_asked, self._was_asked = self._was_asked, False
         if not count and (was_asked or self.drafter.is_busy()):
             return  # it waited for nothing, or shared a GPU: plain steps would seem slow, and rounds pay by that
@@ -264,7 +266,7 @@ class Speculation:
         most = min(self.round_count, state.max_len - state.num_total - 1)
         if self._fixed is not None or most <= 0:
             return most
-        if state.acceptance < 0:
+        if state.acceptance is None:
             state.acceptance = self.acceptance
         return min(most, _LIKELY[round(state.acceptance * 40)])
 

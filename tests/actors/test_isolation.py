@@ -5,13 +5,12 @@ import asyncio
 import pytest
 
 from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.engine import EngineCore
 from runtime.core.isolation import MAX_LOSSES
 from runtime.core.plan import decode_plan
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.actors import test_link
 from tests.actors.test_link import link_to, read, request
-from tests.support.fake_runner import EOS, VOCAB, FakeRunner, sequential
+from tests.support.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, sequential
 
 INFO = ModelInfo("f", VOCAB, 256, (EOS,), 400, 4, "none", "none")
 POISON = 28  # a prompt that begins with it is one
@@ -56,7 +55,7 @@ class Engine:
         runner = {name: kw.pop(name) for name in ("kills", "period", "at_once") if name in kw}
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 12, "max_num_batched_tokens": 64, **kw})
         self.start = lambda: PoisonedRunner(self.config, **runner)
-        self.core = EngineCore(self.config, INFO, self.start())
+        self.core = CheckedCore(self.config, INFO, self.start())
         self.requests, self.outputs, self.culprits, self.num_losses = {}, {}, [], 0
         for i in range(num):
             self.add(f"r{i}", [POISON if i in poisons else 1 + i, 2, 3 + i % 3, *range(i)])
@@ -141,7 +140,7 @@ def test_losses_that_are_nobodys_fault_end_nobody(depth):
         if not engine.core.has_work:
             break
         engine.core.submit()
-        rows = {state for _, rows, _, _ in engine.core.scheduler._in_flight for state in rows}
+        rows = {state for step in engine.core.scheduler._in_flight for state in step.rows}
         if step % 7 == 3 and len(rows) > 1:
             engine.lose()
         engine.step()

@@ -12,7 +12,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.speculation import Speculation
 from runtime.core.types import Request, SamplingParams
 from tests.core.test_scheduler import check
-from tests.support.fake_runner import EOS, VOCAB, FakeRunner, sequential
+from tests.support.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, sequential
 
 STEP_US = ((1, 10.0), (64, 20.0))
 
@@ -163,7 +163,7 @@ def test_only_final_tokens_are_hashed():
     while core.step():
         pass
     assert core.outbox[1] == [Chain(2, 13, guessed[8:12])]
-    assert core.scheduler.prompt_tokens_cached == 4, "what was final in the first"
+    assert core.scheduler.stats.prompt_tokens_cached == 4, "what was final in the first"
 
 
 def check_core(core):
@@ -199,7 +199,7 @@ def test_tokens_are_right_whatever_happens(
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16, pipeline_depth=depth)
     clock, target = Clock(), info(blocks=blocks)
     client = DraftClient(VOCAB, clock)
-    core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, fixed, STEP_US, 0.1))
+    core = CheckedCore(config, target, FakeRunner(config, target), Speculation(client, fixed, STEP_US, 0.1))
     draft = draft_core(share, ahead, blocks=draft_blocks, seqs=3)
     wire = BadWire(draft, clock, seed, loss)
     client.attach(wire, STEP_US)
@@ -245,7 +245,7 @@ def test_a_perfect_draft_is_always_right(ahead):
     while core.has_work:
         if (output := core.step()) is not None:
             done += [state for state, _ in output.finished]
-    assert sum(core.scheduler.accepted_at) == core.scheduler.num_draft_tokens > 100
+    assert core.scheduler.stats.accepted_draft_tokens == core.scheduler.stats.draft_tokens > 100
     assert core.steps_done < 40
     assert client.num_late == 0
 
@@ -263,7 +263,8 @@ def test_a_miss_costs_no_later_guess(ahead):
     while core.has_work:
         core.step()
     s = core.scheduler
-    rates = [a / b for a, b in zip(s.accepted_at[:3], (s.num_drafts, *s.accepted_at), strict=False)]
+    accepted = s.stats.accepted_by_position
+    rates = [a / b for a, b in zip(accepted[:3], (s.stats.drafts, *accepted), strict=False)]
     assert rates == pytest.approx([0.7, 0.7, 0.7], abs=0.05)
 
 
@@ -310,17 +311,17 @@ def test_nobody_waits_for_a_draft_that_is_far_behind():
             core.step()
             clock.now += 0.001
 
-    run_until(lambda: s.num_drafts > 3)
+    run_until(lambda: s.stats.drafts > 3)
     client._paused_until = clock.now + 0.02
     run_until(lambda: clock.now >= client._paused_until)
-    overhead, began, steps, drafts = client._overhead_us, clock.now, core.steps_done, s.num_drafts
-    run_until(lambda: s.num_drafts > drafts)
+    overhead, began, steps, drafts = client._overhead_us, clock.now, core.steps_done, s.stats.drafts
+    run_until(lambda: s.stats.drafts > drafts)
     assert clock.now - began == pytest.approx(0.001 * (core.steps_done - steps), abs=0.0021)
     assert 5 <= core.steps_done - steps <= 12
     assert abs(client._overhead_us - overhead) < 20
-    run_until(lambda: s.num_drafts > drafts + 20)
+    run_until(lambda: s.stats.drafts > drafts + 20)
     assert client.num_late == 0
-    assert sum(s.accepted_at) > 60
+    assert s.stats.accepted_draft_tokens > 60
 
 
 def test_a_draft_that_is_hardly_faster_catches_up():
@@ -334,14 +335,14 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
     client.attach(wire, times)  # a token takes it as long as the target
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
-    while core.scheduler.num_drafts < 4:
+    while core.scheduler.stats.drafts < 4:
         core.step()
         clock.now += 0.001
-    client._paused_until, before = clock.now + 0.03, sum(core.scheduler.accepted_at)
+    client._paused_until, before = clock.now + 0.03, core.scheduler.stats.accepted_draft_tokens
     while core.has_work:
         core.step()
         clock.now += 0.001
-    assert sum(core.scheduler.accepted_at) > before + 100
+    assert core.scheduler.stats.accepted_draft_tokens > before + 100
 
 
 def test_a_draft_is_not_asked_again_before_it_has_answered():
@@ -356,7 +357,7 @@ def test_a_draft_is_not_asked_again_before_it_has_answered():
     while core.has_work:
         core.step()
         clock.now += 0.05
-    assert sum(core.scheduler.accepted_at) > 10
+    assert core.scheduler.stats.accepted_draft_tokens > 10
     assert core.scheduler.speculation.acceptance > 0.6, "no answer is not a wrong one"
 
 
@@ -372,7 +373,7 @@ def test_a_silent_draft_costs_one_wait():
     for _ in range(30):
         core.step()
         clock.now += 0.001
-    assert sum(core.scheduler.accepted_at) > 20
+    assert core.scheduler.stats.accepted_draft_tokens > 20
     wire.loss = 1.1
     waits = []
     for _ in range(20000):
@@ -412,7 +413,7 @@ def test_a_draft_that_was_measured_on_a_busy_machine_is_not_waited_for_so_long()
     wire = SlowWire(draft_core(max_len=4000, blocks=2000), clock, lambda behind: 0.001)
     client.attach(wire, times)
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=3000, ignore_eos=True), seed=0))
-    while core.scheduler.num_drafts < 100:
+    while core.scheduler.stats.drafts < 100:
         core.step()
         clock.now += 0.01
     wire.seconds_of, before = lambda behind: 1e9, clock.now
@@ -450,11 +451,11 @@ def test_a_request_that_the_draft_has_lost_is_told_anew():
     core.add(Request("0", [1, 2, 3], 3, SamplingParams(max_tokens=300, ignore_eos=True), seed=0))
     for _ in range(20):
         core.step()
-    before = sum(core.scheduler.accepted_at)
+    before = core.scheduler.stats.accepted_draft_tokens
     draft._close(None, 1)
     for _ in range(20):
         core.step()
-    assert sum(core.scheduler.accepted_at) > before + 10
+    assert core.scheduler.stats.accepted_draft_tokens > before + 10
     assert client.num_late == 0
 
 

@@ -23,6 +23,7 @@ from tests.support.fake_runner import EOS, VOCAB, FakeRunner, FixedShare, Oracle
 def check(core: EngineCore) -> None:
     """C1: no block leaked, reference counts match, a slot is in at most one live request."""
     s = core.scheduler
+    assert s.find_faults() == []
     held = Counter(b for state in s.running for b in state.blocks)
     assert 0 not in held
     for block in range(1, s.pool.num_blocks):
@@ -30,9 +31,9 @@ def check(core: EngineCore) -> None:
     assert s.pool.num_available == s.pool.num_blocks - 1 - len(held)
     slots = [state.slot for state in s.running]
     assert len(set(slots)) == len(slots)
-    assert sorted(slots + s._free_slots) == list(range(s.max_num_seqs))
-    assert s.num_waiting == sum(state.slot < 0 for state in s.requests.values())
-    assert s.waiting.num_tokens == sum(len(state.tokens) for state in s.requests.values() if state.slot < 0)
+    assert sorted(slots + s.slots._free) == list(range(s.max_num_seqs))
+    assert s.num_waiting == sum(state.slot is None for state in s.requests.values())
+    assert s.waiting.num_tokens == sum(len(state.tokens) for state in s.requests.values() if state.slot is None)
     assert len(s.running) + s.num_waiting == len(s.requests)
 
 
@@ -199,8 +200,8 @@ def test_any_history_gives_the_sequential_tokens():
         session.finish()
         seen["failures"] += sum(reason is FinishReason.ERROR for reason in session.reasons.values())
         seen["steps"] += session.steps
-        seen["preemptions"] += session.core.scheduler.num_preemptions
-        seen["hits"] += session.core.scheduler.prompt_tokens_cached
+        seen["preemptions"] += session.core.scheduler.stats.preemptions
+        seen["hits"] += session.core.scheduler.stats.prompt_tokens_cached
         seen["accepted"] += session.accepted
         seen["rejected"] += session.guessed - session.accepted
         seen["scores"] += sum(map(len, session.scores.values()))
@@ -227,12 +228,12 @@ def test_tight_memory_preempts_and_stays_right(depth, prefix_cache):
         session.add([1 + i % 5, 2, 3, 4], SamplingParams(max_tokens=20, ignore_eos=True))
     session.finish()
     if not prefix_cache:
-        assert session.core.scheduler.num_preemptions == 0, "ignore_eos lengths are exact: nothing to preempt"
+        assert session.core.scheduler.stats.preemptions == 0, "ignore_eos lengths are exact: nothing to preempt"
     for i in range(12):
         session.core.scheduler.admission.lengths = FixedShare(0.1)
         session.add([1 + i % 5, 2, 3, 4], SamplingParams(max_tokens=20, stop_token_ids=(VOCAB + 1,)))
     session.finish()
-    assert session.core.scheduler.num_preemptions > 0
+    assert session.core.scheduler.stats.preemptions > 0
 
 
 def add_all(session: Session, count: int, **params) -> None:
@@ -241,7 +242,7 @@ def add_all(session: Session, count: int, **params) -> None:
 
 
 def first_plan(session: Session):
-    return session.core.scheduler.schedule()
+    return session.core.scheduler.schedule().plan
 
 
 def test_budget_is_kept_and_prompts_are_chunked():
@@ -249,8 +250,8 @@ def test_budget_is_kept_and_prompts_are_chunked():
     session.add(range(1, 13), SamplingParams(max_tokens=3, ignore_eos=True))
     session.add([1, 1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
     sums = []
-    while (plan := first_plan(session)) is not None and len(sums) < 3:
-        sums.append(plan.num_tokens.tolist())
+    while len(sums) < 3:
+        sums.append(first_plan(session).num_tokens.tolist())
     assert sums == [[5], [5], [2, 3]]
 
 
@@ -332,7 +333,7 @@ def test_a_row_with_bad_logits_fails_alone():
     session = Session()
     add_all(session, 2, max_tokens=5)
     scheduler = session.core.scheduler
-    plan = scheduler.schedule()
+    plan = scheduler.schedule().plan
     output = scheduler.commit(StepResult(plan.step_id, np.array([-1, 3], np.int32)))
     assert [(s.request.request_id, r) for s, r in output.finished] == [("r0", FinishReason.ERROR)]
     assert output.token_ids == [3]
@@ -341,7 +342,7 @@ def test_a_row_with_bad_logits_fails_alone():
 def step_with(session: Session, *tokens: int) -> list[FinishReason]:
     """A step whose rows sample these."""
     scheduler = session.core.scheduler
-    plan = scheduler.schedule()
+    plan = scheduler.schedule().plan
     output = scheduler.commit(StepResult(plan.step_id, np.array(tokens, np.int32)))
     check(session.core)
     return [reason for _, reason in output.finished]
@@ -436,3 +437,27 @@ def test_config_errors_name_the_field_and_the_value():
     with pytest.raises(CallboardError, match="max_num_batched_tokens is 16"):
         EngineConfig(chunked_prefill=False, max_model_len=64, max_num_batched_tokens=16)
     assert dataclasses.is_dataclass(EngineConfig)
+
+
+def test_faults_of_blocks_and_slots_are_found():
+    def faults(spoil) -> str:
+        session = Session(block_size=4, max_num_seqs=4)
+        add_all(session, 2, max_tokens=9)
+        session.add([7] * 9, SamplingParams(max_tokens=1, ignore_eos=True))
+        for _ in range(2):
+            session.step()
+        spoil(session.core.scheduler, session.core.scheduler.running[0])
+        return " ".join(session.core.scheduler.find_faults())
+
+    assert faults(lambda scheduler, state: None) == ""
+    assert "lacks 1 blocks" in faults(lambda scheduler, state: state.blocks.pop())
+    assert "counts 2 holders, but 1" in faults(lambda scheduler, state: scheduler.pool.acquire(state.blocks[:1]))
+    assert "counts 0 holders, but 1" in faults(lambda scheduler, state: scheduler.pool.release(state.blocks[:1]))
+    assert "in 2 places" in faults(lambda scheduler, state: scheduler.pool._free.append(state.blocks[0]))
+    assert "in 0 places" in faults(lambda scheduler, state: scheduler.pool._free.pop())
+    assert "is not cached" in faults(lambda scheduler, state: scheduler.pool._cached.__init__(40))
+    assert "finds another" in faults(lambda scheduler, state: scheduler.kv_cache.cache._block_of.popitem())
+    assert "null block" in faults(lambda scheduler, state: state.blocks.append(0))
+    assert "Slot 0 is free or held 2" in faults(lambda scheduler, state: scheduler.slots.release(0))
+    assert "Slot 9 is held, but does not exist" in faults(lambda scheduler, state: setattr(state, "slot", 9))
+    assert "1 requests run or wait, but 2" in faults(lambda scheduler, state: scheduler.running.pop())

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime.core.draft_client import _FIRST_ROUND_US, _FIRST_ROW_US
+from runtime.core.plan_builder import StepShape
 from runtime.core.speculation import Drafter, Speculation, StepTimes
 
 STEP_US = ((1, 3650.0), (2, 3900.0), (4, 3950.0), (8, 4000.0), (16, 4100.0), (32, 4350.0), (64, 4800.0), (128, 5370.0))
@@ -41,7 +42,7 @@ def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
     for number in range(num_answers):
         share = rate(number) if callable(rate) else rate
         states = [
-            SimpleNamespace(acceptance=-1.0, max_len=10**9, num_total=0, tokens=[], num_computed=-1, drafts_in_flight=0)
+            SimpleNamespace(acceptance=None, max_len=10**9, num_total=0, tokens=[], num_computed=-1, drafts_in_flight=0)
             for _ in range(num_rows)
         ]
         began, lengths = now[0], [0] * num_rows
@@ -59,7 +60,7 @@ def speedups(draft, rate, num_rows=1, num_answers=12, seed=0, output_len=384):
                     if not is_right:
                         break
                     lengths[i] += 1
-            speculation.observe_step(num_rows, num_tokens, most)
+            speculation.observe_step(StepShape(num_rows, num_tokens, most))
         found.append(sum(lengths) / (now[0] - began) * plain_us / 1e6 / num_rows)
     return found[1:]
 

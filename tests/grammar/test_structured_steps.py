@@ -108,7 +108,7 @@ def test_rows_with_and_without_grammars_share_steps(plain):
     counts = {}
 
     def count(core: EngineCore, step: int) -> None:
-        counts.update(zip(("lazy", "eager"), core.scheduler.num_structured, strict=True))
+        counts.update(lazy=core.scheduler.stats.structured_lazy, eager=core.scheduler.stats.structured_eager)
 
     free = answers(RUNNER, [hot(PERSONS), hot(None, max_tokens=30)], between=count)
     assert sum(counts.values()) == 1
@@ -141,7 +141,8 @@ def share_accepted(params, want, ahead, keeps_grammars, noise=0.0, vocabulary=SM
     client, schedulers = DraftClient(SPEC.vocab_size, time.monotonic), []
     client.attach(LocalWire(draft), ((1, 0.1), (64, 0.1)))
     assert answers(RUNNER, params, client, between=lambda core, step: schedulers.append(core.scheduler)) == want
-    return sum(schedulers[0].accepted_at) / schedulers[0].num_draft_tokens, draft.scheduler.num_preemptions
+    stats = schedulers[0].stats
+    return stats.accepted_draft_tokens / stats.draft_tokens, draft.scheduler.stats.preemptions
 
 
 @pytest.mark.parametrize("ahead", [0, 5])
@@ -172,7 +173,7 @@ def test_preemption_and_lost_runners_change_no_token(plain):
 
     def optimist(core: EngineCore, step: int) -> None:
         core.scheduler.admission.lengths = FixedShare(0.0)
-        counts.append(core.scheduler.num_preemptions)
+        counts.append(core.scheduler.stats.preemptions)
 
     assert answers(tight, long, between=optimist) == answers(RUNNER, long)
     assert counts[-1] > 0

@@ -69,8 +69,8 @@ def test_a_draft_model_changes_no_token(load, write_tiny_gguf):
         assert tokens(llm) == expected
         if count:
             scheduler = llm.engine.scheduler
-            assert scheduler.num_draft_tokens > 0
-            assert (sum(scheduler.accepted_at) == scheduler.num_draft_tokens) == (draft == "same")
+            assert scheduler.stats.draft_tokens > 0
+            assert (scheduler.stats.accepted_draft_tokens == scheduler.stats.draft_tokens) == (draft == "same")
 
 
 def test_a_draft_with_another_vocabulary_is_refused(load, write_tiny_gguf):
@@ -88,7 +88,7 @@ def test_a_preempted_request_gives_the_same_tokens(load):
     tight = load(num_kv_blocks=26, max_model_len=60, prefix_cache=False)
     tight.engine.scheduler.admission.lengths = FixedShare(0.0)
     assert [c.token_ids for c in tight.generate([SHARED] * 4, params)] == alone
-    assert tight.engine.scheduler.num_preemptions > 0
+    assert tight.engine.scheduler.stats.preemptions > 0
 
 
 def test_stream_equals_generate_and_stop_strings_cut(load):

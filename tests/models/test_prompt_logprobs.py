@@ -119,7 +119,7 @@ def test_preemption_leaves_no_trace(load):
                          max_num_batched_tokens=budget, pipeline_depth=depth)  # fmt: skip
             tight.engine.scheduler.admission.lengths = FixedShare(0.0)
             assert [(c.prompt_logprobs, c.token_ids) for c in run(tight, prompts, params)] == want
-            assert tight.engine.scheduler.num_preemptions > 0
+            assert tight.engine.scheduler.stats.preemptions > 0
 
 
 def test_a_prompt_as_long_as_the_context_can_be_scored(load, reference):
@@ -164,7 +164,7 @@ def test_scored_prompts_take_no_cached_blocks_but_leave_theirs():
     prompt = list(range(1, 12))
     for params in (SCORE, SCORE, SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, prompt_logprobs=0)):
         session.add(prompt, params)
-    plan = session.core.scheduler.schedule()
+    plan = session.core.scheduler.schedule().plan
     assert plan.num_tokens.tolist() == [11, 11, 3, 11]
     assert plan.num_samples.tolist() == [0, 0, 1, 1]
 
@@ -173,7 +173,7 @@ def test_a_request_that_only_scores_ends_with_its_last_chunk():
     session = Session(max_num_batched_tokens=4)
     session.add(range(1, 11), SCORE)
     scheduler = session.core.scheduler
-    plans = [scheduler.schedule() for _ in range(3)]
+    plans = [scheduler.schedule().plan for _ in range(3)]
     assert [plan.num_tokens.tolist() for plan in plans] == [[4], [4], [2]]
     assert scheduler.schedule() is None
     for plan, n in zip(plans, (4, 4, 1), strict=True):

@@ -12,6 +12,7 @@ from runtime.core.draft import DraftCore, LocalWire
 from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
+from runtime.core.plan_builder import StepShape
 from runtime.core.speculation import Drafter, Ngram, Speculation
 from runtime.core.types import Request, SamplingParams
 from tests.support.fake_runner import FixedShare, Recorded
@@ -129,7 +130,7 @@ def test_tight_memory_and_small_steps():
             for state, token in zip(output.states, output.token_ids, strict=True):
                 got.setdefault(state.request.request_id, []).append(token)
     assert got == want
-    assert core.scheduler.num_preemptions > 0
+    assert core.scheduler.stats.preemptions > 0
 
 
 @pytest.mark.slow
@@ -196,7 +197,7 @@ def test_a_run_of_wrong_guesses_is_not_the_end_of_a_good_draft():
 
     speculation = Speculation(Costly(), None, ((1, 3700.0), (8, 4000.0)), 2200.0)
     speculation.acceptance = 0.8
-    state = type("State", (), {"acceptance": -1.0, "max_len": 1000, "num_total": 50})()
+    state = type("State", (), {"acceptance": None, "max_len": 1000, "num_total": 50})()
 
     def is_guessed_for():
         speculation.choose_k(1, speculation._mean_acceptance([state]))
@@ -249,7 +250,7 @@ def test_what_rounds_really_take_is_learned():
         speculation.choose_k(rows, 0.8)
         count = speculation.round_count
         now[0] += (round_us if count else plain_us) / 1e6
-        speculation.observe_step(rows, rows * (1 + count), count)
+        speculation.observe_step(StepShape(rows, rows * (1 + count), count))
         return count > 0
 
     assert all(step(1, 1300.0, 1000.0) for _ in range(100))
@@ -273,4 +274,4 @@ def test_steps_beside_a_busy_draft_tell_nothing():
         speculation.choose_k(64, 0.8)
         assert speculation.round_count == 0
         now[0] += 0.02
-        speculation.observe_step(64, 64, 0)
+        speculation.observe_step(StepShape(64, 64, 0))

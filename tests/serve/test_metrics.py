@@ -353,7 +353,7 @@ async def test_a_stream_that_moved_is_counted_once():
         assert samples["vllm:request_generation_tokens_sum"] == 80
         assert samples["vllm:request_queue_time_seconds_count"] == 5
         moved = second.loop.report(MetricValues()).figures.numbers["vllm:prompt_tokens"][""]
-        assert moved == 8 * (second.loop.core.scheduler.prompt_tokens_total // 8 - 1)  # without the one that came
+        assert moved == 8 * (second.loop.core.scheduler.stats.prompt_tokens // 8 - 1)  # without the one that came
     finally:
         await fronts.close()
 

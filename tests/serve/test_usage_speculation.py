@@ -183,10 +183,10 @@ async def test_a_preempted_request_keeps_its_counts():
     answers = await asyncio.gather(*(outputs_of(link, a) for a in asked))
     link.close()
     engine.loop.close()
-    assert scheduler.num_preemptions > 0
+    assert scheduler.stats.preemptions > 0
     counts = [flagged(outputs) for outputs in answers]
-    assert sum(len(places) for places, _ in counts) == sum(scheduler.accepted_at)
-    assert sum(num_guessed for _, num_guessed in counts) == scheduler.num_draft_tokens
+    assert sum(len(places) for places, _ in counts) == scheduler.stats.accepted_draft_tokens
+    assert sum(num_guessed for _, num_guessed in counts) == scheduler.stats.draft_tokens
 
 
 async def test_a_lost_engine_loses_no_more_than_its_last_steps(served_link):
@@ -246,8 +246,8 @@ async def test_an_engine_with_ngrams_and_a_model():
             assert last.completion_tokens_details == plain.completion_tokens_details
             total += sum(2 * n for n in predictions(plain))
         scheduler = loop.core.scheduler
-        assert total == scheduler.num_draft_tokens > 0
-        assert sum(scheduler.accepted_at) > 0
+        assert total == scheduler.stats.draft_tokens > 0
+        assert scheduler.stats.accepted_draft_tokens > 0
     finally:
         link.close()
         loop.close()

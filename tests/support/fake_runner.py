@@ -11,10 +11,11 @@ from itertools import pairwise
 import numpy as np
 
 from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.engine import EngineCore
 from runtime.core.output_length import OutputLengthEstimator
 from runtime.core.plan import StepResult, decode_plan, decode_result, encode_plan, encode_result
 from runtime.core.speculation import Drafter
-from runtime.core.types import FinishReason, Request, TokenLogprobs
+from runtime.core.types import FinishReason, Request, StepOutput, TokenLogprobs
 
 EOS = 0
 VOCAB = 29
@@ -106,6 +107,15 @@ def sequential_scores(request: Request) -> list[TokenLogprobs]:
 def score(state: int, num_top: int) -> tuple[float, int, tuple[tuple[int, float], ...]]:
     """The hash as log-probability, rank and alternatives of the token that follows."""
     return -float(state % 8191), state % 127, tuple((state % 8191 + k, -float(k)) for k in range(num_top))
+
+
+class CheckedCore(EngineCore):
+    """An EngineCore whose blocks and slots are checked after every commit."""
+
+    def collect(self) -> StepOutput | None:
+        output = super().collect()
+        assert self.scheduler.find_faults() == []
+        return output
 
 
 class FakeRunner:

@@ -60,10 +60,11 @@ class Simulation:
     def run(self, num_requests: int) -> tuple[float, float]:
         """Answer so many more; returns the mean number of rows of a step, and preemptions for each request."""
         scheduler = self.scheduler
-        steps, rows, done, preemptions = self.num_steps, self.num_rows, self.num_done, scheduler.num_preemptions
+        steps, rows, done, preemptions = self.num_steps, self.num_rows, self.num_done, scheduler.stats.preemptions
         while self.num_done < done + num_requests:
-            plan = scheduler.schedule()
-            assert plan is not None
+            step = scheduler.schedule()
+            assert step is not None
+            plan = step.plan
             output = scheduler.commit(StepResult(plan.step_id, self._sample(plan)))
             self.num_steps += 1
             self.num_rows += len(plan.slots)
@@ -72,7 +73,7 @@ class Simulation:
                 self._ask(*state.owner)
         num_done = self.num_done - done
         concurrency = (self.num_rows - rows) / (self.num_steps - steps)
-        return concurrency, (scheduler.num_preemptions - preemptions) / num_done
+        return concurrency, (scheduler.stats.preemptions - preemptions) / num_done
 
     def _sample(self, plan: StepPlan) -> np.ndarray:
         for new in plan.new:

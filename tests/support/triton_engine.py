@@ -1,6 +1,7 @@
 """Small requests of every kind of sampling through the engine core, on a backend of choice."""
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -94,7 +95,7 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
         )
         speculation = Speculation(drafter, guesses, (), 0.0)
     core = EngineCore(runner.config, runner.info, InProcess(runner), speculation)
-    core.scheduler.most_repeats = max(1, repeats)
+    core.scheduler.schedule = partial(core.scheduler.schedule, max(1, repeats))
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 131, 20).tolist()
     got, scores, values = {}, {}, []
@@ -113,7 +114,7 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
                 values += [value for e in entries for value in (e.logprob, *dict(e.top).values())]
     replayed = any if guesses or repeats else all
     assert not replays or replayed(r.count for r in replays), "a graph was never replayed"
-    return got, core.scheduler.prompt_tokens_cached, scores, values
+    return got, core.scheduler.stats.prompt_tokens_cached, scores, values
 
 
 def check_tokens(guesses, **config):
