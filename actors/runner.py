@@ -68,10 +68,11 @@ class ModelRunnerActor:
         self._rank = rank
         with self._phases.heard():
             from runtime.worker.runner import ModelRunner
+            from runtime.worker.sources import CheckpointSource
 
             self._phases.note("libraries imported")
             path = resolve(config.model, config.revision, progress=False)
-            self._runner: ModelRunner = ModelRunner(config, path, rank, config.tensor_parallel_size)
+            self._runner: ModelRunner = ModelRunner(config, CheckpointSource(path), rank, config.tensor_parallel_size)
         freeze_garbage()
         self._phases.note("ready")
         return self._runner.info

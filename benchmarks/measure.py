@@ -26,6 +26,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Request, SamplingParams
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
 
 
 def new_parser(doc: str, *, model: bool = True) -> argparse.ArgumentParser:
@@ -80,7 +81,7 @@ class Engine:
     def __init__(self, model: str, config: EngineConfig, sampling: Mapping[str, float] | None = None) -> None:
         self.config = config
         self.sampling = {"temperature": 0.0} | dict(sampling or {})
-        self.runner = ModelRunner.dummy(config, spec_of(model))
+        self.runner = ModelRunner(config, DummySource(spec_of(model)))
         speculation = speculation_of(config, self.runner.info, time.perf_counter)
         self.core = EngineCore(config, self.runner.info, InProcess(self.runner), speculation)
         self.rng = np.random.default_rng(0)

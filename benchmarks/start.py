@@ -13,6 +13,7 @@ from pathlib import Path  # noqa: E402
 
 from benchmarks.measure import Results, engine_config, new_parser  # noqa: E402
 from runtime.worker.runner import ModelRunner  # noqa: E402
+from runtime.worker.sources import CheckpointSource  # noqa: E402
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)7d ms  %(message)s")
     imports_s = time.perf_counter() - START
     config = engine_config(args.set, model=str(args.folder))
-    ModelRunner(config, args.folder)
+    ModelRunner(config, CheckpointSource(args.folder))
     results = Results("start", args.out)
     results.add(config, model=args.folder.name, imports_s=imports_s, ready_s=time.perf_counter() - START)
 

@@ -27,6 +27,7 @@ from runtime.structured.grammar import compiled
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
 
 NAMES = ("title", "summary", "author", "quote", "comment", "answer")
 SCHEMA = {
@@ -73,7 +74,7 @@ def main() -> None:
     args = parser.parse_args()
     eos = CONFIGS[args.model]["eos_token_id"]
     eos_ids = tuple(eos) if isinstance(eos, list) else (eos,)
-    runner = ModelRunner.dummy(engine_config(args.set), spec_of(args.model), eos_token_ids=eos_ids)
+    runner = ModelRunner(engine_config(args.set), DummySource(spec_of(args.model), eos_token_ids=eos_ids))
     vocabulary = Vocabulary.of(Tokenizer.load(args.tokenizer), runner.info)
     runner.grammar_state.serve(lambda: vocabulary)
     grammar = compiled(GrammarSpec("json", json.dumps(SCHEMA)))

@@ -26,6 +26,7 @@ from runtime.core.types import Request, SamplingParams
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.loading.resolve import resolve
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import CheckpointSource
 
 PROMPT_LEN, OUTPUT_LEN = 128, 64
 
@@ -43,7 +44,7 @@ class Timing(NamedTuple):
 
 def callboard(config: EngineConfig) -> Callable[[np.ndarray], Timing]:
     """A function that runs one batch of prompts through a fresh engine core around one runner."""
-    runner = ModelRunner(config, resolve(config.model))
+    runner = ModelRunner(config, CheckpointSource(resolve(config.model)))
 
     def run(prompts: np.ndarray) -> Timing:
         runner.reset()

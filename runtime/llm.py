@@ -64,6 +64,7 @@ class LLM:
         """Fetches the model if need be and loads it. Raises CallboardError with one sentence if that fails."""
         from runtime.worker.draft_runner import load_draft  # torch loads here, not with the module
         from runtime.worker.runner import ModelRunner
+        from runtime.worker.sources import CheckpointSource
 
         self.config = EngineConfig(model=model, **config)
         if self.config.tensor_parallel_size != 1:
@@ -72,7 +73,7 @@ class LLM:
         self.tokenizer = load_tokenizer(path, self.config.chat_template)
         self.defaults = SamplingDefaults.load(path, self.config.generation_config)
         draft = load_draft(self.config) if self.config.has_draft_model else None  # it takes less memory than is free
-        self.runner = ModelRunner(self.config, path)
+        self.runner = ModelRunner(self.config, CheckpointSource(path))
         speculation = speculation_of(self.config, self.runner.info, time.monotonic)
         self.engine = EngineCore(self.config, self.runner.info, InProcess(self.runner), speculation)
         if draft is not None and speculation is not None and isinstance(speculation.drafter, DraftClient):

@@ -133,7 +133,7 @@ class GroupedExperts:
 def choose_tile(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> Tile:
     """Tall tiles where experts have many tokens. Deterministic: one tile for all, as others sum in another order.
 
-    Two and no more: prompts of 32 and of 1,100 tokens at the start have compiled both (ModelRunner._warm_up)."""
+    Two and no more: prompts of 32 and of 1,100 tokens at the start have compiled both (runtime/worker/warmup.py)."""
     if dtype == torch.float32:  # on the FMA units
         return Tile(32, 32, 32, 4, 2)
     if deterministic:

@@ -19,6 +19,7 @@ from runtime.worker.inputs import StepInput, build_input
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs, Sampler
 from runtime.worker.slots import Slots
+from runtime.worker.steps import make_result
 
 
 class CpuSteps:
@@ -117,17 +118,3 @@ class CpuSteps:
         slots, index, blocks = plan.block_table_writes
         fresh = blocks[index >= -(-starts[slots] // self.block_size)]
         self.cache[:, :, :, torch.from_numpy(fresh.astype(np.int64)).to(self.cache.device)] = 0
-
-
-def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None, masks: Masks | None) -> StepResult:
-    """From tensors on the host."""
-    result = StepResult(step_id, token_ids.numpy().astype(np.int32))
-    if logprobs is not None:
-        result.logprob_rows = logprobs.rows
-        result.ranks = logprobs.ranks.numpy().astype(np.int32)
-        result.logprobs = logprobs.logprobs.numpy()
-        result.top_ids = logprobs.top_ids.numpy().astype(np.int32)
-        result.top_logprobs = logprobs.top_logprobs.numpy()
-    if masks is not None:
-        result.begun, result.failures = masks.begun, masks.failures
-    return result

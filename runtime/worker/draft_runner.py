@@ -8,11 +8,10 @@ from runtime.core.config import EngineConfig
 from runtime.core.draft import DraftCore
 from runtime.core.executor import InProcess
 from runtime.core.types import CallboardError
-from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.resolve import resolve
-from runtime.models import load_spec
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import CheckpointSource
 
 _AHEAD_ON_ITS_OWN = 8
 
@@ -23,11 +22,11 @@ def load_draft(config: EngineConfig) -> DraftCore:
     Raises CallboardError as ModelRunner does, and if its token ids are not those of the engine's model."""
     path = resolve(config.draft or "", None, progress=False)
     _check_vocabulary(config, Tokenizer.load(path))
-    spec, _ = load_spec(open_checkpoint(path).config)
+    source = CheckpointSource(path)
     own = config.draft_config()
     if own.max_model_len is not None:
-        own = replace(own, max_model_len=min(own.max_model_len, spec.max_positions))
-    runner = ModelRunner(own, path, is_draft=True)
+        own = replace(own, max_model_len=min(own.max_model_len, source.spec.max_positions))
+    runner = ModelRunner(own, source, is_draft=True)
     ahead = config.draft_ahead
     if ahead is None:
         ahead = _AHEAD_ON_ITS_OWN if config.draft_device == "own" else 0

@@ -27,13 +27,13 @@ from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.scatter_writes import scatter_writes
 from runtime.kernels.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
-from runtime.worker.cpu_steps import make_result
 from runtime.worker.device_automata import DeviceAutomata
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.grammar_state import GrammarState
 from runtime.worker.graph_io import GraphIO
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
+from runtime.worker.steps import make_result
 from runtime.worker.transfers import Transfers
 
 _LARGEST_GRAPH = 512  # rows

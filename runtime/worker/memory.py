@@ -24,7 +24,7 @@ _GRAPH_BYTES = 1 << 30  # CUDA graphs, and what libraries load later
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Sizes in bytes, and the KV cache's geometry."""
+    """Sizes in bytes, the KV cache's geometry, and the limits that the sizes hold for."""
 
     weights: int
     kv: int
@@ -32,6 +32,8 @@ class MemoryPlan:
     available: int
     block_size: int  # tokens
     num_kv_blocks: int  # block 0, the null block, included
+    max_num_seqs: int
+    max_num_batched_tokens: int
     max_model_len: int
     largest_context: int  # tokens that one request could have in what is left beside the weights
 
@@ -50,6 +52,9 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
 
     `config` is one that is `sized_for` a device. Raises CallboardError, with the flag to change, if they do not fit."""
     spec.check(config)
+    max_num_seqs, max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    assert max_num_seqs is not None, "`config` is not sized for a device"
+    assert max_num_tokens is not None, "`config` is not sized for a device"
     weights = sum(math.prod(shape) for shape in spec.shapes().values())
     if numerics.packed and spec.tied_head:
         weights += spec.vocab_size * spec.hidden_size  # the packed head is a second copy of the embedding
@@ -68,7 +73,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
         budget, flag = max(room, 0), "max_num_batched_tokens"
 
     if config.kv_layout == "contiguous":
-        num_blocks = config.max_num_seqs + 1
+        num_blocks = max_num_seqs + 1
         block_size = wanted or min(spec.max_positions, budget // (token_bytes * num_blocks))
         max_model_len = block_size
     else:
@@ -77,12 +82,13 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
         context_blocks = -(-(wanted or spec.max_positions) // block_size)
         num_blocks = config.num_kv_blocks
         if num_blocks is None:
-            num_blocks = min(budget // block_bytes, config.max_num_seqs * context_blocks + 1)
+            num_blocks = min(budget // block_bytes, max_num_seqs * context_blocks + 1)
         max_model_len = wanted or min(spec.max_positions, (num_blocks - 1) * block_size)
     kv = num_blocks * block_size * token_bytes
     capacity = block_size if config.kv_layout == "contiguous" else (num_blocks - 1) * block_size
     largest = max(min(spec.max_positions, room // token_bytes - block_size), 0)
-    plan = MemoryPlan(weights, kv, working, available, block_size, num_blocks, max_model_len, largest)
+    limits = max_num_seqs, max_num_tokens, max_model_len
+    plan = MemoryPlan(weights, kv, working, available, block_size, num_blocks, *limits, largest)
     if weights + working + kv > available:
         lower = "num_kv_blocks" if config.num_kv_blocks else flag
         raise CallboardError(
@@ -118,7 +124,7 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, spec: DecoderSpec, numeric
     fits = (room - _GRAPH_BYTES) // block_bytes
     fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
     context_blocks = -(-plan.max_model_len // plan.block_size)
-    num_blocks = plan.num_kv_blocks if fixed else min(fits, config.max_num_seqs * context_blocks + 1)
+    num_blocks = plan.num_kv_blocks if fixed else min(fits, plan.max_num_seqs * context_blocks + 1)
     plan = replace(plan, num_kv_blocks=num_blocks, kv=num_blocks * block_bytes,
                    working=plan.available - plan.weights - room)  # fmt: skip
     if num_blocks > fits or num_blocks <= context_blocks:

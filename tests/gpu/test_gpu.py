@@ -21,6 +21,7 @@ from runtime.kernels.rope import (
 )
 from runtime.llm import LLM
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +37,7 @@ SPEC = DecoderSpec(
 def generate(device: str, **config) -> list[list[int]]:
     """Twelve requests of mixed lengths and sampling, through the whole engine core."""
     settings = {"device": device, "num_kv_blocks": 300, "max_num_seqs": 8, "max_model_len": 512, "dtype": "float32"}
-    runner = ModelRunner.dummy(EngineConfig(**settings | config), SPEC)
+    runner = ModelRunner(EngineConfig(**settings | config), DummySource(SPEC))
     core = EngineCore(runner.config, runner.info, InProcess(runner))
     rng = np.random.default_rng(0)
     tokens: dict[str, list[int]] = {}

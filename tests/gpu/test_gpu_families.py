@@ -5,6 +5,7 @@ import torch
 
 from runtime.core.config import EngineConfig
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
 from tests.support.family_cases import CASES, spec_of
 from tests.support.family_steps import logits_of
 from tests.support.runner_driver import Driver
@@ -16,12 +17,12 @@ pytestmark = [
 
 
 def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
-    runner = ModelRunner.dummy(
+    runner = ModelRunner(
         EngineConfig(
             device="cuda", kernel_backend=backend, dtype=dtype, num_kv_blocks=64, max_num_seqs=4, max_model_len=128,
             **config,
         ),
-        spec_of(case),
+        DummySource(spec_of(case)),
     )  # fmt: skip
     assert bool(getattr(runner.steps, "graphs", False)) == config.get("cuda_graphs", False)
     tokens = torch.randint(3, 101, (120,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -52,9 +53,9 @@ def test_bf16_logits_agree_with_the_torch_path(case):
 @pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "gpt2"])
 def test_bits_do_not_depend_on_batch_mates(case):
     """Deterministic: a row decoded beside three others, in a graph or not, has the bits of the row alone."""
-    runner = ModelRunner.dummy(
+    runner = ModelRunner(
         EngineConfig(device="cuda", num_kv_blocks=64, max_num_seqs=4, max_model_len=128, deterministic=True),
-        spec_of(case),
+        DummySource(spec_of(case)),
     )
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in (100, 31, 60, 7)]

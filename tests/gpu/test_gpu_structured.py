@@ -11,6 +11,7 @@ from runtime.core.types import FinishReason, Grammar
 from runtime.kernels import automata, bitmask, sample
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_steps import PERSON, PERSONS, check_fits, schemas_with_grammars
 from tests.grammar.test_structured_walks import SMALL
 from tests.support.structured_cases import regex
@@ -26,7 +27,9 @@ pytestmark = [
 def gpu_runner(**config) -> ModelRunner:
     settings = {"device": "cuda", "num_kv_blocks": 400, "max_num_seqs": 32, "max_model_len": 176, "draft": "ngram"}
     spec = replace(WIDE, vocab_size=SPEC.vocab_size)
-    return ModelRunner.dummy(EngineConfig(**settings | config), spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
+    return ModelRunner(
+        EngineConfig(**settings | config), DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
+    )
 
 
 @pytest.fixture(scope="module")

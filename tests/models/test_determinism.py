@@ -11,6 +11,7 @@ from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.core.types import SamplingParams
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import CheckpointSource
 from tests.support.runner_driver import TINY, Driver, tiny_runner
 
 SPECS = {
@@ -149,7 +150,7 @@ def test_toggles_do_not_show(spec, dtype, toggle):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2_is_bit_equal_alone_and_in_batches(dtype, smollm2_path):
     config = EngineConfig(device="cpu", dtype=dtype, deterministic=True, num_threads=2, max_model_len=512)
-    runner = ModelRunner(config, smollm2_path)
+    runner = ModelRunner(config, CheckpointSource(smollm2_path))
     lengths = [1, 64, 100, 130, 17]
     prompts = [tokens_of(i, n, 49152) for i, n in enumerate(lengths)]
     alone = []

@@ -19,11 +19,11 @@ from runtime.core.decoder_spec import DecoderSpec, RopeSpec
 from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import Checkpoint, open_checkpoint
 from runtime.models import load_spec
-from runtime.models.decoder import Decoder
 from runtime.models.llama import WEIGHT_MAP as LLAMA
 from runtime.models.weight_map import WeightMap
 from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import CheckpointSource
 from tests.support.family_cases import CASES, CONTEXT, save_model
 from tests.support.runner_driver import Driver
 
@@ -32,7 +32,10 @@ STEPS = Path(__file__).parents[1] / "support" / "family_steps.py"
 
 
 def open_runner(folder: Path, **config) -> ModelRunner:
-    return ModelRunner(EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.02, num_threads=1, **config), folder)
+    return ModelRunner(
+        EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.02, num_threads=1, **config),
+        CheckpointSource(folder),
+    )
 
 
 def generate(
@@ -221,6 +224,7 @@ class Copies:
         self.sources = {n: sources.get(re.sub(r"experts\.\d+\.", "", p)) for n, p in parameters.items()}
         self.shapes = {name: spec.shapes()[parameter] for name, parameter in parameters.items()}
         self.read = lru_cache(3)(dense.tensor)  # one expert's, for the next ones
+        self.fingerprint = "copies"
 
     def names(self) -> list[str]:
         return list(self.shapes)
@@ -236,15 +240,13 @@ class Copies:
 
 @pytest.mark.slow
 def test_a_mixture_of_copies_answers_like_the_dense_model(smollm2_path):
-    tokenizer, checkpoint = Tokenizer.load(smollm2_path), open_checkpoint(smollm2_path)
+    tokenizer, source = Tokenizer.load(smollm2_path), CheckpointSource(smollm2_path)
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
-    spec, weight_map = load_spec(checkpoint.config | mixtral)
+    source.spec, source.weight_map = load_spec(source.checkpoint.config | mixtral)
     config = EngineConfig(device="cpu", num_threads=2, max_model_len=128, max_num_seqs=2, dtype="float32")
-    runner = ModelRunner.__new__(ModelRunner)
-    runner._prepare(config, spec, 0, 1)
-    decoder = Decoder.load(Copies(checkpoint, spec, weight_map), spec, weight_map, runner.numerics, 128)
-    with mock.patch.object(runner, "_warm_up"):
-        runner._open(decoder, "copies", checkpoint.eos_token_ids)
+    copies = Copies(source.checkpoint, source.spec, source.weight_map)
+    with mock.patch.object(ModelRunner, "_warm_up"), mock.patch.object(source, "checkpoint", copies):
+        runner = ModelRunner(config, source)
     tokens = tokenizer.encode("Once upon a time, in a small village by the sea,")
     (answer,), _ = generate(Driver(runner), [tokens], cuts=(5,), new=14)
     # The dense model's text in fp32; in bf16 already it meets a wise old woman.

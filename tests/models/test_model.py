@@ -23,6 +23,7 @@ from runtime.core.types import CallboardError
 from runtime.models import load_spec
 from runtime.models.llama import decoder_spec
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import CheckpointSource
 from tests.support.runner_driver import Driver
 
 BASE = {
@@ -75,7 +76,10 @@ def save_model(folder: Path, family: str = "llama", **overrides) -> PreTrainedMo
 
 
 def open_runner(folder: Path, **config) -> ModelRunner:
-    return ModelRunner(EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.05, num_threads=1, **config), folder)
+    return ModelRunner(
+        EngineConfig(model="tiny", device="cpu", kv_cache_memory=0.05, num_threads=1, **config),
+        CheckpointSource(folder),
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

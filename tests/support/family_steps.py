@@ -15,6 +15,7 @@ from runtime.kernels.experts import Experts, GroupedExperts
 from runtime.kernels.gated_activation import gated_activation_torch
 from runtime.worker.gpu_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
 from tests.support.family_cases import spec_of
 from tests.support.runner_driver import Driver
 from tests.support.triton_engine import Replay
@@ -53,7 +54,7 @@ def interpreted(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bo
         max_model_len=40, num_threads=1, deterministic=deterministic,
     )  # fmt: skip
     with mock.patch.object(ModelRunner, "_warm_up"):
-        runner = ModelRunner.dummy(config, spec)
+        runner = ModelRunner(config, DummySource(spec))
     driver = Driver(runner)
     if graphs:
         replay = Replay(runner.steps, 2)

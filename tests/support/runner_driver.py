@@ -12,6 +12,7 @@ from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
 from runtime.core.types import SamplingParams
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 TINY = DecoderSpec(
@@ -23,7 +24,7 @@ TINY = DecoderSpec(
 def tiny_runner(spec: DecoderSpec = TINY, is_draft: bool = False, **config) -> ModelRunner:
     """A random model; `config` overrides EngineConfig's fields."""
     defaults = {"device": "cpu", "num_kv_blocks": 160, "max_num_seqs": 40, "max_model_len": 192, "num_threads": 1}
-    return ModelRunner.dummy(EngineConfig(**defaults | config), spec, is_draft=is_draft)
+    return ModelRunner(EngineConfig(**defaults | config), DummySource(spec), is_draft=is_draft)
 
 
 class Driver:

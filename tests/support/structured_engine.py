@@ -14,6 +14,7 @@ from runtime.core.types import FinishReason, Grammar, Request, SamplingParams, T
 from runtime.structured.vocabulary import Vocabulary
 from runtime.worker.gpu_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL
 from tests.support import triton_engine
 from tests.support.fake_runner import Recorded
@@ -32,8 +33,10 @@ def runner_of(vocabulary: Vocabulary | None = SMALL, is_draft: bool = False, **c
     """In deterministic mode, so that answers can be compared."""
     sizes = {"num_kv_blocks": 400, "max_num_seqs": 32, "max_model_len": 176}
     defaults = {"device": "cpu", "num_threads": 1, "deterministic": True} | sizes
-    return ModelRunner.dummy(
-        EngineConfig(**defaults | config), SPEC, eos_token_ids=SMALL.eos_ids, vocabulary=vocabulary, is_draft=is_draft
+    return ModelRunner(
+        EngineConfig(**defaults | config),
+        DummySource(SPEC, eos_token_ids=SMALL.eos_ids, vocabulary=vocabulary),
+        is_draft=is_draft,
     )
 
 
@@ -49,7 +52,7 @@ def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
         num_threads=1,
         deterministic=True,
     )
-    runner = ModelRunner.dummy(config, spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
+    runner = ModelRunner(config, DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL))
     steps = runner.steps
     if graphs:
         steps.graph_logits = torch.full((4 * max(graphs), spec.vocab_size), torch.nan)

@@ -16,6 +16,7 @@ from runtime.core.speculation import Speculation
 from runtime.core.types import Request, SamplingParams
 from runtime.worker.gpu_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
 from tests.support.fake_runner import Recorded
 from tests.support.runner_driver import Driver, tiny_runner
 
@@ -76,7 +77,7 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
         "max_num_batched_tokens": 24,
         "dtype": "float32",
     } | config
-    runner = ModelRunner.dummy(EngineConfig(**settings), SHALLOW if repeats else SPEC)
+    runner = ModelRunner(EngineConfig(**settings), DummySource(SHALLOW if repeats else SPEC))
     replays = []
     if graphs and backend == "triton":
         steps = runner.steps
@@ -132,7 +133,7 @@ def chains(backend):
     settings = {"device": "cpu", "kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "num_threads": 1}
     config = EngineConfig(**settings, max_model_len=96, dtype="float32")
     with mock.patch.object(ModelRunner, "_time_steps"):  # minutes under the interpreter
-        runner = ModelRunner.dummy(config, SHALLOW, is_draft=True)
+        runner = ModelRunner(config, DummySource(SHALLOW), is_draft=True)
     replays = []
     if backend == "triton":
         runner.steps.graph_logits = torch.full((8, SPEC.vocab_size), torch.nan)

@@ -1,0 +1,43 @@
+"""What runs a runner's plans: the interface of CpuSteps and GpuSteps, and the result that both make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from runtime.core.plan import StepPlan, StepResult
+from runtime.worker.grammar_state import Masks
+from runtime.worker.sampler import Logprobs
+
+
+class Steps(Protocol):
+    """The state of a runner's requests, and the order of a step's parts, which runtime/core/plan.py promises:
+
+    free slots -> open slots -> write block tables -> run rows -> sample -> keep the tokens in their slots
+    """
+
+    asynchronous: bool  # a step runs while the host does something else
+    cache: torch.Tensor
+
+    def reset(self) -> None:
+        """Forget all requests."""
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Start the step; the answer waits for its result. On a CPU the step itself waits until then."""
+
+
+def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None, masks: Masks | None) -> StepResult:
+    """The result of a step from tensors on the host."""
+    result = StepResult(step_id, token_ids.numpy().astype(np.int32))
+    if logprobs is not None:
+        result.logprob_rows = logprobs.rows
+        result.ranks = logprobs.ranks.numpy().astype(np.int32)
+        result.logprobs = logprobs.logprobs.numpy()
+        result.top_ids = logprobs.top_ids.numpy().astype(np.int32)
+        result.top_logprobs = logprobs.top_logprobs.numpy()
+    if masks is not None:
+        result.begun, result.failures = masks.begun, masks.failures
+    return result

@@ -1,0 +1,92 @@
+"""Steps before the first request: they build kernels, show what the largest step takes, and are timed.
+
+Their rows are all on the null block, the only one that every cache has; what they leave in slots is to be reset."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from runtime.core.plan import NewSlot, StepPlan
+from runtime.core.types import Grammar, SamplingParams
+from runtime.worker.memory import MemoryPlan
+from runtime.worker.steps import Steps
+
+logger = logging.getLogger(__name__)
+
+_MANY_ROWS = 64  # of a decode step; so many tell whether masks are hidden behind it
+_LONG = 1100  # tokens; from 1,024 on prompts attend by another kernel
+_PROMPT_LENS = (1, 8, 32, _LONG)
+_CPU_PROMPT_LENS = (1, 32)
+# A grammar that no engine serves. Its output fails, but only after its masks went through the kernels of all masks.
+_FAILING = Grammar("", "", "")
+_EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_k=2,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.1,
+    logprobs=1,
+    logit_bias=((0, 1.0),),
+    prompt_logprobs=1,
+    grammar=_FAILING,
+)
+
+
+class WarmUp:
+    """The steps of one runner's warm-up, within the limits of its memory plan."""
+
+    def __init__(self, steps: Steps, memory: MemoryPlan) -> None:
+        self.steps, self.max_num_tokens = steps, memory.max_num_batched_tokens
+        self.most_rows = min(memory.max_num_seqs, self.max_num_tokens)
+        self.longest_prompt = min(self.max_num_tokens, memory.max_model_len - 1)
+
+    def run_largest_steps(self) -> None:
+        """As many rows and tokens as a step may have, in many prompts and in one."""
+        self._run_prompts([min(self.max_num_tokens // self.most_rows, self.longest_prompt)] * self.most_rows)
+        self._run_prompts([self.longest_prompt])
+
+    def build_kernels(self, on_gpu: bool) -> None:
+        """Rows of one token, of a few and of many: libraries load and build every kernel that a step may need, so that
+        no request waits for a compiler."""
+        for length in _PROMPT_LENS if on_gpu else _CPU_PROMPT_LENS:
+            self._run_prompts([min(length, self.longest_prompt)])
+        self._run_prompts([1], SamplingParams(temperature=1.0, grammar=_FAILING))
+        logger.info("kernels: built and run once")
+
+    def large_step_us(self) -> float:
+        """Time of a decode step of many rows, of which a few are in flight."""
+        return min(self._step_us(min(_MANY_ROWS, self.most_rows), 4) for _ in range(2))
+
+    def time_steps(self, is_draft: bool) -> tuple[tuple[tuple[int, float], ...], float]:
+        """Measure what speculation weighs (ModelInfo.step_us, latency_us): decode steps of rising size, launched behind
+        one another as in serving; a draft's by one plan, as its chains are."""
+        in_a_row = 16 if self.steps.asynchronous else 1
+        sizes = [1 << i for i in range(8) if 1 << i <= self.most_rows]
+        num_plans, num_steps = (1, in_a_row) if is_draft else (in_a_row, 1)
+        best = {size: min(self._step_us(size, num_plans, num_steps) for _ in range(3)) for size in sizes}
+        latency_us = min(self._step_us(1, 1) for _ in range(3)) - best[1]
+        rising: list[float] = np.maximum.accumulate(list(best.values())).tolist()
+        logger.info("decode steps: %s us", ", ".join(f"{n} rows {us:.0f}" for n, us in zip(sizes, rising, strict=True)))
+        latency_us = max(0.0, latency_us) if self.steps.asynchronous else 0.0
+        return tuple(zip(sizes, rising, strict=True)), latency_us
+
+    def _run_prompts(self, lengths: list[int], params: SamplingParams = _EVERYTHING) -> None:
+        """A step of prompts, all but the first of which are sampled plainly."""
+        slots, zeros = np.arange(len(lengths), dtype=np.int32), np.zeros(len(lengths), np.int32)
+        new = [NewSlot(0, np.zeros(1, np.int32), lengths[0], 0, params)]
+        counts = np.array(lengths, np.int32)
+        plan = StepPlan(0, new=new, slots=slots, num_computed=zeros, num_tokens=counts, num_samples=zeros + 1)
+        self.steps.launch(plan)()
+
+    def _step_us(self, num_rows: int, num_plans: int, num_steps: int = 1) -> float:
+        """Time of one decode step, among as many as `num_plans` plans of `num_steps` steps have."""
+        zeros, ones = np.zeros(num_rows, np.int32), np.ones(num_rows, np.int32)
+        slots = np.arange(num_rows, dtype=np.int32)
+        plan = StepPlan(0, slots=slots, num_computed=zeros, num_tokens=ones, num_samples=ones, num_steps=num_steps)
+        start = time.perf_counter()
+        for wait in [self.steps.launch(plan) for _ in range(num_plans)]:
+            wait()
+        return (time.perf_counter() - start) / (num_plans * num_steps) * 1e6
