@@ -29,8 +29,9 @@ from benchmarks.measure import Results, new_parser
 from benchmarks.models import CONFIGS
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
+from runtime.kernels.numerics import Numerics
 from runtime.models import load_spec
-from runtime.models.decoder import Decoder, Numerics
+from runtime.models.decoder import Decoder
 from runtime.worker.runner import choose_numerics
 
 TARGET = CONFIGS["llama-3.1-8b"]
@@ -130,8 +131,9 @@ class Pair:
         """The target, or without an epsilon the draft."""
         num_positions = PROMPT_LEN + OUTPUT_LEN
         if epsilon is None:
-            return Decoder(self.draft_spec, self.numerics, num_positions, self.draft)
-        return Decoder(self.target_spec, self.numerics, num_positions, self.target(epsilon))
+            return Decoder(self.draft_spec, self.numerics, num_positions, lambda name: (self.draft(name),))
+        read = self.target(epsilon)
+        return Decoder(self.target_spec, self.numerics, num_positions, lambda name: (read(name),))
 
     def measure(self, epsilon: float, num_prompts: int, seed: int) -> dict[str, Any]:
         """How both agree on `num_prompts` texts at each of TEMPERATURES, which the target begins anew."""

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from benchmarks.models import CONFIGS
 from runtime.loading.folder import INDEX_NAME
 from runtime.models import load_spec
-from runtime.models.decoder import random_parameter
+from runtime.models.weights import random_parameter
 from runtime.text.pieces import BYTE_OF_CHAR
 
 _SHARD_BYTES = 4 << 30

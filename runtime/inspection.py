@@ -38,6 +38,8 @@ def model_report(config: EngineConfig) -> str:
 
     Raises CallboardError if there is no such model, or if it is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module
+    from runtime.models.weights import locate_parameters
+    from runtime.quant.dense import weight_formats
 
     path = resolve(config.model, config.revision, weights=False)
     has_weights = path.is_file() or any(path.glob("*.safetensors"))
@@ -46,9 +48,12 @@ def model_report(config: EngineConfig) -> str:
     spec, weight_map = load_spec(model_config)
     stored = f"{model_config.get('dtype') or model_config.get('torch_dtype') or 'unknown'} by its config.json"
     if checkpoint:
-        weight_map.find(spec, checkpoint)
+        locate_parameters(spec, weight_map, checkpoint)
         types = Counter(checkpoint.type_name(name) for name in checkpoint.names())
         stored = ", ".join(f"{count} {kind}" for kind, count in types.most_common()) + " tensors"
+    if spec.quantization is not None:
+        format_of = weight_formats(spec)
+        stored += "; weights " + ", ".join(sorted({format_of(name).name for name in spec.shapes()}))
     lines = [
         _line("model", config.model),
         _line("files", str(path)),

@@ -24,8 +24,9 @@ PACKAGES_BELOW = {  # package of runtime -> the other packages of runtime that i
     "kernels": {"core"},
     "text": {"core", "loading"},
     "structured": {"core", "text"},
-    "models": {"core", "kernels"},
-    "worker": {"core", "loading", "kernels", "models", "text", "structured"},
+    "quant": {"core", "kernels"},
+    "models": {"core", "kernels", "quant"},
+    "worker": {"core", "loading", "kernels", "quant", "models", "text", "structured"},
 }
 
 

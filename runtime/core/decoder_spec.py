@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from runtime.core.config import EngineConfig
 from runtime.core.kv_cache_spec import KVCacheSpec, KVGroupSpec
@@ -75,6 +76,8 @@ class DecoderSpec:
     window: int = 0  # positions that a token of a sliding layer sees, itself included
     sliding: tuple[bool, ...] = ()  # which layers are; (): none
     local_rope: RopeSpec | None = None  # of sliding layers; None: that of the others
+    # The config's quantization_config, which chooses the weights' formats (runtime.quant); None: all are dense.
+    quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def linears(self) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
         """A layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.

@@ -4,60 +4,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Protocol
 
 import torch
 
-from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.attention import attention_exact, attention_torch
 from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.experts import Experts, GroupedExperts
+from runtime.kernels.experts import ExpertLayer, Experts, GroupedExperts
 from runtime.kernels.fused_linear import FusedLinear
-from runtime.kernels.gated_activation import gated_activation_exact, gated_activation_torch
+from runtime.kernels.gated_activation import (
+    gated_activation_exact,
+    gated_activation_torch,
+    gated_activation_triton,
+)
 from runtime.kernels.layer_norm import layer_norm_torch, layer_norm_triton
-from runtime.kernels.linear import Linear, Product, cpu_product
+from runtime.kernels.linear import Activate, Linear, Norm, Product, cpu_product
+from runtime.kernels.numerics import Numerics
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.prefill_attention import prefill_attention
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
 
 
+class RopeStoreKV(Protocol):
+    """`rope_store_kv_torch`."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        kv: torch.Tensor,
+        kv_index: torch.Tensor,
+        q_norm: torch.Tensor | None = None,
+        k_norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor: ...
+
+
+class Attention(Protocol):
+    """`attention_torch`; a backend chooses the form of the plan, which its steps make and its attention reads."""
+
+    def __call__(
+        self, q: torch.Tensor, kv: torch.Tensor, plan: Any, *, scale: float, window: int, soft_cap: float
+    ) -> torch.Tensor: ...
+
+
+class DenseExperts(Protocol):
+    """The mixture of a router and, of each expert, gate and up as one weight and down."""
+
+    def __call__(
+        self, spec: ExpertsSpec, router: Product, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> ExpertLayer: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a decoder is written with; signatures are those of the torch references."""
+    """The operations that a decoder is written with; signatures are those of the torch references."""
 
-    norm: Callable
-    linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]  # of weight [out, in] and bias [out]
-    experts: Callable  # (spec, router, weights of the experts) -> Experts
-    rope_rows: Callable  # (rotary table, positions) -> what rope_store_kv wants of a step
-    rope_store_kv: Callable
-    attention: Callable
+    norm: Norm
+    activate: Activate  # of the feed-forward layer
+    linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]  # of a dense weight [out, in] and a bias [out]
+    experts: DenseExperts
+    rope_rows: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # of rotary table, positions
+    rope_store_kv: RopeStoreKV
+    attention: Attention
 
 
-def select(backend: Literal["torch", "triton"], packed: bool, deterministic: bool, spec: DecoderSpec) -> Kernels:
+def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     """The operations of a backend. Deterministic ones give a row the same bits whatever the other rows are."""
-    options = {"activation": spec.activation, "gated": spec.gated}
-    if backend == "triton":
-        norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
-        linear: Callable = partial(FusedLinear, deterministic=deterministic, norm=norm, **options)
-        experts: Callable = partial(GroupedExperts, activation=spec.activation, deterministic=deterministic)
-        attention: Callable = partial(_attend, deterministic=deterministic)
-        return Kernels(norm, linear, experts, rope_rows_triton, rope_store_kv_triton, attention)
+    deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
+    if numerics.backend == "triton":
+        norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
+        return Kernels(
+            norm,
+            partial(gated_activation_triton, activation=activation, gated=gated),
+            partial(FusedLinear, activation=activation, deterministic=deterministic, gated=gated, norm=norm),
+            partial(GroupedExperts, activation=activation, deterministic=deterministic),
+            rope_rows_triton,
+            rope_store_kv_triton,
+            partial(_attend, deterministic=deterministic),
+        )
     norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
-    activate = partial(gated_activation_exact if deterministic else gated_activation_torch, **options)
+    activate = partial(
+        gated_activation_exact if deterministic else gated_activation_torch, activation=activation, gated=gated
+    )
 
     def product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product:
-        return cpu_product(weight, bias, packed, deterministic)
+        return cpu_product(weight, bias, numerics.packed, deterministic)
 
-    def plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return Linear(product(weight, bias), norm, activate)
-
-    experts = partial(Experts, product=product, activate=activate)
-    attention = attention_exact if deterministic else attention_torch
-    return Kernels(norm, plain, experts, rope_rows_torch, rope_store_kv_torch, attention)
+    return Kernels(
+        norm,
+        activate,
+        lambda weight, bias: Linear(product(weight, bias), norm, activate),
+        partial(Experts, product=product, activate=activate),
+        rope_rows_torch,
+        rope_store_kv_torch,
+        attention_exact if deterministic else attention_torch,
+    )
 
 
 def _attend(

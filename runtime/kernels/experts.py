@@ -9,28 +9,38 @@ experts are added in the order of its preference, so that a row's bits do not de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.gated_activation import Activation
-from runtime.kernels.linear import Product
+from runtime.kernels.linear import Activate, Product
+
+W = TypeVar("W")
 
 _ROUND = 1024  # choices that a program sorts, or columns that one adds, at once
 
 
+class ExpertLayer(Protocol):
+    """A mixture of experts with its weights."""
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
+        """residual += the mixture of x, both [num_tokens, hidden], x normed and contiguous."""
+
+
 class Experts:
-    """The plain form. Weights of the experts are gate and up [2 * ffn, hidden], and down [hidden, ffn]."""
+    """The plain form, for weights of any kind that `product` takes: of each expert gate and up [2 * ffn, hidden] as
+    one, and down [hidden, ffn]."""
 
     def __init__(
         self,
         spec: ExpertsSpec,
         router: Product,
-        weights: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        product: Callable[[torch.Tensor], Product],
-        activate: Callable,
+        weights: Iterable[tuple[W, W]],
+        product: Callable[[W], Product],
+        activate: Activate,
     ) -> None:
         self.spec, self.router, self.activate = spec, router, activate
         self.experts = [(product(gate_up), product(down)) for gate_up, down in weights]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 
 from runtime.kernels.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.gated_activation import Activation, gated_activation_triton
-from runtime.kernels.linear import Linear
+from runtime.kernels.linear import Linear, Norm
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_triton
 
@@ -27,7 +26,7 @@ class FusedLinear(Linear):
         activation: Activation,
         deterministic: bool,
         gated: bool = True,
-        norm: Callable = rms_norm_triton,
+        norm: Norm = rms_norm_triton,
     ) -> None:
         super().__init__(self._product, norm, partial(gated_activation_triton, activation=activation, gated=gated))
         self.weight, self.bias, self.deterministic = weight, bias, deterministic

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, in] -> [num_tokens, out]
+Activate = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, 2 * ffn], or [num_tokens, ffn] -> [num_tokens, ffn]
 
 _ROWS_HINT = 64  # for what batch oneDNN picks the layout; measured flat from 8 to 256
 # Numbers of rows in a call of deterministic mode, as far as they agree.
@@ -25,12 +27,20 @@ _ENOUGH_COLUMNS = 8192  # of a weight for `agreeing_sizes`: more are more of the
 _STANDARD = 16  # the one of them that the others are compared with
 
 
+class Norm(Protocol):
+    """norm(x) * weight of rows [num_tokens, hidden]; with a residual, added to it in place and that returned."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+
 class Linear:
     """One weight with what surrounds it in a decoder: the norm before it, the activation or the residual after it.
 
     This is the plain form, from the separate operations; runtime.kernels.fused_linear has the one for GPUs."""
 
-    def __init__(self, product: Product, norm: Callable, activate: Callable) -> None:
+    def __init__(self, product: Product, norm: Norm, activate: Activate) -> None:
         self.product, self.norm, self.activate = product, norm, activate
 
     def add_to(

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.core.sharding import Part
 from runtime.core.types import CallboardError
 from runtime.loading.dequantize import dequantize
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, read_json, weight_files
@@ -73,8 +74,15 @@ class Checkpoint(ABC):
         """The shape of a tensor without reading it; a linear layer's is (out, in)."""
 
     @abstractmethod
-    def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A new tensor, read, dequantised if need be, and converted; raises CallboardError if there is no such name."""
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        """A new tensor, read, dequantised if need be, and converted; of a part no more is read than the file's layout
+        needs. Raises CallboardError if there is no such name."""
+
+    @abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor's numbers before they are converted."""
 
     def type_name(self, name: str) -> str:
         """The type of a tensor in its file, such as BF16 or Q4_K."""
@@ -123,14 +131,26 @@ class GgufCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source(name).shape
 
-    def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32  # of what `dequantize` returns
+
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
         source, raw = self._source(name), self._model.raw(name)
-        stored_shape = source.shape[::-1] if source.transposed else source.shape
+        stored_shape = list(source.shape[::-1] if source.transposed else source.shape)
+        step, columns = max(1, _DEQUANTIZED_AT_ONCE // stored_shape[-1]), slice(None)
+        if part is not None:
+            dim = len(stored_shape) - 1 - part.dim if source.transposed else part.dim
+            stored_shape[dim] = part.stop - part.start
+            if dim == len(stored_shape) - 1:  # blocks of weights lie along it: they are dequantised whole
+                columns = slice(part.start, part.stop)
+            else:
+                raw = raw[part.start : part.stop]
         out = torch.empty(stored_shape, dtype=dtype, device=device)
         rows = out.view(len(raw), -1)
-        step = max(1, _DEQUANTIZED_AT_ONCE // stored_shape[-1])
         for start in range(0, len(raw), step):
-            weights = dequantize(raw[start : start + step], source.tensor.type_name)
+            weights = dequantize(raw[start : start + step], source.tensor.type_name)[:, columns]
             if source.plus_one:
                 weights = weights - np.float32(1)
             # A row slice may be a read-only view of the file; from_numpy takes writable arrays only.
@@ -174,15 +194,25 @@ class SafetensorsCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._stored(name).shape
 
-    def tensor(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        stored, device = self._stored(name), torch.device(device)
+    def dtype(self, name: str) -> torch.dtype:
+        return _SAFETENSORS_DTYPES[self._stored(name).type_name]
+
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        stored, stored_dtype, device = self._stored(name), self.dtype(name), torch.device(device)
         # Copied as bytes: torch makes no tensors of read-only memory, and numpy has no bfloat16.
-        source = torch.empty(stored.shape, dtype=_SAFETENSORS_DTYPES[stored.type_name], device=device)
+        data, shape = np.frombuffer(stored.data, np.uint8)[None], list(stored.shape)
+        if part is not None:
+            inner = math.prod(shape[part.dim + 1 :]) * stored_dtype.itemsize
+            data = data.reshape(math.prod(shape[: part.dim]), -1)[:, part.start * inner : part.stop * inner]
+            shape[part.dim] = part.stop - part.start
+        source = torch.empty(shape, dtype=stored_dtype, device=device)
         raw = source.view(-1).view(torch.uint8)
         if device.type == "cuda":
-            self._uploader.upload(stored.data, raw)
+            self._uploader.upload(np.ascontiguousarray(data).reshape(-1).data, raw)  # rows are as they lie in the file
         else:
-            raw.numpy()[:] = np.frombuffer(stored.data, np.uint8)
+            raw.numpy().reshape(data.shape)[:] = data
         self._files[stored.file_index].forget(stored.offset, len(stored.data))
         return source.to(dtype)
 

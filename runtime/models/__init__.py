@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.core.decoder_spec import DecoderSpec
@@ -75,6 +75,9 @@ def load_spec(config: Mapping[str, Any]) -> tuple[DecoderSpec, WeightMap]:
     family = FAMILIES[name]
     check_config(config)
     try:
-        return family.decoder_spec(config), family.weight_map
+        spec = family.decoder_spec(config)
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e
+    text_config = config.get("text_config") or {}
+    quantization = config.get("quantization_config") or text_config.get("quantization_config")
+    return replace(spec, quantization=quantization), family.weight_map

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.core.types import CallboardError
+from runtime.quant import METHODS
 
 _ANY = math.inf
 # Name: (least, most, whole number). Where the least is None, any value above 0 will do.
@@ -41,10 +42,11 @@ def check_config(config: Mapping[str, Any]) -> None:
     """Raises CallboardError with one sentence for the first field that no model can have."""
     if (found := config.get("quantization_config")) is not None:
         method = found.get("quant_method") if isinstance(found, Mapping) else found
-        raise CallboardError(
-            f"The model's weights are quantized ({str(method)[:40]}), which safetensors models may not be here; choose "
-            "the model's own weights, or a GGUF file."
-        )
+        if not (isinstance(method, str) and method in METHODS):
+            raise CallboardError(
+                f"The model's weights are quantized ({str(method)[:40]}), which safetensors models may not be here; "
+                "choose the model's own weights, or a GGUF file."
+            )
     for name, value in config.items():
         if name in _NUMBERS and not (value is None and name in _MAY_BE_NULL):
             _check_number(name, value)

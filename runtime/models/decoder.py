@@ -3,44 +3,27 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels import select
 from runtime.kernels.attention import AttentionPlan
-from runtime.kernels.experts import Experts, GroupedExperts
+from runtime.kernels.experts import ExpertLayer
 from runtime.kernels.linear import Linear
+from runtime.kernels.numerics import Numerics
 from runtime.kernels.rope import rope_table
-from runtime.models.weight_map import Tensors, WeightMap
+from runtime.models.weight_map import WeightMap
+from runtime.models.weights import ReadWeight, draw, read_from
+from runtime.quant.dense import DENSE, weight_bytes, weight_formats
+from runtime.quant.format import TensorSource, Weight, WeightFormat
 
 logger = logging.getLogger(__name__)
-
-_MOST_DRAWN_ON_CPU = 1 << 28  # random weights
-
-
-class Weights(Tensors, Protocol):
-    """What a decoder reads of a checkpoint (runtime.loading.checkpoint.Checkpoint)."""
-
-    def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Numerics:
-    """How a decoder computes; everything that its bits depend on beside the weights and the machine."""
-
-    dtype: torch.dtype
-    device: torch.device
-    backend: Literal["torch", "triton"]
-    packed: bool  # linear layers pre-packed for oneDNN
-    deterministic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +42,7 @@ class Layer:
     post_ffn_norm: torch.Tensor | None
     gate_up: Linear | None  # and down: without spec.experts
     down: Linear | None
-    experts: Experts | GroupedExperts | None
+    experts: ExpertLayer | None
 
 
 class Decoder:
@@ -70,33 +53,36 @@ class Decoder:
         spec: DecoderSpec,
         numerics: Numerics,
         num_positions: int,  # that a request may have
-        read: Callable[[str], torch.Tensor],  # a parameter of `spec.shapes()` by name
+        read: ReadWeight,
     ) -> None:
         self.spec, self.numerics, self.num_positions = spec, numerics, num_positions
-        self.kernels = select(numerics.backend, numerics.packed, numerics.deterministic, spec)
+        self.kernels = select(numerics, spec)
+        self.format_of = weight_formats(spec)
         table = partial(rope_table, head_dim=spec.head_dim, num_positions=num_positions, dtype=numerics.dtype)
         ropes = (spec.rope,) if spec.local_rope is None else (spec.rope, spec.local_rope)
         self.ropes = [table(rope).to(numerics.device) for rope in ropes]
-        self.embed = read("embed")
+        (self.embed,) = read("embed")
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=numerics.dtype))
-        self.position_embed = read("positions") if spec.learned_positions else None
+        self.position_embed = read("positions")[0] if spec.learned_positions else None
         self.layers = [self._layer(i, read) for i in range(spec.num_layers)]
         self.final_norm = self._norm("final_norm", read)
-        self.head = self.kernels.linear(self.embed if spec.tied_head else read("head"), None)
+        if spec.tied_head:
+            self.head = self.kernels.linear(self.embed, None)
+        else:
+            self.head = self.format_of("head").linear(read("head"), None, self.kernels)
 
-    def _layer(self, index: int, read: Callable[[str], torch.Tensor]) -> Layer:
+    def _layer(self, index: int, read: ReadWeight) -> Layer:
         spec, prefix = self.spec, f"layers.{index}."
         sliding = bool(spec.sliding) and spec.sliding[index]
         norms: dict[str, torch.Tensor | None] = {n: self._norm(prefix + n, read) for n in ("attn_norm", "ffn_norm")}
         for n in ("post_attn_norm", "post_ffn_norm"):
             norms[n] = self._norm(prefix + n, read) if spec.post_norms else None
         for n in ("q_norm", "k_norm"):
-            norms[n] = read(prefix + n)[rope_permutation(spec)] if spec.qk_norm else None
+            norms[n] = read(prefix + n)[0][rope_permutation(spec)] if spec.qk_norm else None
         dense = spec.experts is None
-        linears = {
-            name: self.kernels.linear(*self._weights(prefix, name, read)) if dense or name in ("qkv", "out") else None
-            for name in spec.linears()
-        }
+        linears: dict[str, Linear | None] = dict.fromkeys(spec.linears())
+        for name in linears if dense else ("qkv", "out"):
+            linears[name] = self._linear(prefix, name, read)
         attention = partial(
             self.kernels.attention,
             scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
@@ -104,71 +90,56 @@ class Decoder:
             soft_cap=spec.attn_soft_cap,
         )
         rope = int(sliding and spec.local_rope is not None)
-        experts = None if dense else self._experts(prefix, read)
+        experts = None if spec.experts is None else self._experts(prefix, spec.experts, read)
         return Layer(**norms, **linears, rope=rope, attention=attention, experts=experts)
 
-    def _experts(self, prefix: str, read: Callable[[str], torch.Tensor]) -> Experts | GroupedExperts:
-        spec = self.spec.experts
-        router = self.kernels.linear(read(f"{prefix}router.weight"), None)
-        weights = (
-            [self._weights(f"{prefix}experts.{e}.", name, read)[0] for name in ("gate_up", "down")]
-            for e in range(spec.num_experts)
-        )
-        return self.kernels.experts(spec, router.product, weights)
-
-    def _weights(
-        self, prefix: str, name: str, read: Callable[[str], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of a fused linear map."""
+    def _linear(self, prefix: str, name: str, read: ReadWeight) -> Linear:
+        """A fused linear map."""
         parts, has_bias = self.spec.linears()[name]
-        joined = []
-        for suffix in ("weight", "bias") if has_bias else ("weight",):
-            rows = [read(f"{prefix}{part}.{suffix}") for part in parts]
-            fused = rows[0] if len(rows) == 1 else torch.cat(rows)
-            if name == "qkv" and self.spec.rope.partial not in (0.0, 1.0):
-                heads = fused.view(-1, self.spec.head_dim, *fused.shape[1:])
-                turned = heads[: self.spec.num_heads + self.spec.num_kv_heads]
-                turned.copy_(turned[:, rope_permutation(self.spec)])
-            joined.append(fused)
-        return joined[0], joined[1] if has_bias else None
+        weight_format, weight = self._weight(prefix, name, read)
+        bias = DENSE.join([read(f"{prefix}{p}.bias") for p in parts], self._row_order(name))[0] if has_bias else None
+        return weight_format.linear(weight, bias, self.kernels)
 
-    def _norm(self, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        return read(name) if self.spec.norm == "rms" else torch.stack((read(name), read(f"{name}_bias")))
+    def _weight(self, prefix: str, name: str, read: ReadWeight) -> tuple[WeightFormat, Weight]:
+        """The weight of a fused linear map, and its format."""
+        names = [f"{prefix}{part}.weight" for part in self.spec.linears()[name][0]]
+        weight_format = self.format_of(names[0])
+        return weight_format, weight_format.join([read(name) for name in names], self._row_order(name))
+
+    def _row_order(self, name: str) -> torch.Tensor | None:
+        """Where only some dimensions of a head turn: the order of the rows of q and k that `rope_table` wants."""
+        if name != "qkv" or self.spec.rope.partial in (0.0, 1.0):
+            return None
+        heads = torch.arange(self.spec.num_heads + self.spec.num_kv_heads)
+        return (heads[:, None] * self.spec.head_dim + rope_permutation(self.spec)).flatten()
+
+    def _experts(self, prefix: str, spec: ExpertsSpec, read: ReadWeight) -> ExpertLayer:
+        router = self.kernels.linear(read(f"{prefix}router.weight")[0], None)
+        prefixes = [f"{prefix}experts.{e}." for e in range(spec.num_experts)]
+        weights = ((self._weight(p, "gate_up", read)[1], self._weight(p, "down", read)[1]) for p in prefixes)
+        weight_format = self.format_of(f"{prefixes[0]}down.weight")
+        return weight_format.experts(spec, router, weights, self.kernels)
+
+    def _norm(self, name: str, read: ReadWeight) -> torch.Tensor:
+        (weight,) = read(name)
+        return weight if self.spec.norm == "rms" else torch.stack((weight, *read(f"{name}_bias")))
 
     @classmethod
     def load(
-        cls, checkpoint: Weights, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics, num_positions: int
+        cls, source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics, num_positions: int
     ) -> Decoder:
-        """From a checkpoint with the tensors of the weight map, whose tensors are all checked before any is read."""
-        sources = weight_map.find(spec, checkpoint)
-
-        def read(parameter: str) -> torch.Tensor:
-            name, device = sources[parameter], numerics.device
-            if weight_map.norms_plus_one and parameter.endswith("norm"):  # in fp32: 1 + w has more digits than w
-                return checkpoint.tensor(name, torch.float32, device).add_(1.0)
-            tensor = checkpoint.tensor(name, numerics.dtype, device)
-            return tensor.t().contiguous() if weight_map.transposed and parameter.endswith(".weight") else tensor
-
+        """From a checkpoint with the tensors of the weight map, which are all checked before any is read."""
+        read = read_from(source, spec, weight_map, numerics)
         start = time.perf_counter()
         decoder = cls(spec, numerics, num_positions, read)
-        size = sum(math.prod(shape) for shape in spec.shapes().values()) * numerics.dtype.itemsize
+        size = weight_bytes(spec, numerics)
         logger.info("weights: %.2f GiB read in %.1f s", size / (1 << 30), time.perf_counter() - start)
         return decoder
 
     @classmethod
     def dummy(cls, spec: DecoderSpec, numerics: Numerics, num_positions: int, seed: int = 0) -> Decoder:
-        """Seeded random weights, scaled so that activations keep their size; for tests and benchmarks.
-
-        Drawn on the CPU, the same for every device; large models on their own, as a CPU needs minutes for gigabytes."""
-        shapes = spec.shapes()
-        large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
-        device = numerics.device if large else torch.device("cpu")
-        generator = torch.Generator(device).manual_seed(seed)
-
-        def read(name: str) -> torch.Tensor:
-            return random_parameter(name, shapes[name], generator).to(numerics.device, numerics.dtype)
-
-        return cls(spec, numerics, num_positions, read)
+        """With seeded random weights; for tests and benchmarks."""
+        return cls(spec, numerics, num_positions, draw(spec, numerics, seed))
 
     def forward(
         self,
@@ -210,9 +181,3 @@ def rope_permutation(spec: DecoderSpec) -> torch.Tensor:
     dims, turning = torch.arange(spec.head_dim), int(spec.head_dim * spec.rope.partial)
     halves = zip(dims[:turning].tensor_split(2), dims[turning:].tensor_split(2), strict=True)
     return torch.cat([part for half in halves for part in half])
-
-
-def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1."""
-    noise = torch.randn(shape, generator=generator, device=generator.device)
-    return noise.mul_(0.1).add_(1.0) if name.endswith("norm") else noise.mul_(shape[-1] ** -0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,7 +13,8 @@ from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
-from runtime.models.decoder import Numerics
+from runtime.kernels.numerics import Numerics
+from runtime.quant.dense import weight_bytes
 from runtime.worker.prompt_scorer import MIN_SLICE
 
 _GIB = 1 << 30
@@ -55,12 +55,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     max_num_seqs, max_num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     assert max_num_seqs is not None, "`config` is not sized for a device"
     assert max_num_tokens is not None, "`config` is not sized for a device"
-    weights = sum(math.prod(shape) for shape in spec.shapes().values())
-    if numerics.packed and spec.tied_head:
-        weights += spec.vocab_size * spec.hidden_size  # the packed head is a second copy of the embedding
-    # What a CPU cannot pack it multiplies in float32 in deterministic mode (runtime.kernels.linear).
-    in_float32 = numerics.deterministic and not numerics.packed and numerics.device.type == "cpu"
-    weights *= 4 if in_float32 else numerics.dtype.itemsize
+    weights = weight_bytes(spec, numerics)
     token_bytes = _token_bytes(spec, numerics)
     wanted = config.max_model_len
     working = _working_bytes(config, spec, numerics, wanted or spec.max_positions)

@@ -21,7 +21,7 @@ from runtime.core.speculation import MAX_DRAFT_TOKENS
 from runtime.core.types import CallboardError
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear import can_pack
-from runtime.models.decoder import Numerics
+from runtime.kernels.numerics import Numerics
 from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState

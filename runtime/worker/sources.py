@@ -10,9 +10,10 @@ from typing import Protocol
 from runtime.core.config import ModelInfo
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
+from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
-from runtime.models.decoder import Decoder, Numerics
+from runtime.models.decoder import Decoder
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 

@@ -232,6 +232,12 @@ class Copies:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
 
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def type_name(self, name: str) -> str:
+        return "F32"
+
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if name in self.router:
             return torch.randn(self.shapes[name], generator=torch.Generator().manual_seed(len(name)))

@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from runtime.core.sharding import Part
 from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
+from runtime.models.weights import locate_parameters
 from tests.support.gguf_export import export
 
 SMALL = {
@@ -133,7 +135,7 @@ def test_a_model_comes_back(tmp_path: Path, name: str):
         json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     )
     assert spec == theirs
-    weight_map.find(spec, checkpoint)
+    locate_parameters(spec, weight_map, checkpoint)
 
     folder = tmp_path / "back"
     folder.mkdir()
@@ -143,6 +145,11 @@ def test_a_model_comes_back(tmp_path: Path, name: str):
     (folder / "config.json").write_text(json.dumps(checkpoint.config | no_pad))
     for tensor_name, tensor in tensors.items():
         assert checkpoint.shape(tensor_name) == tuple(tensor.shape)
+        for dim, size in enumerate(tensor.shape):
+            part = Part(dim, size // 3, size - size // 4)
+            for source in (checkpoint, open_checkpoint(folder)):
+                found = source.tensor(tensor_name, torch.float32, part=part)
+                assert torch.equal(found, tensor.narrow(dim, part.start, part.stop - part.start)), (tensor_name, dim)
     back, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]

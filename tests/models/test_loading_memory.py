@@ -89,7 +89,8 @@ from pathlib import Path
 import torch
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
-from runtime.models.decoder import Decoder, Numerics
+from runtime.kernels.numerics import Numerics
+from runtime.models.decoder import Decoder
 
 def status(key):
     return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0]) << 10

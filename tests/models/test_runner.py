@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError, SamplingParams
+from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.models.decoder import Numerics
 from runtime.worker.memory import available_memory, plan_memory
 from runtime.worker.runner import ModelRunner, choose_numerics
 from runtime.worker.sources import CheckpointSource

@@ -32,7 +32,8 @@ from runtime.core.types import SamplingParams  # noqa: E402
 from runtime.kernels import _triton  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
-from runtime.models.decoder import Decoder, Numerics  # noqa: E402
+from runtime.kernels.numerics import Numerics  # noqa: E402
+from runtime.models.decoder import Decoder  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.grammar_state import GrammarState  # noqa: E402
 
@@ -110,7 +111,7 @@ def main() -> None:
         name = f"{model} {dtype} {kind}" + "".join(f" {field}={value}" for field, value in changed.items())
         numerics = Numerics(dtype, META, "triton", packed=False, deterministic=deterministic)
         shapes = spec.shapes()
-        decoder = Decoder(spec, numerics, 16384, lambda name: torch.empty(shapes[name], dtype=dtype, device=META))  # noqa: B023
+        decoder = Decoder(spec, numerics, 16384, lambda name: (torch.empty(shapes[name], dtype=dtype, device=META),))  # noqa: B023
         cache = torch.empty((1, 2, spec.num_kv_heads, 4096, 16, spec.head_dim), dtype=dtype, device=META)
         steps = GpuSteps(decoder, cache, 256, 16384, (), GrammarState(decoder.spec.vocab_size))
         steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)

@@ -1,0 +1,103 @@
+"""A decoder's parameters by name: found and checked in a checkpoint, read from it, or drawn at random."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.sharding import parts_of
+from runtime.core.types import CallboardError
+from runtime.kernels.numerics import Numerics
+from runtime.models.weight_map import WeightMap
+from runtime.quant.dense import weight_formats
+from runtime.quant.format import Location, TensorSource, Weight
+
+ReadWeight = Callable[[str], Weight]  # a parameter of `spec.shapes()` by name, on the device
+
+_MOST_DRAWN_ON_CPU = 1 << 28  # random weights
+
+
+def locate_parameters(
+    spec: DecoderSpec, weight_map: WeightMap, source: TensorSource, rank: int = 0, world_size: int = 1
+) -> dict[str, Location]:
+    """Every parameter of the spec -> where the checkpoint has it, and what of it a rank reads.
+
+    Raises CallboardError for the first tensor that is missing, has another shape or a type that its format does not
+    know, or has no place in the model."""
+    names, used = set(source.names()), set[str]()
+    format_of, locations = weight_formats(spec), {}
+    shapes = spec.shapes()
+    for parameter, short_name in weight_map.names_of(spec).items():
+        transposed = weight_map.transposed and parameter.endswith(".weight")
+        parts = parts_of(spec, parameter, rank, world_size)
+        location = Location(short_name, shapes[parameter], transposed, parts)
+        weight_format = format_of(parameter)
+        tensors = weight_format.stored(location)
+        if weight_map.base and not names.intersection(tensors):
+            longer = location._replace(name=weight_map.base + short_name)
+            if names.intersection(weight_format.stored(longer)):
+                location, tensors = longer, weight_format.stored(longer)
+        for name, (shape, dtypes) in tensors.items():
+            if name not in names:
+                raise CallboardError(f"The checkpoint lacks tensor {name}; its config asks for shape {list(shape)}.")
+            if (found := tuple(source.shape(name))) != shape:
+                raise CallboardError(
+                    f"Tensor {name} has shape {list(found)}; the checkpoint's config asks for {list(shape)}."
+                )
+            if source.dtype(name) not in dtypes:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+                raise CallboardError(
+                    f"Tensor {name} is stored as {source.type_name(name)}, which {weight_format.name} weights are not "
+                    f"({known}); convert it, or name its quantization in the checkpoint's config.json."
+                )
+        used |= tensors.keys()
+        locations[parameter] = location
+    short_names = {name.removeprefix(weight_map.base): name for name in names - used}
+    extra = {name for name in short_names if not re.fullmatch(weight_map.ignored, name)}
+    if spec.tied_head:
+        extra.discard(weight_map.names["head"])  # some exports have a copy of the embedding there
+    if extra:
+        raise CallboardError(
+            f"Tensor {short_names[min(extra)]} of the checkpoint has no place in the model that its config describes."
+        )
+    return locations
+
+
+def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics) -> ReadWeight:
+    """Reads from a checkpoint, whose tensors are all checked now."""
+    locations, format_of = locate_parameters(spec, weight_map, source), weight_formats(spec)
+
+    def read(parameter: str) -> Weight:
+        location = locations[parameter]
+        if weight_map.norms_plus_one and parameter.endswith("norm"):  # in fp32: 1 + w has more digits than w
+            return (format_of(parameter).read(source, location, replace(numerics, dtype=torch.float32))[0].add_(1.0),)
+        return format_of(parameter).read(source, location, numerics)
+
+    return read
+
+
+def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
+    """Draws random weights from a seed, in the order in which they are asked for, scaled so that activations keep
+    their size.
+
+    On the CPU, the same for every device; large models on their own, as a CPU needs minutes for gigabytes."""
+    shapes, format_of = spec.shapes(), weight_formats(spec)
+    large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
+    generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
+
+    def read(parameter: str) -> Weight:
+        drawn = random_parameter(parameter, shapes[parameter], generator).to(numerics.device, numerics.dtype)
+        return format_of(parameter).encode(drawn)
+
+    return read
+
+
+def random_parameter(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """A parameter of `spec.shapes()` in float32, drawn on the generator's device: norms are near 1."""
+    noise = torch.randn(shape, generator=generator, device=generator.device)
+    return noise.mul_(0.1).add_(1.0) if name.endswith("norm") else noise.mul_(shape[-1] ** -0.5)

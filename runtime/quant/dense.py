@@ -1,0 +1,82 @@
+"""Dense weights, one number of the compute dtype for each; and what is derived from the formats of a whole model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.kernels import Kernels
+from runtime.kernels.experts import ExpertLayer
+from runtime.kernels.linear import Linear
+from runtime.kernels.numerics import Numerics
+from runtime.quant import METHODS
+from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
+
+_FLOATS = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2
+)  # fmt: skip
+
+
+class Dense(WeightFormat):
+    """One tensor of any floating-point type in the checkpoint, converted to the compute dtype as it is read.
+
+    Parameters that are no weight of a linear map (norms, biases, embeddings) are stored and read like this, too."""
+
+    name = "dense"
+
+    def stored(self, location: Location) -> dict[str, StoredTensor]:
+        shape = location.shape[::-1] if location.transposed else location.shape
+        return {location.name: StoredTensor(shape, _FLOATS)}
+
+    def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
+        # A CPU product that cannot be packed multiplies in float32 in deterministic mode (runtime.kernels.linear).
+        in_float32 = numerics.deterministic and not numerics.packed and numerics.device.type == "cpu"
+        return math.prod(shape) * (4 if in_float32 else numerics.dtype.itemsize)
+
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+        name, dtype, device = location.name, numerics.dtype, numerics.device
+        if not location.parts:
+            tensor = source.tensor(name, dtype, device)
+        else:
+            dim = location.parts[0].dim ^ location.transposed
+            tensor = torch.cat([source.tensor(name, dtype, device, p._replace(dim=dim)) for p in location.parts], dim)
+        return (tensor.t().contiguous() if location.transposed else tensor,)
+
+    def encode(self, dense: torch.Tensor) -> Weight:
+        return (dense,)
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+        return kernels.linear(weight[0], bias)
+
+    def experts(
+        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+    ) -> ExpertLayer:
+        return kernels.experts(spec, router.product, ((gate_up[0], down[0]) for gate_up, down in weights))
+
+
+DENSE = Dense()
+
+
+def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:
+    """The format of each parameter of `spec.shapes()` by name."""
+    if spec.quantization is None:
+        return lambda parameter: DENSE
+    rule = METHODS[spec.quantization["quant_method"]](spec.quantization)
+
+    def format_of(parameter: str) -> WeightFormat:
+        is_linear = parameter == "head" or (parameter.endswith(".weight") and ".router." not in parameter)
+        return (rule(parameter) if is_linear else None) or DENSE
+
+    return format_of
+
+
+def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
+    """What all parameters take on the device."""
+    format_of = weight_formats(spec)
+    size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
+    if numerics.packed and spec.tied_head:  # the packed head is a second copy of the embedding
+        size += DENSE.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
+    return size

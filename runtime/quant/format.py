@@ -1,0 +1,91 @@
+"""What a weight format is: how the weight of a linear map is stored in a checkpoint, held on a device, multiplied with.
+
+From this are derived the checks at loading, the memory plan, random weights and what `callboard inspect` tells."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from runtime.core.decoder_spec import ExpertsSpec
+from runtime.core.sharding import Part
+from runtime.kernels import Kernels
+from runtime.kernels.experts import ExpertLayer, Experts
+from runtime.kernels.linear import Linear
+from runtime.kernels.numerics import Numerics
+
+Shape = tuple[int, ...]
+Weight = tuple[torch.Tensor, ...]  # one weight's tensors on the device, in an order that its format chooses
+
+
+class TensorSource(Protocol):
+    """A checkpoint, as formats read it (runtime.loading.checkpoint.Checkpoint)."""
+
+    def names(self) -> Sequence[str]: ...
+    def shape(self, name: str) -> Shape: ...
+    def type_name(self, name: str) -> str: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def tensor(self, name: str, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> torch.Tensor: ...
+
+
+class Location(NamedTuple):
+    """Where a checkpoint has a parameter, and what of it is wanted."""
+
+    name: str  # the checkpoint's, from which a format makes the names of its tensors
+    shape: Shape  # of the whole parameter; (out, in) for the weight of a linear map
+    transposed: bool = False  # the checkpoint has it as (in, out)
+    parts: tuple[Part, ...] = ()  # the ranges to read, of one dimension; () is the whole
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that a checkpoint must have."""
+
+    shape: Shape
+    dtypes: tuple[torch.dtype, ...]  # in one of which it is stored
+
+
+class WeightFormat(ABC):
+    """How weights [out, in] of linear maps are stored, held and multiplied with."""
+
+    name: str  # as `callboard inspect` and error messages have it
+
+    @abstractmethod
+    def stored(self, location: Location) -> dict[str, StoredTensor]:
+        """The tensors of a weight in a checkpoint by name, the whole weight whatever the parts."""
+
+    @abstractmethod
+    def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
+        """What a weight of that shape takes on the device once it is read."""
+
+    @abstractmethod
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+        """The parts of a weight that the location names, on the device; `stored` tensors have been checked."""
+
+    @abstractmethod
+    def encode(self, dense: torch.Tensor) -> Weight:
+        """What `read` would give for a checkpoint with these weights, as near as the format can have them."""
+
+    def join(self, weights: Sequence[Weight], row_order: torch.Tensor | None = None) -> Weight:
+        """Several maps' weights as that of one map with the rows of all; then its first rows in another order.
+
+        This one serves formats that have a row of each tensor for a row of the weight; it may change the tensors."""
+        joined = tuple(same[0] if len(same) == 1 else torch.cat(same) for same in zip(*weights, strict=True))
+        if row_order is not None:
+            for tensor in joined:
+                tensor[: len(row_order)] = tensor[row_order]
+        return joined
+
+    @abstractmethod
+    def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+        """The product with a weight and what surrounds it in a decoder."""
+
+    def experts(
+        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+    ) -> ExpertLayer:
+        """A mixture from each expert's gate_up and down; here one expert's products after another's."""
+        return Experts(
+            spec, router.product, weights, lambda weight: self.linear(weight, None, kernels).product, kernels.activate
+        )

@@ -1,0 +1,249 @@
+"""Weight formats: one that is made up here runs like those of the tree, and ranks read their parts of a checkpoint."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.sharding import Sharding, parts_of, sharding_of
+from runtime.core.types import CallboardError
+from runtime.inspection import model_report
+from runtime.kernels import Kernels
+from runtime.kernels.linear import Linear
+from runtime.kernels.numerics import Numerics
+from runtime.loading.checkpoint import open_checkpoint
+from runtime.models import load_spec
+from runtime.models.weights import locate_parameters, random_parameter
+from runtime.quant import METHODS
+from runtime.quant.dense import DENSE, weight_bytes, weight_formats
+from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
+from runtime.text.tokenizer import Tokenizer
+from tests.models.test_model import open_runner
+from tests.support.runner_driver import TINY, Driver, tiny_runner
+
+FLOAT32 = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 48, "intermediate_size": 72,
+    "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+CONFIGS = {
+    "llama": LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "mixtral": LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi": LLAMA | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "vocab_size": 101, "n_embd": 48, "n_layer": 2, "n_head": 6,
+        "n_positions": 128, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+class Int8Rows(WeightFormat):
+    """A byte for each weight and a scale for each row."""
+
+    name = "int8 rows"
+
+    def stored(self, location: Location) -> dict[str, StoredTensor]:
+        return {
+            location.name: StoredTensor(location.shape, (torch.int8,)),
+            f"{location.name}_scale": StoredTensor(location.shape[:1], (torch.float32,)),
+        }
+
+    def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
+        return math.prod(shape) + 4 * shape[0]
+
+    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+        (part,), device = location.parts or (None,), numerics.device
+        of_rows = part if part is not None and part.dim == 0 else None
+        codes = source.tensor(location.name, torch.int8, device, part)
+        return codes, source.tensor(f"{location.name}_scale", torch.float32, device, of_rows)
+
+    def encode(self, dense: torch.Tensor) -> Weight:
+        scale = dense.float().abs().amax(1) / 127
+        return (dense / scale[:, None]).round().to(torch.int8), scale
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+        codes, scale = weight
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            y = F.linear(x, codes.to(x.dtype)) * scale.to(x.dtype)
+            return y if bias is None else y + bias
+
+        linear = Linear(product, kernels.norm, kernels.activate)
+        linear.codes = codes
+        return linear
+
+
+INT8_ROWS = Int8Rows()
+QUANTIZATION = {"quant_method": "made-up", "keep": "head"}
+
+
+@pytest.fixture(autouse=True)
+def _made_up_method(monkeypatch):
+    def rule(config):
+        return lambda parameter: None if parameter == config["keep"] else INT8_ROWS
+
+    monkeypatch.setitem(METHODS, "made-up", rule)
+
+
+def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return {name: random_parameter(name, shape, generator) for name, shape in spec.shapes().items()}
+
+
+def write_checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
+    """A model in the made-up format, and the same numbers as a dense one."""
+    spec, weight_map = load_spec(config | {"quantization_config": QUANTIZATION})
+    quantized, dense, format_of = {}, {}, weight_formats(spec)
+    for parameter, name in weight_map.names_of(spec).items():
+        dense[name] = dense_weights(spec)[parameter]
+        if format_of(parameter) is INT8_ROWS:
+            codes, scale = INT8_ROWS.encode(dense[name])
+            quantized |= {name: codes, f"{name}_scale": scale}
+            dense[name] = codes * scale[:, None]
+        else:
+            quantized[name] = dense[name]
+    folders = folder / "quantized", folder / "dense"
+    for path, tensors, added in zip(
+        folders, (quantized, dense), ({"quantization_config": QUANTIZATION}, {}), strict=True
+    ):
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(config | added))
+    return folders
+
+
+def logits(runner) -> torch.Tensor:
+    driver = Driver(runner)
+    driver.open(0, list(range(40, 70)))
+    return driver.prefill(0, list(range(40, 70)))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "phi"])
+def test_a_made_up_format_runs_as_the_dense_weights_that_it_stands_for(tmp_path, family, deterministic):
+    quantized, dense = write_checkpoints(tmp_path, CONFIGS[family])
+    runner = open_runner(quantized, deterministic=deterministic)
+    want = logits(open_runner(dense, deterministic=deterministic))
+    torch.testing.assert_close(logits(runner), want, atol=1e-4, rtol=1e-4)
+    assert runner.decoder.layers[0].qkv.codes.dtype == torch.int8
+
+
+def test_memory_is_planned_for_what_is_read(tmp_path):
+    quantized, _ = write_checkpoints(tmp_path, LLAMA)
+    checkpoint = open_checkpoint(quantized)
+    spec, weight_map = load_spec(checkpoint.config)
+    formats, locations = weight_formats(spec), locate_parameters(spec, weight_map, checkpoint)
+    read = [formats(name).read(checkpoint, location, FLOAT32) for name, location in locations.items()]
+    size = sum(tensor.nbytes for weight in read for tensor in weight)
+    assert weight_bytes(spec, FLOAT32) == size < 0.6 * weight_bytes(replace(spec, quantization=None), FLOAT32)
+    assert open_runner(quantized).memory.weights == size
+    assert size == sum(tensor.nbytes for tensor in load_file(quantized / "model.safetensors").values())
+
+
+def test_random_weights_are_the_dense_ones_encoded():
+    spec = replace(TINY, quantization=QUANTIZATION)
+    runner = tiny_runner(spec)
+    assert runner.decoder.layers[1].down.codes.dtype == torch.int8
+    assert runner.memory.weights == weight_bytes(spec, runner.numerics) < tiny_runner().memory.weights
+    torch.testing.assert_close(logits(runner), logits(tiny_runner()), atol=0.2, rtol=0.1)
+
+
+def test_inspect_names_the_format(tmp_path, write_tiny_gguf):
+    folder, _ = write_checkpoints(tmp_path, LLAMA)
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
+    report = model_report(EngineConfig(model=str(folder), device="cpu"))
+    assert "14 I8" in report
+    assert "tensors; weights dense, int8 rows" in report
+    spec, _ = load_spec(open_checkpoint(folder).config)
+    assert f"weights {weight_bytes(spec, FLOAT32) / (1 << 30):.2f} GiB" in report
+
+
+def test_tensors_that_a_format_does_not_know_are_refused_before_any_is_read(tmp_path):
+    quantized, dense = write_checkpoints(tmp_path, LLAMA)
+    name = "model.layers.1.self_attn.k_proj.weight"
+
+    def refusal(folder: Path, changed: dict[str, torch.Tensor | None]) -> str:
+        tensors = load_file(folder / "model.safetensors") | changed
+        other = tmp_path / "other"
+        other.mkdir(exist_ok=True)
+        save_file({n: t for n, t in tensors.items() if t is not None}, other / "model.safetensors")
+        (other / "config.json").write_text((folder / "config.json").read_text())
+        with pytest.raises(CallboardError) as error:
+            open_runner(other)
+        return str(error.value)
+
+    assert f"lacks tensor {name}_scale; its config asks for shape [16]" in refusal(quantized, {f"{name}_scale": None})
+    wrong = torch.zeros(16, 48)
+    assert f"{name} is stored as F32, which int8 rows weights are not (int8)" in refusal(quantized, {name: wrong})
+    for dtype, stored in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.int64, "I64"), (torch.uint8, "U8")):
+        message = refusal(dense, {name: torch.zeros(16, 48).to(dtype)})
+        assert f"{name} is stored as {stored}, which dense weights are not (bfloat16, float16, float32" in message
+        assert message.endswith("name its quantization in the checkpoint's config.json.")
+    message = refusal(dense, {"model.norm.weight": torch.ones(48, dtype=torch.int8)})
+    assert "model.norm.weight is stored as I8" in message
+
+
+def test_every_parameter_has_a_sharding_rule():
+    mixtral, _ = load_spec(CONFIGS["mixtral"])
+    names = {
+        "embed": Sharding.VOCABULARY, "head": Sharding.VOCABULARY, "final_norm": Sharding.REPLICATED,
+        "positions": Sharding.REPLICATED, "layers.1.q_norm": Sharding.REPLICATED,
+        "layers.0.attn_norm_bias": Sharding.REPLICATED, "layers.0.router.weight": Sharding.REPLICATED,
+        "layers.0.k.weight": Sharding.COLUMN, "layers.0.k.bias": Sharding.COLUMN, "layers.0.out.weight": Sharding.ROW,
+        "layers.0.out.bias": Sharding.REPLICATED, "layers.0.down.weight": Sharding.ROW,
+        "layers.2.experts.3.down.weight": Sharding.EXPERT_INNER, "layers.2.experts.3.up.weight": Sharding.EXPERT_INNER,
+    }  # fmt: skip
+    assert {name: sharding_of(name) for name in names} == names
+    with pytest.raises(CallboardError, match=r"tensor_parallel_size is 5, which does not divide the 101 of embed"):
+        parts_of(mixtral, "embed", 0, 5)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_ranks_read_parts_that_make_up_the_whole(tmp_path, family):
+    """Dense weights, stored as the families do: biases, experts, fused maps, and maps stored as (in, out)."""
+    config = CONFIGS[family] | {"vocab_size": 102}
+    spec, weight_map = load_spec(config)
+    tensors = {}
+    for parameter, name in weight_map.names_of(spec).items():
+        dense = dense_weights(spec)[parameter]
+        transposed = weight_map.transposed and parameter.endswith(".weight")
+        tensors[name] = (dense.t() if transposed else dense).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(tmp_path)
+    whole = locate_parameters(spec, weight_map, checkpoint)
+    ranks = [locate_parameters(spec, weight_map, checkpoint, rank, 2) for rank in range(2)]
+    for parameter, expected in dense_weights(spec).items():
+        assert torch.equal(DENSE.read(checkpoint, whole[parameter], FLOAT32)[0], expected)
+        read = [DENSE.read(checkpoint, locations[parameter], FLOAT32)[0] for locations in ranks]
+        if not (parts := ranks[0][parameter].parts):
+            assert sharding_of(parameter) is Sharding.REPLICATED
+            assert all(torch.equal(tensor, expected) for tensor in read)
+            continue
+        # Of q, k and v in one tensor a rank holds some heads of each: what it read are as many pieces as parts.
+        pieces = [tensor.split([p.stop - p.start for p in parts], parts[0].dim) for tensor in read]
+        order = [piece for same in zip(*pieces, strict=True) for piece in same]
+        assert torch.equal(torch.cat(order, parts[0].dim), expected), parameter
+        assert all(2 * tensor.numel() == expected.numel() for tensor in read)
+
+
+def test_a_format_gives_a_rank_its_part_of_every_tensor(tmp_path):
+    quantized, _ = write_checkpoints(tmp_path, LLAMA | {"vocab_size": 102})
+    checkpoint = open_checkpoint(quantized)
+    spec, weight_map = load_spec(checkpoint.config)
+    whole = locate_parameters(spec, weight_map, checkpoint)
+    for name, dim in (("layers.0.gate.weight", 0), ("layers.1.down.weight", 1)):
+        codes, scale = INT8_ROWS.read(checkpoint, whole[name], FLOAT32)
+        for rank in range(2):
+            location = locate_parameters(spec, weight_map, checkpoint, rank, 2)[name]
+            part_codes, part_scale = INT8_ROWS.read(checkpoint, location, FLOAT32)
+            assert torch.equal(part_codes, codes.chunk(2, dim)[rank])
+            assert torch.equal(part_scale, scale.chunk(2)[rank] if dim == 0 else scale)
