@@ -7,11 +7,12 @@ for answer in llm.generate(["Once upon a time", "def fibonacci(n):"], SamplingPa
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import count
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -20,17 +21,36 @@ from runtime.core.draft import LocalWire
 from runtime.core.draft_client import DraftClient, speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
+from runtime.core.request_state import RequestState
+from runtime.core.requests import requests_of
+from runtime.core.types import (
+    CallboardError,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 from runtime.loading.resolve import resolve
-from runtime.text.chat import ChatTemplate, load_tokenizer
+from runtime.output.chat_prompt import ChatPrompter
+from runtime.output.fields import invalid, read_options
+from runtime.output.message_parser import MessageFormat
+from runtime.output.options import ChatOptions, OutputOptions
+from runtime.output.processor import Delta, OutputProcessor
+from runtime.output.response_format import RequestedGrammar
+from runtime.structured.grammar import compiled
+from runtime.structured.pattern import GrammarError
+from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
-from runtime.text.stream import TextStream
-from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import CallDelta
 
+_compiled = lru_cache(maxsize=64)(compiled)  # prompts of a batch share their grammars
 _LONG_BATCH = 8  # prompts from which on a progress bar helps
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[int]
+_Prompt = tuple[list[int], MessageFormat | None, RequestedGrammar | None]
 
 
 @dataclass(slots=True)
@@ -38,22 +58,49 @@ class Completion:
     """One finished answer."""
 
     prompt_token_ids: list[int]
-    text: str = ""
+    text: str = ""  # of a chat, its content
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE
     stop: str | int | None = None  # the stop string or stop token id that ended it
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # entry i is about prompt token i + 1
     num_cached: int = 0  # prompt tokens served from the prefix cache
+    reasoning: str = ""  # of a chat
+    tool_calls: Sequence[CallDelta] = ()  # of a chat
+    error: str = ""  # one sentence, if it failed
 
 
-class _Job:
+class _Choice:
     """A completion that is being made."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> None:
-        self.completion = Completion(prompt)
-        self.text = TextStream(
-            tokenizer, params.stop, params.include_stop_str_in_output, params.skip_special_tokens, prompt[-8:]
+    def __init__(self, request: Request, processor: OutputProcessor) -> None:
+        self.request, self._processor = request, processor
+        self.sum = Delta(0)
+        self.reason = FinishReason.NONE
+        self.error = ""
+
+    def take(self, output: RequestOutput) -> str:
+        """Adds what a step gave; returns the new text."""
+        new = self._processor.process(output)
+        self.sum.add(new)
+        ended_by_text = new.finish_reason is not None and not output.finish_reason
+        self.reason, self.error = FinishReason.STOP if ended_by_text else output.finish_reason, output.error
+        return new.text
+
+    def completion(self) -> Completion:
+        done = self.sum
+        return Completion(
+            self.request.token_ids,
+            done.text,
+            done.token_ids,
+            self.reason,
+            done.stop_reason,
+            done.logprobs,
+            list(done.prompt_logprobs),
+            done.num_cached,
+            done.reasoning,
+            done.calls,
+            self.error,
         )
 
 
@@ -68,7 +115,7 @@ class LLM:
 
         self.config = EngineConfig(model=model, **config)
         if self.config.tensor_parallel_size != 1:
-            raise CallboardError("LLM runs in one process; for tensor_parallel_size above 1 use `callboard serve`.")
+            raise CallboardError("tensor_parallel_size must be 1: one process holds the whole model; leave it out.")
         path = resolve(model, self.config.revision)
         self.tokenizer = load_tokenizer(path, self.config.chat_template)
         self.defaults = SamplingDefaults.load(path, self.config.generation_config)
@@ -78,7 +125,8 @@ class LLM:
         self.engine = EngineCore(self.config, self.runner.info, InProcess(self.runner), speculation)
         if draft is not None and speculation is not None and isinstance(speculation.drafter, DraftClient):
             speculation.drafter.attach(LocalWire(draft), draft.scheduler.info.step_us)
-        self._num_requests = 0
+        self._names = map(str, count(1))
+        self._chats = ChatPrompter(self.tokenizer) if self.tokenizer.chat_template is not None else None
 
     def generate(
         self,
@@ -86,18 +134,19 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        **options: Any,
     ) -> list[Completion]:
         """Complete texts or lists of token ids, all together, in the order given.
 
         `params` are one for all or one each; without them, the model's own (`defaults.params(max_tokens=64)` changes
-        some). Without a seed each prompt gets a random one. `progress` shows a bar; by default from 8 prompts on."""
-        batch = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
-        ids = [self._encode(p) for p in batch]
-        each = [params or self.defaults.params()] * len(ids) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(ids):
-            raise CallboardError(f"There are {len(ids)} prompts and {len(each)} SamplingParams; send one or as many.")
-        show = len(ids) >= _LONG_BATCH if progress is None else progress
-        return self._run(ids, each, show)
+        some). Without a seed each prompt gets a random one. `progress` shows a bar; by default from 8 prompts on.
+        `options` are those of runtime.output.options.OutputOptions, as over HTTP: `n` completions of each prompt, one
+        after the other in the result; `response_format` or `structured_outputs`, which they match."""
+        asked = read_options(OutputOptions, options)
+        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        batch = cast(Sequence[Prompt], [prompts] if is_one else prompts)
+        grammar = asked.requested_grammar()
+        return self._run([(self._encode(p), None, grammar) for p in batch], params, asked.n or 1, progress)
 
     def chat(
         self,
@@ -105,50 +154,81 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        **options: Any,
     ) -> list[Completion]:
-        """Answer one conversation or several, with the model's own chat template."""
+        """Answer one conversation or several, with the model's own chat template.
+
+        `options` are those of runtime.output.options.ChatOptions: beside those of `generate`, `tools`, `tool_choice`,
+        `chat_template_kwargs` and others, as over HTTP. Reasoning and tool calls are read out of the text."""
+        asked = read_options(ChatOptions, options)
+        asked.check()
         several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = messages if several else [messages]
-        return self.generate([self.chat_prompt(c) for c in conversations], params, progress=progress)
+        conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
+        return self._run([self._chat(c, asked) for c in conversations], params, asked.n or 1, progress)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, up to where the model's answer begins."""
-        prompt = ChatTemplate.of(self.tokenizer).render(messages)
-        return self.tokenizer.encode(prompt, add_special_tokens=False)
+        return self._chat(messages, ChatOptions())[0]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece; closing the iterator ends the request."""
-        job = self._add(self._encode(prompt), params or self.defaults.params())
+        (choice,) = self._add((self._encode(prompt), None, None), params or self.defaults.params(), 1)
         try:
-            while not job.completion.finish_reason:
-                before = len(job.completion.text)
-                self._step()
-                if text := job.completion.text[before:]:
-                    yield text
+            while not choice.reason:
+                for _, text in self._step():
+                    if text:
+                        yield text
         finally:
-            if not job.completion.finish_reason:
+            if not choice.reason:
                 self._abort_all()
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def _run(self, prompts: list[list[int]], params: list[SamplingParams], show: bool) -> list[Completion]:
+    def _chat(self, messages: Sequence[Message], options: ChatOptions) -> _Prompt:
+        if self._chats is None:
+            raise CallboardError("This model has no chat template; use `generate` with a plain prompt.")
+        prompt = self._chats.prompt(messages, options)
+        ids = self.tokenizer.encode(prompt.text, add_special_tokens=False)
+        return ids, prompt.message_format, self._chats.grammar(options, prompt.message_format)
+
+    def _run(
+        self,
+        prompts: list[_Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        num_choices: int,
+        progress: bool | None,
+    ) -> list[Completion]:
+        each = list(params) if isinstance(params, Sequence) else [params or self.defaults.params()] * len(prompts)
+        if len(each) != len(prompts):
+            raise CallboardError(
+                f"There are {len(prompts)} prompts and {len(each)} SamplingParams; send one or as many."
+            )
+        show = len(prompts) >= _LONG_BATCH if progress is None else progress
         try:
-            jobs = [self._add(ids, p) for ids, p in zip(prompts, params, strict=True)]
-            with tqdm(total=len(jobs), desc="completions", disable=None if show else True) as bar:
+            choices = [c for prompt, p in zip(prompts, each, strict=True) for c in self._add(prompt, p, num_choices)]
+            with tqdm(total=len(choices), desc="completions", disable=None if show else True) as bar:
                 while self.engine.has_work:
-                    bar.update(self._step())
+                    bar.update(sum(bool(choice.reason) for choice, _ in self._step()))
         except BaseException:  # also Ctrl-C: nothing of this call may run on in the next
             self._abort_all()
             raise
-        return [job.completion for job in jobs]
+        return [choice.completion() for choice in choices]
 
-    def _add(self, prompt: list[int], params: SamplingParams) -> _Job:
-        self._num_requests += 1
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        job = _Job(self.tokenizer, prompt, params)
-        self.engine.add(Request(str(self._num_requests), list(prompt), len(prompt), params, seed), job)
-        return job
+    def _add(self, prompt: _Prompt, params: SamplingParams, num_choices: int) -> list[_Choice]:
+        ids, form, asked = prompt
+        if asked is not None:
+            if not self.runner.info.eos_token_ids:
+                raise invalid(asked.field, "needs a model with an end-of-sequence token, and this one has none")
+            try:
+                params = replace(params, grammar=_compiled(asked.spec))
+            except GrammarError as e:
+                raise invalid(asked.field, str(e)) from e
+        choices = []
+        for request in requests_of(self._names, ids, params, num_choices):
+            choices.append(_Choice(request, OutputProcessor(self.tokenizer, request, form=form)))
+            self.engine.add(request, choices[-1])
+        return choices
 
     def _abort_all(self) -> None:
         for request_id in list(self.engine.scheduler.requests):
@@ -156,41 +236,38 @@ class LLM:
         while self.engine.has_work:
             self.engine.step()
 
-    def _step(self) -> int:
-        """One step; returns how many completions it finished."""
+    def _step(self) -> list[tuple[_Choice, str]]:
+        """One step; returns the choices that gained something, with their new text."""
         output = self.engine.step()
         self.engine.submit()  # the next steps compute while this one's tokens become text
-        if output is None:
-            return 0
-        num_finished = 0
-        stopped = {state for state, reason in output.finished if reason is FinishReason.STOP}
-        for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
-            job: _Job = state.owner
-            done = job.completion
-            done.token_ids.append(token)
-            done.num_cached = state.num_cached or 0
-            if i in output.logprobs:
-                done.logprobs.append(output.logprobs[i])
-            if state not in stopped or state.params.include_stop_str_in_output:  # the id that ends it is not text
-                done.text += job.text.push([token])
-            if job.text.stopped is not None:
-                done.finish_reason, done.stop = FinishReason.STOP, job.text.stopped
+        gained = []
+        for state, new in _by_request(output).items() if output is not None else ():
+            choice: _Choice = state.owner
+            gained.append((choice, choice.take(new)))
+            if choice.reason and not new.finish_reason:  # its text ended it
                 self.engine.abort(state.request.request_id)
-                num_finished += 1
-        for state, scores in output.prompt_logprobs:
-            done = state.owner.completion
-            done.prompt_logprobs = list(scores.of(done.prompt_token_ids[1:]))
-        for state, reason in output.finished:
-            job = state.owner
-            if job.completion.finish_reason:
-                continue  # a stop string ended it in this very step
-            job.completion.finish_reason = reason
-            job.completion.text += job.text.finish()
-            if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
-                job.completion.stop = state.tokens[-1]
-            num_finished += 1
-        return num_finished
+        return gained
 
 
-def _is_ids(prompts: Any) -> bool:
-    return bool(prompts) and isinstance(prompts[0], int)
+def _by_request(step: StepOutput) -> dict[RequestState, RequestOutput]:
+    """A step's columns by request."""
+    gained: dict[RequestState, RequestOutput] = {}
+
+    def output_of(state: RequestState) -> RequestOutput:
+        if state not in gained:
+            gained[state] = RequestOutput(state.request.request_id, [], num_cached=state.num_cached or 0)
+        return gained[state]
+
+    for i, (state, token) in enumerate(zip(step.states, step.token_ids, strict=True)):
+        output = output_of(state)
+        output.token_ids.append(token)
+        if i in step.logprobs:
+            output.logprobs.append(step.logprobs[i])
+    for state, scores in step.prompt_logprobs:
+        output_of(state).prompt_logprobs = list(scores.of(state.request.token_ids[1:]))
+    for state, reason in step.finished:
+        output = output_of(state)
+        output.finish_reason, output.error = reason, state.failure
+        if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
+            output.stop_token_id = state.tokens[-1]
+    return gained

@@ -30,11 +30,13 @@ from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
+from serve_app.endpoints import CHAT, COMPLETIONS, Endpoint
+from serve_app.endpoints.chat import message_delta
 from serve_app.http import build_http_app
 from serve_app.limits import beside_the_loop_if, is_long
 from serve_app.prepared_request import PreparedRequest
 from serve_app.ray_metrics import RayMetrics
-from serve_app.requests import ChatRequest, CompletionRequest, parse
+from serve_app.requests import parse
 from serve_app.responses import encode_json
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -158,9 +160,10 @@ class Front:
         Yields {"index", "text", "token_ids", "finish_reason"} as tokens come, with "reasoning_content" or "tool_calls"
         (pieces of them, as in a stream) where a chat has some; docs/handle_call.py shows a caller."""
         content = encode_json(body)
+        endpoint: Endpoint[Any] = CHAT if "messages" in body else COMPLETIONS
 
-        def prepare() -> PreparedRequest:
-            return self._service.prepare(parse(ChatRequest if "messages" in body else CompletionRequest, content))
+        def prepare() -> PreparedRequest[Any]:
+            return self._service.prepare(endpoint, parse(endpoint.request_type, content))
 
         prepared = await beside_the_loop_if(is_long(content), prepare)
         async with aclosing(self._service.run(prepared)) as deltas:
@@ -171,7 +174,7 @@ class Front:
                         "text": delta.text,
                         "token_ids": delta.token_ids,
                         "finish_reason": delta.finish_reason,
-                        **({} if delta.message is None else delta.message.delta_fields()),
+                        **message_delta(delta),
                     }
 
 

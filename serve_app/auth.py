@@ -15,7 +15,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import ApiError, error_response, shortened
+from runtime.output.fields import shortened
+from serve_app.errors import ApiError, error_response
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.settings import HttpSettings
 

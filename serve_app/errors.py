@@ -11,8 +11,8 @@ import msgspec
 from starlette.responses import Response
 
 from runtime.core.types import CallboardError
+from runtime.output.fields import FieldError, shortened
 
-_MAX_ECHO_CHARS = 200  # of a client's own input in a message
 _MAX_MESSAGE_CHARS = 1000
 # What internals may say and a client must not see: absolute paths, and IPv4 or bracketed IPv6 addresses with ports.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
@@ -32,7 +32,7 @@ class ApiError(CallboardError):
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(_capped(message, _MAX_MESSAGE_CHARS))
+        super().__init__(shortened(message, _MAX_MESSAGE_CHARS))
         self.status, self.type, self.code = status, type, code
         self.param = None if param is None else shortened(param)
         self.retry_after_s = retry_after_s
@@ -46,14 +46,9 @@ class ApiError(CallboardError):
         return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-def invalid(param: str, problem: str) -> ApiError:
+def api_error(error: FieldError) -> ApiError:
     """The 400 for one field."""
-    return ApiError(400, f"{shortened(param)} {problem}.", param=param)
-
-
-def shortened(text: str) -> str:
-    """A client's own text as a message may show it: not all of a long one."""
-    return _capped(text, _MAX_ECHO_CHARS)
+    return ApiError(400, str(error), param=error.field)
 
 
 def redacted(text: str) -> str:
@@ -71,7 +66,3 @@ def error_response(error: ApiError) -> Response:
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(msgspec.json.encode(error.body()), error.status, headers, "application/json")
-
-
-def _capped(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."

@@ -9,6 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
@@ -19,18 +20,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from runtime.output.fields import FieldError, shortened
+from runtime.output.processor import Delta
 from serve_app.auth import AuthMiddleware, Cors, clean_id
-from serve_app.errors import ApiError, error_response, redacted, shortened
+from serve_app.endpoints import ENDPOINTS, Endpoint
+from serve_app.errors import ApiError, api_error, error_response, redacted
 from serve_app.limits import beside_the_loop_if, check_counts, deadline, is_long, read_json_body
 from serve_app.metrics import RequestContext
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.prepared_request import PreparedRequest
-from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest, parse, validated
-from serve_app.responses import Delta, num_scores
+from serve_app.requests import AbortRequest, parse, validated
+from serve_app.responses import encode_json, num_scores
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
-from serve_app.sse import DONE, EventStream, encode_json, error_event, plain_answer
+from serve_app.sse import DONE, EventStream, error_event
 from serve_app.tokenization import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
@@ -54,68 +58,81 @@ def build_http_app(
     Under Serve, which itself adds X-Request-Id to every answer, `echo_request_ids` is off.
     Raises CallboardError if the file of API keys cannot be read."""
     settings = settings or HttpSettings()
-
-    async def health(request: HttpRequest) -> Response:
-        if reason := service.health():
-            return _unavailable(reason, status="unavailable", reason=redacted(reason))
-        return _json({"status": "ok"})
-
-    async def ready(request: HttpRequest) -> Response:
-        reason = service.health()
-        if not reason:
-            return _json({"status": "ready"})
-        status = "loading" if service.loading else "unavailable"
-        return _unavailable(reason, status=status, phase=redacted(reason))
-
-    async def version_(request: HttpRequest) -> Response:
-        return _json({"version": version("callboard")})
-
-    async def metrics(request: HttpRequest) -> Response:
-        return Response(await service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    async def openapi(request: HttpRequest) -> Response:
-        return _json(document(settings))
-
-    async def info(request: HttpRequest) -> Response:
-        return _json(tokenizer_info(service))
-
-    async def abort(request: HttpRequest) -> Response:
-        # Short enough to be read on the loop, from which alone engines can be told.
-        body = await read_json_body(request.scope, request.receive, replace(settings, max_body_bytes=_MAX_ABORT_BYTES))
-        asked = validated(AbortRequest, body or b"")
-        service.abort(asked.request_id, request.scope["owner"])
-        return _json({"request_id": asked.request_id, "object": "request.abort"})
-
-    async def models(request: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [service.model_card()]})
-
-    async def model(request: HttpRequest) -> Response:
-        service.check_model(request.path_params["name"])
-        return _json(service.model_card())
-
     return Starlette(
-        routes=[
-            Route("/v1/completions", _Generation(service, CompletionRequest, settings), methods=["POST"]),
-            Route("/v1/chat/completions", _Generation(service, ChatRequest, settings), methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/v1/abort", abort, methods=["POST"]),
-            Route("/tokenize", _Call(service, tokenize, settings), methods=["POST"]),
-            Route("/detokenize", _Call(service, detokenize, settings), methods=["POST"]),
-            Route("/tokenizer_info", info),
-            Route("/health", health),
-            *PAGE_ROUTES,
-            Route("/ready", ready),
-            Route("/version", version_),
-            Route("/metrics", metrics),
-            Route("/openapi.json", openapi),
-        ],
+        routes=_Routes(service, settings).all(),
         middleware=[
             *([Middleware(Cors, settings)] if settings.cors_origin else []),
             Middleware(AuthMiddleware, settings, echo_ids=echo_request_ids),
         ],
-        exception_handlers={HTTPException: _http_error, ApiError: _api_error, Exception: _internal_error},
+        exception_handlers={
+            HTTPException: _http_error,
+            ApiError: _api_error,
+            FieldError: _field_error,
+            Exception: _internal_error,
+        },
     )
+
+
+class _Routes:
+    """The routes and the short answers."""
+
+    def __init__(self, service: Service, settings: HttpSettings) -> None:
+        self._service, self._settings = service, settings
+
+    def all(self) -> list[Route]:
+        service, settings = self._service, self._settings
+        return [
+            *(Route(e.path, _Generation(service, e, settings), methods=["POST"]) for e in ENDPOINTS),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/abort", self.abort, methods=["POST"]),
+            Route("/tokenize", _Call(service, tokenize, settings), methods=["POST"]),
+            Route("/detokenize", _Call(service, detokenize, settings), methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info),
+            Route("/health", self.health),
+            *PAGE_ROUTES,
+            Route("/ready", self.ready),
+            Route("/version", self.version),
+            Route("/metrics", self.metrics),
+            Route("/openapi.json", self.openapi),
+        ]
+
+    async def health(self, request: HttpRequest) -> Response:
+        if reason := self._service.health():
+            return _unavailable(reason, status="unavailable", reason=redacted(reason))
+        return _json({"status": "ok"})
+
+    async def ready(self, request: HttpRequest) -> Response:
+        if reason := self._service.health():
+            status = "loading" if self._service.loading else "unavailable"
+            return _unavailable(reason, status=status, phase=redacted(reason))
+        return _json({"status": "ready"})
+
+    async def version(self, request: HttpRequest) -> Response:
+        return _json({"version": version("callboard")})
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        return Response(await self._service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def openapi(self, request: HttpRequest) -> Response:
+        return _json(document(self._settings))
+
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        return _json(tokenizer_info(self._service))
+
+    async def abort(self, request: HttpRequest) -> Response:
+        # Short enough to be read on the loop, from which alone engines can be told.
+        settings = replace(self._settings, max_body_bytes=_MAX_ABORT_BYTES)
+        asked = validated(AbortRequest, await read_json_body(request.scope, request.receive, settings) or b"")
+        self._service.abort(asked.request_id, request.scope["owner"])
+        return _json({"request_id": asked.request_id, "object": "request.abort"})
+
+    async def models(self, request: HttpRequest) -> Response:
+        return _json({"object": "list", "data": [self._service.model_card()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        self._service.check_model(request.path_params["name"])
+        return _json(self._service.model_card())
 
 
 class _Call:
@@ -134,35 +151,32 @@ class _Call:
 
 
 class _Generation:
-    """POST of one kind of request: an ASGI application of its own, since each token is a `send`."""
+    """POST of one endpoint: an ASGI application of its own, since each token is a `send`."""
 
-    def __init__(
-        self, service: Service, kind: type[CompletionRequest] | type[ChatRequest], settings: HttpSettings
-    ) -> None:
-        self._service, self._kind, self._settings = service, kind, settings
+    def __init__(self, service: Service, endpoint: Endpoint[Any], settings: HttpSettings) -> None:
+        self._service, self._endpoint, self._settings = service, endpoint, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext.of(scope["headers"])
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
-        request, prepared = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope))
+        prepared = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope))
         async with _until_client_leaves(receive), aclosing(self._service.run(prepared, context)) as deltas:
-            if request.stream:
-                include_usage = request.stream_options is not None and request.stream_options.include_usage
-                await self._stream(prepared, deltas, include_usage, send)
+            if prepared.request.stream:
+                await self._stream(prepared, deltas, send)
             else:
                 await self._answer(prepared, deltas, scope, receive, send)
 
-    def _prepare(self, body: bytes, scope: Scope) -> tuple[CompletionRequest | ChatRequest, PreparedRequest]:
-        request = parse(self._kind, body)
+    def _prepare(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
+        request = parse(self._endpoint.request_type, body)
         check_counts(request, self._settings)
         request_id = clean_id(request.request_id or scope["request_id"])
-        return request, self._service.prepare(request, request_id, scope["owner"])
+        return self._service.prepare(self._endpoint, request, request_id, scope["owner"])
 
     async def _answer(
         self,
-        prepared: PreparedRequest,
+        prepared: PreparedRequest[Any],
         deltas: AsyncGenerator[list[Delta], None],
         scope: Scope,
         receive: Receive,
@@ -173,15 +187,17 @@ class _Generation:
             async for new in deltas:
                 for delta in new:
                     choices[delta.index].add(delta)
-        render = partial(plain_answer, prepared, choices, self._service.model, self._service.tokenizer)
+        render = partial(self._endpoint.answer, prepared, choices)
         content = await beside_the_loop_if(num_scores(choices) > _MANY_SCORES, render)
         await Response(content, headers=prepared.headers(), media_type="application/json")(scope, receive, send)
 
     async def _stream(
-        self, prepared: PreparedRequest, deltas: AsyncGenerator[list[Delta], None], include_usage: bool, send: Send
+        self, prepared: PreparedRequest[Any], deltas: AsyncGenerator[list[Delta], None], send: Send
     ) -> None:
         """The status stays open until there is something to send, so that an engine that refuses gets its own."""
-        stream = EventStream(prepared, self._service.model, self._service.tokenizer, include_usage=include_usage)
+        options = prepared.request.stream_options
+        stream = self._endpoint.stream(prepared, options is not None and options.include_usage)
+        may_be_long = prepared.request.num_logprobs() is not None
         has_begun = False
 
         async def write(events: bytes) -> None:
@@ -200,7 +216,7 @@ class _Generation:
                 new = await self._first(deltas, partial(write, _KEEP_ALIVE))
                 await write(stream.first() + await self._events(stream, new))
                 async for new in deltas:
-                    if events := await self._events(stream, new) if prepared.logprobs else stream.events(new):
+                    if events := await self._events(stream, new) if may_be_long else stream.events(new):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             end = stream.last()
         except Exception as e:
@@ -275,6 +291,11 @@ def _unavailable(why: str, **fields: str) -> Response:
 def _api_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error_response(error)
+
+
+def _field_error(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, FieldError)
+    return error_response(api_error(error))
 
 
 def _http_error(request: HttpRequest, error: Exception) -> Response:

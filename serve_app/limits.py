@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope
 
+from runtime.output.fields import invalid, shortened
 from runtime.text.weight import TooHeavy, weight
-from serve_app.errors import ApiError, invalid, shortened
-from serve_app.requests import ChatRequest, CompletionRequest
+from serve_app.errors import ApiError
+from serve_app.requests import SamplingFields
 from serve_app.settings import HttpSettings
 
 _T = TypeVar("_T")
@@ -74,17 +75,16 @@ async def _read(receive: Receive, max_bytes: int, too_long: ApiError) -> bytes |
     return b"".join(parts)
 
 
-def check_counts(request: CompletionRequest | ChatRequest, settings: HttpSettings) -> None:
+def check_counts(request: SamplingFields, settings: HttpSettings) -> None:
     """Raises the 400 for a request that asks for more than the server's settings allow."""
     if request.priority < 0 and not settings.client_priority:
         problem = f"is {request.priority}, but this server lets no client go before others (client_priority)"
         raise invalid("priority", f"{problem}; 0 is the usual one, and what is above it is served later")
-    num_prompts = len(request.prompts()) if isinstance(request, CompletionRequest) else 1
     num_stops = len(request.stop) if isinstance(request.stop, list) else 1
     for name, what, count, most in (
         ("n", "choices", request.n or 1, settings.max_n),
         ("stop", "stop strings", num_stops, settings.max_stop),
-        ("prompt", "prompts", num_prompts, settings.max_prompts),
+        ("prompt", "prompts", request.num_prompts(), settings.max_prompts),
     ):
         if count > most:
             raise invalid(name, f"asks for {count} {what}, but this server allows {most}")

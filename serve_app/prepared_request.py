@@ -2,49 +2,92 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
+from runtime.core.config import ModelInfo
 from runtime.core.types import Request
+from runtime.output.chat_prompt import ChatPrompter
+from runtime.output.message_parser import MessageFormat
+from runtime.output.response_format import RequestedGrammar
 from runtime.text.stream import StopStrings
-from serve_app.message_parser import MessageFormat
-from serve_app.response_format import RequestedGrammar
-from serve_app.responses import Echo, Guesses, usage
+from runtime.text.tokenizer import Tokenizer
+from serve_app.prompt_ids import prompt_ids
+from serve_app.requests.sampling import SamplingFields
+from serve_app.responses import Guesses, usage
+
+R = TypeVar("R", bound=SamplingFields)
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedRequest:
+class ServedModel:
+    """The model as the endpoints need it."""
+
+    name: str  # that clients use
+    tokenizer: Tokenizer
+    chats: ChatPrompter | None  # None: it has no chat template
+    info: ModelInfo
+    speculates: bool  # a draft may guess: the usage tells how well
+
+    def encode(self, request: SamplingFields, text: str, special: bool, where: str) -> list[int]:
+        """The token ids of the text of the field `where`; raises ApiError if they are clearly too many."""
+        special = special if request.add_special_tokens is None else request.add_special_tokens
+        truncated = request.truncate_prompt_tokens is not None
+        return prompt_ids(self.tokenizer, text, special, self.info.max_model_len, where, truncated)
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt at the head of its completion."""
+
+    text: str
+    offsets: list[int]  # where the text of each of its tokens begins; empty unless log-probabilities are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of one request, and what holds for the output of each."""
+
+    token_ids: list[list[int]]
+    where: str  # the field that they come from
+    grammar: RequestedGrammar | None  # that the output must match, counted from where the prompt ends
+    message_format: MessageFormat | None = None  # how the output is read; None: all of it is content
+    echoes: list[Echo] = field(default_factory=list)  # of each prompt; empty unless echo was asked for
+
+    def path(self, index: int) -> str:
+        """The path of one prompt in the request."""
+        return self.where if len(self.token_ids) == 1 else f"{self.where}.{index}"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest(Generic[R]):
     """An API request, checked and tokenised: one engine request per choice, in the order of the choices' indices."""
 
     id: str
-    chat: bool  # which endpoint's shape the answer has
-    logprobs: bool
-    requests: list[Request]
+    request: R  # what the client asked for
+    model: ServedModel
+    prompts: Prompts
+    requests: list[Request]  # without their grammar, which they get when they run
     stops: StopStrings | None  # of all choices
-    num_choices: int  # of each prompt: request i is about prompt i // num_choices
-    fingerprint: str  # of the model, its dtype and its numerics
-    echoes: list[Echo]  # of each prompt; empty unless echo was asked for
-    prompt_logprobs: int | None  # alternatives to show at each position of a prompt
-    return_token_ids: bool
-    return_draft_spans: bool
-    continuous_usage: bool  # in every chunk of a stream that shows its usage
-    speculates: bool  # a draft may guess: the usage tells how well
     ignored_fields: list[str]
-    message_format: MessageFormat | None  # how a chat's text is read; None: all of it is content
-    structure: RequestedGrammar | None  # what the output must match; the requests get its grammar when they run
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt: engine request i is about prompt i // num_choices."""
+        return self.request.n or 1
 
     def headers(self) -> dict[str, str]:
         """What a client should know that the answer's shape has no place for."""
         return {"x-callboard-ignored-fields": ", ".join(self.ignored_fields)} if self.ignored_fields else {}
 
     def echo(self, index: int) -> Echo | None:
-        """What choice `index` begins with."""
-        return self.echoes[index // self.num_choices] if self.echoes else None
+        """The head of choice `index`."""
+        return self.prompts.echoes[index // self.num_choices] if self.prompts.echoes else None
 
     def usage(self, num_output: list[int], num_cached: list[int], guesses: Guesses) -> dict[str, Any]:
         """OpenAI's usage object, from what each choice took and the guesses at all of them. A prompt counts once,
         whatever its number of choices, and what is cached of it is what the first of them found."""
         n = self.num_choices
-        num_prompt = sum(request.prompt_len for request in self.requests[::n])
+        num_prompt = sum(map(len, self.prompts.token_ids))
         cached = sum(min(num_cached[at : at + n]) for at in range(0, len(num_cached), n))
-        return usage(num_prompt, sum(num_output), cached, guesses if self.speculates else None)
+        return usage(num_prompt, sum(num_output), cached, guesses if self.model.speculates else None)

@@ -12,29 +12,27 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import accumulate
+from itertools import count
 from typing import Any
 from urllib.parse import quote
 
 from actors.engine_client import EngineBusy, EngineClient, EngineDraining, QueueTimeout, RequestRefused
-from runtime.core.types import CallboardError, FinishReason, Request
+from runtime.core.requests import requests_of
+from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
+from runtime.output.chat_prompt import ChatPrompter
+from runtime.output.fields import invalid, shortened
+from runtime.output.processor import Delta, OutputProcessor
+from runtime.output.response_format import RequestedGrammar
 from runtime.structured.compiler import CompilerBusy, GrammarCompiler
 from runtime.structured.pattern import GrammarError
-from runtime.text import reasoning
-from runtime.text.chat import ChatTemplate
 from runtime.text.sampling_defaults import SamplingDefaults
-from runtime.text.stream import StopStrings, TextStream
+from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import HERMES, LLAMA3
-from serve_app.errors import ApiError, invalid, shortened
-from serve_app.limits import check_template_values
-from serve_app.message_parser import MessageFormat, MessageParser
+from serve_app.endpoints import Endpoint
+from serve_app.errors import ApiError, api_error
 from serve_app.metrics import RequestContext, RequestRecord, ServiceMetrics
-from serve_app.prepared_request import PreparedRequest
-from serve_app.prompt_ids import prompt_ids
-from serve_app.requests import MAX_CHOICES, ChatRequest, CompletionRequest, choice_seed
-from serve_app.response_format import RequestedGrammar
-from serve_app.responses import Delta, Echo, delta_of, text_stream
+from serve_app.prepared_request import PreparedRequest, R, ServedModel
+from serve_app.requests import SamplingFields
 
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
@@ -63,9 +61,7 @@ class Service:
         """The client is connected, and these are the model's tokenizer and how requests are sampled that do not say:
         they can be served."""
         self._defaults = defaults or SamplingDefaults()
-        self._template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
-        marks = (reasoning.OPEN, reasoning.CLOSE, HERMES.mark, HERMES.end_mark, LLAMA3.mark)
-        self._mark_ids = tokenizer.special_ids.intersection(map(tokenizer.token_to_id, marks))
+        self._chats = ChatPrompter(tokenizer) if tokenizer.chat_template is not None else None
         self._tokenizer = tokenizer
 
     @property
@@ -74,16 +70,11 @@ class Service:
         return self._tokenizer is None
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Raises the 503 while the service is loading."""
+    def served(self) -> ServedModel:
+        """The model as it is now; raises the 503 while the service is loading."""
         if self._tokenizer is None:
             raise _unavailable(self._client.health(), _LOADING_RETRY_S)
-        return self._tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest prompt + output, in tokens."""
-        return self._client.info.max_model_len
+        return ServedModel(self.model, self._tokenizer, self._chats, self._client.info, self.draft is not None)
 
     def health(self) -> str:
         """Empty if requests can be served now; else one sentence that says why not."""
@@ -106,90 +97,48 @@ class Service:
 
     def model_card(self) -> dict[str, Any]:
         """OpenAI's model object; raises the 503 while the service is loading."""
-        _ = self.tokenizer
+        info = self.served.info
         return {
             "id": self.model,
             "object": "model",
             "created": self._created,
             "owned_by": "callboard",
-            "max_model_len": self.max_model_len,
+            "max_model_len": info.max_model_len,
             "draft": self.draft,
         }
 
-    def prepare(
-        self, request: CompletionRequest | ChatRequest, request_id: str = "", owner: str = ""
-    ) -> PreparedRequest:
-        """Template, tokenise and check one API request; raises ApiError naming the field at fault.
+    def prepare(self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "") -> PreparedRequest[R]:
+        """Template, tokenise and check one API request; raises FieldError or ApiError.
 
         `request_id` becomes a part of the answer's id; without one it is random. Of those who ask, only `owner` can
         abort it.
         Pure CPU work and thread-safe, so that a long prompt can be prepared beside the event loop."""
         self.check_model(request.model)
-        chat = isinstance(request, ChatRequest)
-        default = None if chat else 16
-        message_format = None
-        if isinstance(request, ChatRequest):
-            prompt, message_format = self.chat_prompt(request)
-            prompts, where = [prompt], "messages"
-        else:
-            prompts, where = self._prompts(request), "prompt"
-        asked = request.max_output()
-        if (last := request.truncate_prompt_tokens) is not None:
-            room = max(1, self.max_model_len - (default or 1 if asked is None else asked))
-            prompts = [prompt[-(room if last == -1 else last) :] for prompt in prompts]
-        answer_id = ("chatcmpl-" if chat else "cmpl-") + (request_id or secrets.token_hex(12))
-        max_tokens = [self._max_tokens(asked, default, len(prompt), where) for prompt in prompts]
-        _check_work(request, sum(map(len, prompts)), where)
-        for at, prompt in enumerate(prompts):
-            self._check_token_ids(where if len(prompts) == 1 else f"{where}.{at}", prompt)
-        requests = self._requests(request, _owned(answer_id, owner), prompts, max_tokens)
-        options = request.stream_options
-        return PreparedRequest(
-            id=answer_id,
-            chat=chat,
-            logprobs=request.num_logprobs() is not None,
-            requests=requests,
-            stops=StopStrings(requests[0].params.stop) if requests[0].params.stop else None,
-            num_choices=request.n or 1,
-            fingerprint="fp_" + self._client.info.fingerprint[:16],
-            echoes=[] if chat or not request.echo else self._echoes(request, prompts),
-            prompt_logprobs=request.prompt_logprobs,
-            return_token_ids=bool(request.return_token_ids),
-            return_draft_spans=isinstance(request, CompletionRequest) and bool(request.return_draft_spans),
-            continuous_usage=options is not None and options.continuous_usage_stats,
-            speculates=self.draft is not None,
-            ignored_fields=request.ignored_fields(),
-            message_format=message_format,
-            structure=self._requested_grammar(request, message_format),
-        )
-
-    def _requests(
-        self, request: CompletionRequest | ChatRequest, name: str, prompts: list[list[int]], max_tokens: list[int]
-    ) -> list[Request]:
-        """A request of the engine for each choice of each prompt."""
-        seed = secrets.randbits(63) if request.seed is None else None
+        model = self.served
+        prompts = endpoint.prompts(request, model)
+        asked, default = request.max_output(), endpoint.default_max_tokens
+        lengths = [len(prompt) for prompt in prompts.token_ids]
+        max_tokens = [_max_tokens(asked, default, length, model, prompts.where) for length in lengths]
+        _check_work(request, sum(lengths), prompts.where)
+        for at, prompt in enumerate(prompts.token_ids):
+            _check_token_ids(prompts.path(at), prompt, model)
+        if prompts.grammar is not None and not model.info.eos_token_ids:
+            raise invalid(prompts.grammar.field, "needs a model with an end-of-sequence token, and this one has none")
+        answer_id = endpoint.id_prefix + (request_id or secrets.token_hex(12))
+        names = (f"{_owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
-        for prompt, most in zip(prompts, max_tokens, strict=True):
+        for prompt, most in zip(prompts.token_ids, max_tokens, strict=True):
             params = request.sampling_params(most, self._defaults)
             if not requests:
-                self._check_token_ids("logit_bias", (i for i, _ in params.logit_bias))
-                self._check_token_ids("stop_token_ids", params.stop_token_ids)
-            for i in range(request.n or 1):
-                requests.append(
-                    Request(
-                        request_id=f"{name}-{len(requests)}",
-                        token_ids=prompt,
-                        prompt_len=len(prompt),
-                        params=params,
-                        seed=choice_seed(params.seed if seed is None else seed, i),
-                        priority=request.priority,
-                        cache_salt=request.cache_salt or "",
-                    )
-                )
-        return requests
+                _check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
+                _check_token_ids("stop_token_ids", params.stop_token_ids, model)
+            priority, salt = request.priority, request.cache_salt or ""
+            requests += requests_of(names, prompt, params, request.n or 1, priority=priority, cache_salt=salt)
+        stops = StopStrings(params.stop) if params.stop else None
+        return PreparedRequest(answer_id, request, model, prompts, requests, stops, request.ignored_fields())
 
     async def run(
-        self, prepared: PreparedRequest, context: RequestContext | None = None
+        self, prepared: PreparedRequest[Any], context: RequestContext | None = None
     ) -> AsyncGenerator[list[Delta], None]:
         """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
 
@@ -198,8 +147,8 @@ class Service:
         with self.metrics.request(prepared.id, context or RequestContext(), prepared.num_choices) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
-            if prepared.structure is not None:
-                await self._give_grammar(prepared, prepared.structure)
+            if (grammar := prepared.prompts.grammar) is not None:
+                prepared = replace(prepared, requests=await self._bound_requests(prepared, grammar))
             try:
                 if len(prepared.requests) == 1:
                     async with aclosing(self._choice(prepared, 0, record)) as choice:
@@ -222,7 +171,7 @@ class Service:
             except CallboardError as e:
                 raise ApiError(500, str(e), type="server_error", code="engine_error") from e
 
-    async def _merged(self, prepared: PreparedRequest, record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
+    async def _merged(self, prepared: PreparedRequest[Any], record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
         """All choices side by side."""
         num_open = len(prepared.requests)
         ready: asyncio.Queue[Delta | Exception] = asyncio.Queue(maxsize=2 * num_open)
@@ -265,27 +214,22 @@ class Service:
                 task.cancel()  # each closes its generator, which aborts its request; nothing here waits for it
 
     async def _choice(
-        self, prepared: PreparedRequest, index: int, record: RequestRecord
+        self, prepared: PreparedRequest[Any], index: int, record: RequestRecord
     ) -> AsyncGenerator[Delta, None]:
         """One choice. Closing it, a stop string or the last call allowed closes the engine's generator, which aborts
         the request."""
-        request, echo, message_format = prepared.requests[index], prepared.echo(index), prepared.message_format
-        params = request.params
-        kept = frozenset() if message_format is None else message_format.kept_special_ids
-        text = text_stream(self.tokenizer, request, prepared.stops, params.include_stop_str_in_output, kept)
-        parser = None if message_format is None else MessageParser(message_format)
+        request, echo = prepared.requests[index], prepared.echo(index)
+        form = prepared.prompts.message_format
+        processor = OutputProcessor(prepared.model.tokenizer, request, index, form, prepared.stops)
         with record.choice(request) as seen:
             async with aclosing(self._client.generate(request)) as outputs:
                 async for output in outputs:
                     seen.note(output)
-                    if output.finish_reason is FinishReason.GRAMMAR:
-                        field = None if prepared.structure is None else prepared.structure.field
-                        raise ApiError(400, output.error, param=field, code="grammar_failed")
-                    delta = delta_of(index, text, output, params.include_stop_str_in_output)
+                    if output.finish_reason > FinishReason.LENGTH:
+                        raise _failure(output, prepared)
+                    delta = processor.process(output)
                     if echo is not None:
                         delta.text, echo = echo.text + delta.text, None
-                    if parser is not None:
-                        parser.read(delta)
                     if delta.finish_reason is not None:
                         seen.reason = delta.finish_reason
                     yield delta
@@ -293,134 +237,47 @@ class Service:
                         self.metrics.delivered(seen)
                         return
 
-    async def _give_grammar(self, prepared: PreparedRequest, structure: RequestedGrammar) -> None:
+    async def _bound_requests(self, prepared: PreparedRequest[Any], asked: RequestedGrammar) -> list[Request]:
+        """The engine requests with their grammar; what of it is not enforced is noted for the headers."""
         asked_at = time.monotonic()
         self.metrics.waits_for_grammar(prepared.requests[0])
         try:
-            grammar = await self.grammars.compile(structure.spec)
+            grammar = await self.grammars.compile(asked.spec)
         except GrammarError as e:
-            raise invalid(structure.field, str(e)) from e
+            raise api_error(invalid(asked.field, str(e))) from e
         except CompilerBusy as e:
             raise _too_many(e, e.retry_after_s, "grammars_busy") from e
         finally:
             self.metrics.waited_for_grammar(prepared.requests[0], time.monotonic() - asked_at)
         paths = grammar.ignored[:_MAX_IGNORED]
-        prepared.ignored_fields.extend(quote(f"{structure.field}{path}", safe="/#$.")[:128] for path in paths)
+        prepared.ignored_fields.extend(quote(f"{asked.field}{path}", safe="/#$.")[:128] for path in paths)
         grammar = replace(grammar, ignored=())
-        for request in prepared.requests:
-            request.params = replace(request.params, grammar=grammar)
+        return [replace(request, params=replace(request.params, grammar=grammar)) for request in prepared.requests]
 
-    # ---- preparing --------------------------------------------------------------------------------------------------
 
-    def chat_prompt(self, request: ChatRequest) -> tuple[list[int], MessageFormat | None]:
-        """A chat as token ids, and how what comes after them is read; raises ApiError if the model's template refuses
-        it."""
-        tokenizer, template = self.tokenizer, self._template
-        if template is None:
-            raise ApiError(400, f"{self.model!r} has no chat template; use /v1/completions with a plain prompt.")
-        tools = request.offered_tools()
-        form = template.tool_format if tools else None
-        if tools and form is None:
-            raise invalid("tools", f"cannot be used: {self.model!r} has no template with a known format of calls")
-        offered = [tool.as_template_sees_it() for tool in tools] or None
-        check_template_values("tools", offered)
-        check_template_values("chat_template_kwargs", request.chat_template_kwargs)
-        try:
-            text = template.render(
-                request.template_messages(),
-                request.add_generation_prompt is not False,
-                offered,
-                request.continue_final_message,
-                **request.chat_template_kwargs or {},
-            )
-        except CallboardError as e:
-            raise ApiError(400, str(e), param="messages") from e
-        message_format = None
-        if form is not None or template.thinks:
-            begun = request.begun_call()
-            in_reasoning = template.thinks and _in_reasoning(request, text)
-            if form is not None and begun is not None:
-                if in_reasoning:
-                    text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
-                text += form.opening(begun)
-            message_format = MessageFormat(
-                thinks=template.thinks and begun is None,
-                in_reasoning=in_reasoning,
-                shows_reasoning=request.include_reasoning,
-                tools=form,
-                function_names=request.function_names if begun is None else None,
-                most_calls=request.most_calls(),
-                begun=begun,
-                kept_special_ids=self._mark_ids,
-            )
-        truncated = request.truncate_prompt_tokens is not None
-        special = bool(request.add_special_tokens)
-        return prompt_ids(tokenizer, text, special, self.max_model_len, "messages", truncated), message_format
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
-    def _requested_grammar(
-        self, request: CompletionRequest | ChatRequest, message_format: MessageFormat | None
-    ) -> RequestedGrammar | None:
-        """What the output must match, counted from where the prompt ends."""
-        structure = request.structure()
-        if structure is not None and message_format is not None and message_format.in_reasoning:
-            if self.tokenizer.token_to_id(reasoning.CLOSE) in self.tokenizer.special_ids:
-                raise invalid(structure.field, "cannot follow reasoning of this model; turn its reasoning off")
-            structure = replace(structure, spec=replace(structure.spec, after=reasoning.CLOSE))
-        if isinstance(request, ChatRequest):
-            marks_are_text = message_format is None or not message_format.kept_special_ids
-            structure = request.bound_grammar(structure, message_format and message_format.tools, marks_are_text)
-        if structure is not None and not self._client.info.eos_token_ids:
-            raise invalid(structure.field, "needs a model with an end-of-sequence token, and this one has none")
-        return structure
 
-    def _prompts(self, request: CompletionRequest) -> list[list[int]]:
-        given, n = request.prompts(), request.n or 1
-        special, truncated = request.add_special_tokens is not False, request.truncate_prompt_tokens is not None
-        if len(given) * n > MAX_CHOICES:
-            raise invalid("prompt", f"has {len(given)} prompts for {n} choices each; at most {MAX_CHOICES} are allowed")
-        prompts = []
-        for at, prompt in enumerate(given):
-            where = "prompt" if len(given) == 1 else f"prompt.{at}"
-            if isinstance(prompt, str):
-                prompts.append(prompt_ids(self.tokenizer, prompt, special, self.max_model_len, where, truncated))
-            else:
-                prompts.append(prompt)
-            if not prompts[-1]:
-                raise invalid(where, "is empty; send at least one token")
-        return prompts
+def _check_token_ids(where: str, ids: Iterable[int], model: ServedModel) -> None:
+    largest, size = max(ids, default=0), min(model.tokenizer.vocab_size, model.info.vocab_size)
+    if largest >= size:
+        raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
 
-    def _check_token_ids(self, where: str, ids: Iterable[int]) -> None:
-        largest, size = max(ids, default=0), min(self.tokenizer.vocab_size, self._client.info.vocab_size)
-        if largest >= size:
-            raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
 
-    def _max_tokens(self, asked: int | None, default: int | None, prompt_len: int, where: str) -> int:
-        """Tokens of output, `default` (None: all that fit) if the request does not say; never beyond the context."""
-        limit = self.max_model_len
-        room = limit - prompt_len
-        if (1 if asked is None else asked) > room:
-            wanted = f"{asked} tokens of output" if asked else "at least one token of output"
-            raise ApiError(
-                400,
-                f"This model's maximum context length is {limit} tokens, but {where} has {prompt_len} tokens "
-                f"and {wanted} must fit too; shorten {where}{' or lower max_tokens' if asked else ''}.",
-                param=where,
-                code="context_length_exceeded",
-            )
-        return min(room if default is None else default, room) if asked is None else asked
-
-    def _echoes(self, request: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
-        wants_offsets = request.logprobs is not None
-        echoes = []
-        for given, ids in zip(request.prompts(), prompts, strict=True):
-            if isinstance(given, str) and request.truncate_prompt_tokens is None:
-                special = request.add_special_tokens is not False
-                echoes.append(Echo(given, self.tokenizer.offsets(given, special) if wants_offsets else []))
-                continue
-            stream = TextStream(self.tokenizer, skip_special_tokens=request.skip_special_tokens)
-            pieces = [stream.push((i,)) for i in ids]  # a character that the prompt leaves unfinished is the output's
-            echoes.append(Echo("".join(pieces), list(accumulate(map(len, pieces[:-1]), initial=0))))
-        return echoes
+def _max_tokens(asked: int | None, default: int | None, prompt_len: int, model: ServedModel, where: str) -> int:
+    """Tokens of output, `default` (None: all that fit) if the request does not say; never beyond the context."""
+    limit = model.info.max_model_len
+    room = limit - prompt_len
+    if (1 if asked is None else asked) > room:
+        wanted = f"{asked} tokens of output" if asked else "at least one token of output"
+        raise ApiError(
+            400,
+            f"This model's maximum context length is {limit} tokens, but {where} has {prompt_len} tokens "
+            f"and {wanted} must fit too; shorten {where}{' or lower max_tokens' if asked else ''}.",
+            param=where,
+            code="context_length_exceeded",
+        )
+    return min(room if default is None else default, room) if asked is None else asked
 
 
 def _owned(request_id: str, owner: str) -> str:
@@ -428,7 +285,7 @@ def _owned(request_id: str, owner: str) -> str:
     return f"{owner}/{request_id}" if owner else request_id
 
 
-def _check_work(request: CompletionRequest | ChatRequest, num_tokens: int, where: str) -> None:
+def _check_work(request: SamplingFields, num_tokens: int, where: str) -> None:
     """Raises the 400 for choices or scores of prompts of so many tokens that are too much for one request."""
     n, top = request.n or 1, request.num_prompt_logprobs()
     if num_tokens * n > _MAX_PROMPT_TOKENS:
@@ -442,12 +299,14 @@ def _check_work(request: CompletionRequest | ChatRequest, num_tokens: int, where
         )
 
 
-def _in_reasoning(request: ChatRequest, prompt: str) -> bool:
-    """Whether a prompt ends within reasoning."""
-    if request.continue_final_message:
-        before = request.messages[-1].text()
-        return before.rfind(reasoning.OPEN) > before.rfind(reasoning.CLOSE)
-    return prompt.rstrip().endswith(reasoning.OPEN)
+def _failure(output: RequestOutput, prepared: PreparedRequest[Any]) -> ApiError:
+    """The error for a choice that has not come to its end."""
+    if output.finish_reason is FinishReason.ABORT:
+        return ApiError(499, "This request was aborted by its id.", type="request_aborted", code="request_aborted")
+    if output.finish_reason is FinishReason.GRAMMAR:
+        grammar = prepared.prompts.grammar
+        return ApiError(400, output.error, param=None if grammar is None else grammar.field, code="grammar_failed")
+    return ApiError(500, output.error, type="server_error", code="engine_error")
 
 
 def _too_many(error: CallboardError, retry_after_s: float, code: str) -> ApiError:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from serve_app.errors import invalid
+from runtime.output.fields import invalid
+from serve_app.endpoints import CHAT
 from serve_app.prompt_ids import prompt_ids
 from serve_app.requests import ChatRequest, parse, validated
 from serve_app.requests.shapes import RequestModel, TokenId
@@ -46,39 +47,41 @@ class _Kind(RequestModel):
 
 
 def tokenize(service: Service, body: bytes) -> dict[str, Any]:
-    """The token ids of a text or of a chat's prompt; raises ApiError."""
+    """The token ids of a text or of a chat's prompt; raises FieldError or ApiError."""
     request: TokenizeTextRequest | TokenizeChatRequest
+    model = service.served
     if validated(_Kind, body).messages is None:
         request = validated(TokenizeTextRequest, body)
         service.check_model(request.model)
-        special, limit = request.add_special_tokens, service.max_model_len
-        ids = prompt_ids(service.tokenizer, request.prompt, special, limit, "prompt")
+        special, limit = request.add_special_tokens, model.info.max_model_len
+        ids = prompt_ids(model.tokenizer, request.prompt, special, limit, "prompt")
     else:
         request = parse(TokenizeChatRequest, body)
         service.check_model(request.model)
-        ids, _ = service.chat_prompt(request)
-    names = [service.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
-    return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": names}
+        ids, _ = CHAT.prompt(request, model)
+    names = [model.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids, "token_strs": names}
 
 
 def detokenize(service: Service, body: bytes) -> dict[str, Any]:
-    """The text of token ids, special tokens included; raises ApiError."""
+    """The text of token ids, special tokens included; raises FieldError or ApiError."""
     request = validated(DetokenizeRequest, body)
     service.check_model(request.model)
-    if len(request.tokens) > max(MAX_IDS, service.max_model_len):
+    model = service.served
+    if len(request.tokens) > max(MAX_IDS, model.info.max_model_len):
         raise invalid("tokens", f"has {len(request.tokens)} ids; at most {MAX_IDS} are allowed")
-    size = service.tokenizer.vocab_size
+    size = model.tokenizer.vocab_size
     if (largest := max(request.tokens, default=0)) >= size:
         raise invalid("tokens", f"holds the token id {largest}, but the ids of this model end at {size - 1}")
-    return {"prompt": service.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+    return {"prompt": model.tokenizer.decode(request.tokens, skip_special_tokens=False)}
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
     """What a client needs to render chats by itself, named as in a tokenizer_config.json."""
-    tokenizer = service.tokenizer
+    model = service.served
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": tokenizer.chat_template,
-        "model_max_length": service.max_model_len,
-        **tokenizer.special_tokens,
+        "chat_template": model.tokenizer.chat_template,
+        "model_max_length": model.info.max_model_len,
+        **model.tokenizer.special_tokens,
     }

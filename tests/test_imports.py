@@ -14,6 +14,7 @@ FORBIDDEN = {  # folder -> top-level packages that no file in it may import, at 
     "runtime/core": {"torch", "triton"},
     "runtime/text": {"torch", "triton", "transformers"},
     "runtime/structured": {"torch", "triton"},
+    "runtime/output": {"torch", "triton", "transformers"},
     "actors": {"serve_app", "transformers"},
     "serve_app": {"torch", "triton", "transformers"},
 }
@@ -24,6 +25,7 @@ PACKAGES_BELOW = {  # package of runtime -> the other packages of runtime that i
     "kernels": {"core"},
     "text": {"core", "loading"},
     "structured": {"core", "text"},
+    "output": {"core", "structured", "text"},
     "quant": {"core", "kernels"},
     "models": {"core", "kernels", "quant"},
     "worker": {"core", "loading", "kernels", "quant", "models", "text", "structured"},

@@ -19,7 +19,7 @@ from runtime.text.tokenizer import Tokenizer
 class TextStream:
     """The text of one request's output.
 
-    The pieces that `push` returns, and then `finish`, are together what `Tokenizer.decode` makes of all ids, cut at the
+    The texts that `push` returns, and then `finish`, are together what `Tokenizer.decode` makes of all ids, cut at the
     first stop string: of several, the one that is complete first, and of those that end at the same character, the
     longest. So the result does not depend on how the tokens were grouped into pushes.
 
@@ -37,7 +37,7 @@ class TextStream:
         kept_special_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the text
-        self.num_tokens_used = 0  # tokens pushed, up to and including the one that completed the stop string
+        self.num_chars = 0  # decoded of the tokens pushed, whether or not they are cut off with a stop string
         self._pieces = tokenizer.pieces
         self._skipped = tokenizer.special_ids - kept_special_ids if skip_special_tokens else frozenset()
         self._at_start = True  # no token has been decoded yet
@@ -50,15 +50,18 @@ class TextStream:
         self._include_stop_str = include_stop_str
         self._held = ""  # decoded, not returned: it may be the beginning of a stop string
 
-    def push(self, token_ids: Iterable[int]) -> str:
-        """The text that is now safe to send; empty once a stop string has been found."""
-        text = self._held
+    def push(self, token_ids: Iterable[int]) -> tuple[str, list[int]]:
+        """The text that is now safe to send, empty once a stop string has been found, and `num_chars` after each token
+        up to the one that completed the stop string: the later ones are not used."""
+        text, ends = self._held, []
         for token_id in token_ids:
             if self.stopped is not None:
                 break
-            self.num_tokens_used += 1
-            text = self._append(text, self._decode(token_id))
-        return self._release(text)
+            new = self._decode(token_id)
+            self.num_chars += len(new)
+            ends.append(self.num_chars)
+            text = self._append(text, new)
+        return self._release(text), ends
 
     def finish(self) -> str:
         """The rest, when no more tokens come: a possible stop string was none, an incomplete character is U+FFFD."""

@@ -29,16 +29,23 @@ class ToolFormat:
     is_bare: bool  # a call needs no mark at the beginning of the text, nor after another call and a ";"
     arguments: str  # the key of the arguments, when the call is begun for the model
 
-    def opening(self, name: str) -> str:
-        """How a call of a function begins, up to its arguments; for the name "", how any call begins, up to the name.
+    def opening(self, name: str | None) -> str:
+        """How a call of a function begins, up to its arguments; for None, how any call begins, up to the name.
 
         It ends where the models' own tokens do: in front of the space that they join to the next word."""
         opening = ("" if self.is_bare else self.mark + "\n") + '{"name": "'
-        return f'{opening}{name}", "{self.arguments}":' if name else opening
+        return opening if name is None else f'{opening}{name}", "{self.arguments}":'
 
 
 HERMES = ToolFormat("<tool_call>", "</tool_call>", False, "arguments")
 LLAMA3 = ToolFormat("<|python_tag|>", "", True, "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """A call whose `opening` the prompt ends with, so that the output can only go on with it."""
+
+    name: str | None  # of the function; None: the output names one
 
 
 @dataclass(slots=True)
@@ -67,12 +74,10 @@ class ToolCallParser:
     `_held` and returns whether another state should go on."""
 
     def __init__(
-        self, form: ToolFormat, names: Set[str] | None, most: int | None = None, begun: str | None = None
+        self, form: ToolFormat, names: Set[str] | None, most: int | None = None, forced: ForcedCall | None = None
     ) -> None:
-        """`names` of the functions that may be called (None: any). `most` calls are read, and then `done` is set.
-
-        If the prompt ends with the `opening` of a call, `begun` is the name that it was made of: the text goes on from
-        there."""
+        """`names` of the functions that may be called (None: any). `most` calls are read, and then `done` is set. The
+        text goes on from the opening of a `forced` call."""
         self.num_calls = 0
         self.done = False
         self._form, self._names, self._most = form, names, most
@@ -82,11 +87,11 @@ class ToolCallParser:
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
         self._state: Callable[[bool], bool] = self._opening if form.is_bare else self._outside
-        if begun:
-            self._begin(begun)
+        if forced is not None and forced.name is not None:
+            self._begin(forced.name)
             self._state = self._begun_arguments
-        elif begun is not None:
-            self._held = form.opening("")
+        elif forced is not None:
+            self._held = form.opening(None)
 
     def push(self, text: str) -> tuple[str, list[CallDelta]]:
         """The content and the pieces of calls that are now certain."""

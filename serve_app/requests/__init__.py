@@ -8,8 +8,7 @@ from serve_app.requests.chat import ChatRequest
 from serve_app.requests.completion import CompletionRequest
 from serve_app.requests.messages import ChatMessage
 from serve_app.requests.parsing import AbortRequest, parse, validated
-from serve_app.requests.sampling import MAX_CHOICES, choice_seed
-from serve_app.requests.tools import Tool
+from serve_app.requests.sampling import MAX_CHOICES, SamplingFields
 
 __all__ = [
     "MAX_CHOICES",
@@ -17,8 +16,7 @@ __all__ = [
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
-    "Tool",
-    "choice_seed",
+    "SamplingFields",
     "parse",
     "validated",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from serve_app.errors import invalid
+from runtime.output.fields import invalid
 from serve_app.requests.sampling import SamplingFields
 from serve_app.requests.shapes import TokenIds, or_default
 
@@ -60,16 +61,19 @@ class CompletionRequest(SamplingFields):
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None, None if self.max_tokens != 0 else 0]
         return max((n for n in wanted if n is not None), default=None)
 
+    def num_prompts(self) -> int:
+        return len(self.prompts())
+
+    def shows_more_than_text(self) -> bool:
+        return super().shows_more_than_text() or bool(self.return_draft_spans)
+
     def check(self) -> None:
         super().check()
         if self.best_of is not None and self.best_of != or_default(self.n, 1):
             raise invalid("best_of", f"is {self.best_of}, but only the value of n is supported; leave it out")
 
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[str | list[int]]:
         """The prompts as a list, each a text or token ids."""
-        match self.prompt:
-            case str(text):
-                return [text]
-            case [int(), *_]:
-                return [self.prompt]
-        return self.prompt
+        prompt = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return cast(Sequence[str | list[int]], [prompt] if is_one else prompt)

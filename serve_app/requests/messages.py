@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError, from_json
 
-from serve_app.errors import invalid
+from runtime.output.fields import invalid
 from serve_app.requests.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, only, text_or_list
 
 

@@ -10,11 +10,12 @@ from typing import Annotated, TypeVar
 
 import msgspec
 from pydantic import Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
-from serve_app.errors import ApiError, invalid, shortened
+from runtime.core.types import CallboardError
+from runtime.output.fields import FieldError, fault_of, invalid, path_of
+from serve_app.errors import ApiError
 from serve_app.requests.sampling import MAX_CHOICES, SamplingFields
-from serve_app.requests.shapes import MAX_VALUES, RequestModel, TokenIds, has_too_many_values, shown
+from serve_app.requests.shapes import MAX_VALUES, RequestModel, TokenIds, has_too_many_values
 
 _LONG_BYTES = 64 << 10  # a shorter body is no matter, whatever it holds
 _PIECE_BYTES = 64 << 10  # of token ids that are read at once
@@ -30,7 +31,7 @@ _R = TypeVar("_R", bound=SamplingFields)
 
 
 def parse(kind: type[_R], body: bytes) -> _R:
-    """A request from the bytes of its JSON; raises ApiError with the path of the first field at fault."""
+    """A request from the bytes of its JSON; raises FieldError for the first field at fault, and ApiError."""
     request = validated(kind, body)
     request.check()
     return request
@@ -40,7 +41,7 @@ _M = TypeVar("_M", bound=RequestModel)
 
 
 def validated(kind: type[_M], body: bytes) -> _M:
-    """What `body` says, field by field; raises ApiError with the path of the first field at fault."""
+    """What `body` says, field by field; raises FieldError for the first one at fault, and ApiError."""
     ids: dict[str, list[int] | list[list[int]]] = {}
     if len(body) >= _LONG_BYTES:
         if kind.token_ids_field is not None:
@@ -102,31 +103,22 @@ def _token_ids(value: bytes, name: str) -> list[int]:
     return ids
 
 
-def _no_token_id(name: str, num_before: int, piece: bytes) -> ApiError:
+def _no_token_id(name: str, num_before: int, piece: bytes) -> FieldError:
     try:
         TypeAdapter(TokenIds).validate_json(piece, strict=True)
     except ValidationError as e:
         fault = e.errors(include_url=False)[0]
         if fault["loc"]:
-            return _at_fault(f"{name}.{num_before + int(fault['loc'][0])}", fault)
+            return fault_of(f"{name}.{num_before + int(fault['loc'][0])}", fault)
     return invalid(name, "holds something that is no token id; those are whole numbers from 0 on")
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 
-def _plain(error: ValidationError) -> ApiError:
+def _plain(error: ValidationError) -> CallboardError:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['ctx']['error']}.", code="invalid_json")
-    path = shortened(".".join(str(at) for at in first["loc"] if not str(at).startswith("<")))
-    if not path:
-        return ApiError(400, "The request body must be a JSON object.")
-    if first["type"] == "missing":
-        return ApiError(400, f"{path} is missing; it is required.", param=path)
-    return _at_fault(path, first)
-
-
-def _at_fault(path: str, fault: ErrorDetails) -> ApiError:
-    reason = fault["msg"][:1].lower() + fault["msg"][1:]
-    return ApiError(400, f"{path} is {shown(fault['input'])}: {reason}.", param=path)
+    path = path_of(first)
+    return fault_of(path, first) if path else ApiError(400, "The request body must be a JSON object.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import cached_property
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -10,17 +9,17 @@ from urllib.parse import quote
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from runtime.core.requests import SEED_MASK
 from runtime.core.types import SamplingParams
+from runtime.output.fields import invalid, shown
+from runtime.output.options import OutputOptions
 from runtime.text.sampling_defaults import SamplingDefaults
-from serve_app.errors import invalid
 from serve_app.requests.other_servers import UNSUPPORTED_FIELDS
-from serve_app.requests.shapes import RequestModel, TokenId, shown, text_or_list
-from serve_app.response_format import RequestedGrammar, ResponseFormat, StructuredOutputs, requested_grammar
+from serve_app.requests.shapes import RequestModel, TokenId, text_or_list
 
 MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
 MAX_CHOICES = 1024  # of one request: its prompts times n
 _MAX_IGNORED = 32  # names of unknown fields to report
-_SEED_MASK = (1 << 63) - 1
 
 
 class StreamOptions(RequestModel):
@@ -50,7 +49,7 @@ def _not_too_many(value: Any) -> Any:
 _LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)]
 
 
-class SamplingFields(RequestModel):
+class SamplingFields(RequestModel, OutputOptions):
     """The fields that both endpoints share; those from `top_k` on are extensions."""
 
     model_config = ConfigDict(extra="allow")  # kept to be named, see `ignored_fields`
@@ -58,7 +57,6 @@ class SamplingFields(RequestModel):
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: _Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -84,9 +82,6 @@ class SamplingFields(RequestModel):
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
 
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-
     def max_output(self) -> int | None:
         """Tokens of output asked for; None if the request does not say."""
         raise NotImplementedError
@@ -99,12 +94,19 @@ class SamplingFields(RequestModel):
         """Alternatives to compute at each position of the prompt; None if the prompt need not be scored."""
         return self.prompt_logprobs
 
+    def num_prompts(self) -> int:
+        return 1
+
+    def shows_more_than_text(self) -> bool:
+        """Whether every event of a stream has more than new text."""
+        return bool(self.return_token_ids)
+
     def ignored_fields(self) -> list[str]:
         """The first of the names that mean nothing here, fit for a header."""
         return [quote(name, safe="")[:64] for name in list(self.model_extra or ())[:_MAX_IGNORED]]
 
     def check(self) -> None:
-        """Rules between fields, and fields that are known elsewhere; raises ApiError."""
+        """Rules between fields, and fields that are known elsewhere; raises FieldError."""
         for name, value in (self.model_extra or {}).items():
             if (refused := UNSUPPORTED_FIELDS.get(name)) is not None and value not in refused.harmless:
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
@@ -115,22 +117,19 @@ class SamplingFields(RequestModel):
             raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
-        if (structure := self.structure()) is not None:
+        if (grammar := self.requested_grammar()) is not None:
             for name, asks in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
                 if asks:
-                    raise invalid(name, f"cannot be combined with {structure.field}, which says where the output ends")
-
-    def structure(self) -> RequestedGrammar | None:
-        """What the output must match; None if it is free."""
-        return requested_grammar(self.response_format, self.structured_outputs)
+                    raise invalid(name, f"cannot be combined with {grammar.field}, which says where the output ends")
+        super().check()
 
     @cached_property
     def _bias(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as the engine takes it; raises ApiError. All prompts of a request share it."""
+        """`logit_bias` as the engine takes it; raises FieldError. All prompts of a request share it."""
         return tuple((_token_id_key(key), value) for key, value in (self.logit_bias or {}).items())
 
     def sampling_params(self, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
-        """The engine's parameters, with `max_tokens` resolved; raises ApiError naming the field at fault."""
+        """The engine's parameters, with `max_tokens` resolved; raises FieldError."""
         if self.min_tokens > max_tokens:
             raise invalid("min_tokens", f"is {self.min_tokens}, more than the {max_tokens} tokens of output allowed")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -147,7 +146,7 @@ class SamplingFields(RequestModel):
             min_tokens=self.min_tokens,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
-            seed=None if self.seed is None else self.seed & _SEED_MASK,
+            seed=None if self.seed is None else self.seed & SEED_MASK,
             logprobs=self.num_logprobs(),
             prompt_logprobs=self.num_prompt_logprobs(),
             stop=stop,
@@ -160,10 +159,3 @@ def _token_id_key(key: str) -> int:
     if not (key.isascii() and key.isdecimal() and len(key) <= 10 and (key == "0" or key[0] != "0")):
         raise invalid(f"logit_bias.{key}", "is no token id; keys are numbers such as 50256")  # 050256 would be a second
     return int(key)
-
-
-def choice_seed(seed: int, index: int) -> int:
-    """The seed of the choice `index` of a prompt: the request's own for the first, one derived from it for others."""
-    if index == 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little") & _SEED_MASK

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, LiteralString, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
+
+from runtime.output.fields import Options
 
 _T = TypeVar("_T")
 
 MAX_VALUES = 20_000  # of a JSON that is parsed at once: pydantic takes up to 3 us for each
 
 
-class RequestModel(BaseModel):
+class RequestModel(Options):
     """An object of a request; fields that it does not have are left out."""
 
     token_ids_field: ClassVar[str | None] = None  # which field may be a long list of token ids, or of such lists
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore")
 
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -55,12 +56,6 @@ def has_too_many_values(json: bytes) -> bool:
 def _num_marks(json: bytes) -> int:
     """What every value of a JSON but the outermost has at least one of before it."""
     return json.count(b",") + json.count(b"[") + json.count(b"{")
-
-
-def shown(value: Any) -> str:
-    """A client's own value as a message may show it: not all of a long one."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def or_default(value: _T | None, default: _T) -> _T:

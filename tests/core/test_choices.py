@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from runtime.core.types import Request
+from serve_app.endpoints import COMPLETIONS
 from serve_app.prepared_request import PreparedRequest
 from serve_app.requests import CompletionRequest
 from serve_app.responses import Guesses
@@ -15,7 +16,7 @@ from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 def prepare(n: int) -> PreparedRequest:
     request = CompletionRequest(prompt=[1 + i % 7 for i in range(22)], n=n, max_tokens=6, ignore_eos=True, seed=1)
-    return Service(FakeEngine(), byte_tokenizer(), MODEL).prepare(request)
+    return Service(FakeEngine(), byte_tokenizer(), MODEL).prepare(COMPLETIONS, request)
 
 
 def submit(session: Session, requests: list[Request]) -> list:

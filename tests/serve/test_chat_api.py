@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from serve_app.sse import EventStream
+from serve_app.endpoints.chat import ChatStream
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, events_of
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
@@ -362,7 +362,7 @@ async def test_logprobs_of_all_tokens():
 
 
 async def test_a_chat_that_uses_none_of_it_takes_the_short_way(monkeypatch):
-    monkeypatch.delattr(EventStream, "_read")
+    monkeypatch.delattr(ChatStream, "_message_events")
     events = events_of(await send(engine_of("Hi."), QWEN, stream=True))
     assert summed(events) == ({"role": "assistant", "content": "Hi.", "refusal": None}, "stop")
 

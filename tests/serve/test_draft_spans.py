@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.types import Verified
+from runtime.output.processor import Delta
+from serve_app.endpoints import COMPLETIONS
 from serve_app.requests import CompletionRequest
-from serve_app.responses import Delta
 from serve_app.service import Service
-from serve_app.sse import EventStream, plain_answer
 from tests.serve.test_stream_equals_plain import Scripted, events
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, events_of, post
 
@@ -69,19 +69,19 @@ def covered(spans: list[list[int]]) -> set[int]:
 def test_spans_are_the_characters_that_guessed_tokens_complete(case):
     text, request, engine = case
     service = Service(engine, BYTES, MODEL, "ngram")
-    prepared = service.prepare(request)
+    prepared = service.prepare(COMPLETIONS, request)
 
     async def run() -> list[list[Delta]]:
         return [deltas async for deltas in service.run(prepared)]
 
-    stream = EventStream(prepared, MODEL, BYTES, include_usage=True)
+    stream = COMPLETIONS.stream(prepared, include_usage=True)
     parts = stream.first() + b"".join(stream.events(deltas) for deltas in asyncio.run(run())) + stream.last()
     *chunks, last = events(parts)
     whole = Delta(0)
     for deltas in asyncio.run(run()):
         for delta in deltas:
             whole.add(delta)
-    plain = json.loads(plain_answer(prepared, [whole], MODEL, BYTES))
+    plain = json.loads(COMPLETIONS.answer(prepared, [whole]))
     choice = plain["choices"][0]
 
     guessed = {i for start, _, right in engine.rows for i in range(start, start + right)}

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from actors.engine_client import RequestRefused
+from runtime.core.requests import choice_seed
 from serve_app.errors import ApiError
-from serve_app.requests import choice_seed
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 

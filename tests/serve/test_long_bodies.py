@@ -5,6 +5,7 @@ import json
 import pytest
 
 from runtime.text.stream import StopStrings, TextStream
+from serve_app.endpoints import CHAT
 from serve_app.requests import ChatRequest, CompletionRequest, parse
 from serve_app.requests.shapes import MAX_VALUES
 from serve_app.service import Service
@@ -81,7 +82,7 @@ async def test_arguments_with_half_a_character_are_a_text():
     template += "{% endfor %}{% endfor %}"
     service = Service(engine, byte_tokenizer(template), MODEL)
     body = json.dumps({"messages": messages}).encode()
-    prepared = service.prepare(parse(ChatRequest, body))
+    prepared = service.prepare(CHAT, parse(ChatRequest, body))
     assert bytes(prepared.requests[0].token_ids) == b'hi{"a":"\\ud800"}'
 
 
@@ -110,7 +111,7 @@ async def test_choices_share_their_stop_strings(monkeypatch: pytest.MonkeyPatch)
     assert made == [("lo", "x")]
     alike = StopStrings(["b"])
     streams = [TextStream(byte_tokenizer(), alike) for _ in range(2)]
-    assert [stream.push(b"ab") for stream in streams] == ["a", "a"]
+    assert [stream.push(b"ab")[0] for stream in streams] == ["a", "a"]
 
 
 @pytest.mark.parametrize(

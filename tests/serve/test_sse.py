@@ -13,11 +13,11 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.output.processor import Delta
+from serve_app.endpoints import COMPLETIONS
 from serve_app.http import build_http_app
 from serve_app.requests import CompletionRequest
-from serve_app.responses import Delta
 from serve_app.service import Service
-from serve_app.sse import EventStream
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, events_of, post
 
 
@@ -95,9 +95,8 @@ async def test_one_write_for_coalesced_tokens():
 
 @given(st.text(), st.text())
 def test_any_text_survives(text: str, model: str):
-    service = Service(FakeEngine(), byte_tokenizer(), MODEL)
-    job = service.prepare(CompletionRequest(prompt="a"))
-    stream = EventStream(job, model, service.tokenizer, include_usage=False)
+    service = Service(FakeEngine(), byte_tokenizer(), model)
+    stream = COMPLETIONS.stream(service.prepare(COMPLETIONS, CompletionRequest(prompt="a")), include_usage=False)
     event = stream.events([Delta(0, text)])
     if not text:
         assert event == b""

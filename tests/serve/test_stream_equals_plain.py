@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from openai._streaming import SSEDecoder
 
 from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs
+from runtime.output.processor import Delta
 from runtime.text.tokenizer import Tokenizer
+from serve_app.endpoints import COMPLETIONS
 from serve_app.requests import CompletionRequest
-from serve_app.responses import Delta
 from serve_app.service import Service
-from serve_app.sse import EventStream, plain_answer
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 from tests.text.test_text_stream import TOKENIZERS
 
@@ -54,18 +54,18 @@ class Scripted(FakeEngine):
 
 async def plain(tokenizer: Tokenizer, request: CompletionRequest, engine: Scripted) -> dict:
     service = Service(engine, tokenizer, MODEL)
-    job = service.prepare(request)
+    job = service.prepare(COMPLETIONS, request)
     choices = [Delta(i) for i in range(len(job.requests))]
     async for deltas in service.run(job):
         for delta in deltas:
             choices[delta.index].add(delta)
-    return json.loads(plain_answer(job, choices, MODEL, tokenizer))
+    return json.loads(COMPLETIONS.answer(job, choices))
 
 
 async def streamed(tokenizer: Tokenizer, request: CompletionRequest, engine: Scripted) -> bytes:
     service = Service(engine, tokenizer, MODEL)
-    job = service.prepare(request)
-    stream = EventStream(job, MODEL, tokenizer, include_usage=True)
+    job = service.prepare(COMPLETIONS, request)
+    stream = COMPLETIONS.stream(job, include_usage=True)
     return stream.first() + b"".join([stream.events(d) async for d in service.run(job)]) + stream.last()
 
 

@@ -1,5 +1,7 @@
 """Streams of text: pieces add up to the whole decode, and stop strings cut at the right character."""
 
+from itertools import accumulate
+
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
@@ -50,7 +52,8 @@ def _pushes(draw, ids: list[int]) -> list[list[int]]:
 
 
 def _run(stream: TextStream, pushes: list[list[int]]) -> str:
-    return "".join([stream.push(ids) for ids in pushes] + [stream.finish()])
+    """The whole text."""
+    return "".join([stream.push(ids)[0] for ids in pushes] + [stream.finish()])
 
 
 @settings(max_examples=600, deadline=None)
@@ -59,9 +62,15 @@ def test_pieces_add_up_to_the_whole_decode(data, name, skip):
     tokenizer = TOKENIZERS[name]
     ids = data.draw(_ids(name))
     stream = TextStream(tokenizer, skip_special_tokens=skip)
-    text = _run(stream, data.draw(_pushes(ids)))
+    text, ends = "", []
+    for push in data.draw(_pushes(ids)):
+        new, new_ends = stream.push(push)
+        text, ends = text + new, ends + new_ends
+        assert len(text) == (ends or [0])[-1]
+    text += stream.finish()
     assert text == tokenizer.decode(ids, skip_special_tokens=skip)
-    assert stream.num_tokens_used == len(ids)
+    one_by_one = TextStream(tokenizer, skip_special_tokens=skip)
+    assert ends == list(accumulate(len(one_by_one.push([i])[0]) for i in ids))
     assert stream.stopped is None
 
 
@@ -85,7 +94,7 @@ def test_broken_bytes():
     ids = [tokenizer.token_to_id(t) for t in ("<0xE6>", "<0x97>", "<0xA5>", "<0xF0>", "<0x9F>", "a")]
     assert tokenizer.decode(ids) == "日\ufffda"
     stream = TextStream(tokenizer)
-    assert [stream.push([i]) for i in ids[:5]] == ["", "", "日", "", ""]
+    assert [stream.push([i])[0] for i in ids[:5]] == ["", "", "日", "", ""]
     assert stream.finish() == "\ufffd"
 
 
@@ -108,19 +117,18 @@ def test_stop_strings_cut_where_the_definition_says(data, name, include):
     whole = tokenizer.decode(ids)
     before, match, end = _cut(whole, stops)
     stream = TextStream(tokenizer, stops, include_stop_str=include)
-    sent = ""
+    sent, used = "", 0
     for push in data.draw(_pushes(ids)):
-        sent += stream.push(push)
+        new, ends = stream.push(push)
+        sent, used = sent + new, used + len(ends)
         assert whole.startswith(sent)
     text = sent + stream.finish()
     assert text == (whole[:end] if include else before)
     assert stream.stopped == match
-    used = stream.num_tokens_used
     if match is None:
         assert used == len(ids)
         return
-    assert stream.push(ids) == stream.finish() == ""
-    assert stream.num_tokens_used == used
+    assert (stream.push(ids), stream.finish()) == (("", []), "")
     # The token counted last is the one that completes the stop string.
     again = TextStream(tokenizer, stops)
     again.push(ids[: used - 1])
@@ -137,8 +145,8 @@ def test_nothing_is_held_that_cannot_be_a_stop_string(data, name):
     plain, stopping = TextStream(tokenizer), TextStream(tokenizer, stops)
     decoded = sent = ""
     for token_id in data.draw(_ids(name)):
-        decoded += plain.push([token_id])
-        sent += stopping.push([token_id])
+        decoded += plain.push([token_id])[0]
+        sent += stopping.push([token_id])[0]
         if stopping.stopped is not None:
             return
         held = [n for n in range(1, len(decoded) + 1) if any(s.startswith(decoded[-n:]) for s in stops)]
@@ -169,14 +177,14 @@ def test_stop_strings_by_example(text, stops, include, expected, stopped):
 def test_an_included_stop_string_holds_nothing_back():
     tokenizer = _tokenizer(list("abc"), decoders.Fuse())
     stream = TextStream(tokenizer, ("abc",), include_stop_str=True)
-    assert [stream.push([i]) for i in (0, 1, 2, 0)] == ["a", "b", "c", ""]
-    assert stream.num_tokens_used == 3
+    assert [stream.push([i])[0] for i in (0, 1, 2, 0)] == ["a", "b", "c", ""]
+    assert stream.push([0])[1] == []
 
 
 def test_a_stop_string_can_end_in_what_finish_releases():
     tokenizer = TOKENIZERS["gemma"]
     stream = TextStream(tokenizer, ("b\ufffd",))
-    assert stream.push([tokenizer.token_to_id(t) for t in ("▁b", "<0xF0>")]) == " "
+    assert stream.push([tokenizer.token_to_id(t) for t in ("▁b", "<0xF0>")])[0] == " "
     assert (stream.finish(), stream.stopped) == ("", "b\ufffd")
 
 
@@ -190,7 +198,7 @@ def test_empty_stop_string_is_refused():
 def test_a_continuation_is_what_the_output_adds_to_the_prompt(data, name, stops):
     tokenizer = TOKENIZERS[name]
     prompt, ids = data.draw(_ids(name)), data.draw(_ids(name))
-    before = TextStream(tokenizer).push(prompt)  # its whole characters
+    before = TextStream(tokenizer).push(prompt)[0]  # its whole characters
     whole = tokenizer.decode(prompt + ids)
     stream = TextStream(tokenizer, stops, prompt_tail_ids=prompt)
     assert before + _run(stream, data.draw(_pushes(ids))) == before + _cut(whole[len(before) :], list(stops))[0]
@@ -199,8 +207,8 @@ def test_a_continuation_is_what_the_output_adds_to_the_prompt(data, name, stops)
 def test_leading_space():
     tokenizer = TOKENIZERS["llama2"]
     b = tokenizer.token_to_id("▁b")
-    assert TextStream(tokenizer).push([b]) == "b"
-    assert TextStream(tokenizer, prompt_tail_ids=[b]).push([b]) == " b"
+    assert TextStream(tokenizer).push([b])[0] == "b"
+    assert TextStream(tokenizer, prompt_tail_ids=[b]).push([b])[0] == " b"
 
 
 @pytest.mark.slow

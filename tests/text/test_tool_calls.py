@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.text.reasoning import MAX_SPACES
-from runtime.text.tool_calls import HERMES, LLAMA3, ToolCallParser, ToolFormat
+from runtime.text.tool_calls import HERMES, LLAMA3, ForcedCall, ToolCallParser, ToolFormat
 
 NAMES = {"f", "get_weather"}
 CALL = '{"name": "f", "arguments": {"a": [1, "}<tool_call>\\""]}}'
@@ -162,14 +162,16 @@ def cut(text: str, at: list[int]) -> list[str]:
     form=st.sampled_from([HERMES, LLAMA3]),
     text=TEXTS,
     at=st.lists(st.integers(0, 10_000), max_size=20),
-    options=st.sampled_from([{}, {"most": 1}, {"begun": "f", "names": None}, {"begun": "", "names": None}]),
+    options=st.sampled_from(
+        [{}, {"most": 1}, {"forced": ForcedCall("f"), "names": None}, {"forced": ForcedCall(None), "names": None}]
+    ),
 )
 def test_any_cut_gives_the_same(form: ToolFormat, text: str, at: list[int], options: dict):
     whole = read(form, [text], **options)
     assert read(form, cut(text, at), **options) == whole
     assert read(form, list(text), **options) == whole
     if not whole[1]:  # then nothing is lost
-        assert whole[0] == (form.opening("") if options.get("begun") == "" else "") + text
+        assert whole[0] == (form.opening(None) if options.get("forced") == ForcedCall(None) else "") + text
 
 
 TEXT = st.text(max_size=9)
@@ -218,13 +220,13 @@ def test_text_that_cannot_be_a_mark_is_not_held_back():
     ],
 )
 def test_a_call_that_the_prompt_has_begun(form: ToolFormat, text: str, arguments: str):
-    assert read(form, list(text), begun="f", names=None, most=1) == ("", [("f", arguments)])
+    assert read(form, list(text), forced=ForcedCall("f"), names=None, most=1) == ("", [("f", arguments)])
 
 
 def test_a_call_that_the_prompt_has_begun_without_a_name():
     text = 'any", "arguments": {"a": 1}}</tool_call>'
-    assert read(HERMES, list(text), begun="", names=None) == ("", [("any", '{"a": 1}')])
-    assert read(HERMES, ["any"], begun="", names=None) == ('<tool_call>\n{"name": "any', [])
+    assert read(HERMES, list(text), forced=ForcedCall(None), names=None) == ("", [("any", '{"a": 1}')])
+    assert read(HERMES, ["any"], forced=ForcedCall(None), names=None) == ('<tool_call>\n{"name": "any', [])
 
 
 def test_after_the_last_call_allowed_nothing_is_read():

@@ -1,6 +1,6 @@
 """The forms in which a request asks for structured output, all translated to one `GrammarSpec`.
 
-Unlike elsewhere an unknown field is refused here: it would be meant to constrain the answer.
+An unknown field is refused here, over HTTP too: it would be meant to constrain the answer.
 """
 
 from __future__ import annotations
@@ -9,20 +9,15 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from runtime.core.types import GrammarSpec
-from serve_app.errors import ApiError, invalid
-
-
-class _Form(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
+from runtime.output.fields import FieldError, Options, invalid
 
 _Schema = Annotated[dict[str, Any] | bool | None, Field(alias="schema")]
 
 
-class JsonSchema(_Form):
+class JsonSchema(Options):
     """OpenAI's nesting. Keywords that cannot be enforced are refused, or with `strict: false` ignored and told."""
 
     name: str | None = None
@@ -31,7 +26,7 @@ class JsonSchema(_Form):
     strict: bool | None = None
 
 
-class ResponseFormat(_Form):
+class ResponseFormat(Options):
     """`response_format`: OpenAI's three types, a schema without the nesting, and a regular expression."""
 
     type: Literal["text", "json_object", "json_schema", "regex"]
@@ -40,7 +35,7 @@ class ResponseFormat(_Form):
     regex: str | None = None
 
 
-class StructuredOutputs(_Form):
+class StructuredOutputs(Options):
     """`structured_outputs`, vLLM's field; one of these."""
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
@@ -65,7 +60,7 @@ def json_spec(schema: object, strict: bool | None = None) -> GrammarSpec:
 
 
 def requested_grammar(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
-    """None if the output is free; raises ApiError."""
+    """None if the output is free; raises FieldError."""
     first = None if form is None else _of_response_format(form)
     second = None if outputs is None else _of_structured_outputs(outputs)
     if first is not None and second is not None:
@@ -113,5 +108,5 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar | Non
     return RequestedGrammar(spec, field)
 
 
-def _missing(field: str, what: str) -> ApiError:
-    return ApiError(400, f"{field} is missing; it should be {what}.", param=field)
+def _missing(field: str, what: str) -> FieldError:
+    return FieldError(field, f"{field} is missing; it should be {what}.")

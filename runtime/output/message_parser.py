@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from runtime.text.reasoning import ReasoningSplitter
-from runtime.text.tool_calls import ToolCallParser, ToolFormat
-from serve_app.responses import Delta, ParsedMessage
+from runtime.text.tool_calls import CallDelta, ForcedCall, ToolCallParser, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,16 @@ class MessageFormat:
     tools: ToolFormat | None  # None: no calls are read
     function_names: Set[str] | None  # that may be called; None: any
     most_calls: int | None
-    begun: str | None  # the function of a call that the prompt ends with the opening of; "": not named yet
+    forced: ForcedCall | None  # the prompt ends with its opening
     kept_special_ids: frozenset[int]  # tokens that mark reasoning and calls
+
+
+class ParsedMessage(NamedTuple):
+    """What a piece of text adds to a message."""
+
+    content: str
+    reasoning: str
+    calls: list[CallDelta]
 
 
 class MessageParser:
@@ -32,28 +40,27 @@ class MessageParser:
         self._splitter = ReasoningSplitter(form.in_reasoning) if form.thinks else None
         self._calls = None
         if form.tools is not None:
-            self._calls = ToolCallParser(form.tools, form.function_names, form.most_calls, form.begun)
-        self._has_called = False
+            self._calls = ToolCallParser(form.tools, form.function_names, form.most_calls, form.forced)
+        self.has_called = False
 
-    def read(self, delta: Delta) -> None:
-        """Leaves content alone in the text of a choice's next delta; the rest becomes its `message`."""
-        text, reasoning, message = delta.text, "", ParsedMessage()
-        finished = delta.finish_reason is not None
+    @property
+    def is_done(self) -> bool:
+        """Whether all calls that are allowed have been made: nothing more is read."""
+        return self._calls is not None and self._calls.done
+
+    def push(self, text: str, is_last: bool) -> ParsedMessage:
+        """What is certain with this piece of text."""
+        reasoning = ""
+        calls: list[CallDelta] = []
         if self._splitter is not None:
             reasoning, text = self._splitter.push(text)
-            if finished:
+            if is_last:
                 rest = self._splitter.finish()
                 reasoning, text = reasoning + rest[0], text + rest[1]
         if self._calls is not None:
-            text, message.calls = self._calls.push(text)
-            if finished:
+            text, calls = self._calls.push(text)
+            if is_last:
                 rest_text, rest_calls = self._calls.finish()
-                text, message.calls = text + rest_text, message.calls + rest_calls
-            self._has_called = self._has_called or bool(message.calls)
-            if self._calls.done or (self._has_called and delta.finish_reason == "stop"):
-                delta.finish_reason, delta.stop_reason = "tool_calls", None
-        delta.text = text
-        if self._shows_reasoning:
-            message.reasoning = reasoning
-        if message.reasoning or message.calls:
-            delta.message = message
+                text, calls = text + rest_text, calls + rest_calls
+            self.has_called = self.has_called or bool(calls)
+        return ParsedMessage(text, reasoning if self._shows_reasoning else "", calls)

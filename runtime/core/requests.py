@@ -1,0 +1,35 @@
+"""Requests at their birth: the choices of a prompt, each with its seed (C4)."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterator
+
+from runtime.core.types import Request, SamplingParams
+
+SEED_MASK = (1 << 63) - 1
+
+
+def requests_of(
+    names: Iterator[str],
+    token_ids: list[int],
+    params: SamplingParams,
+    num_choices: int = 1,
+    *,
+    priority: int = 0,
+    cache_salt: str = "",
+) -> list[Request]:
+    """A request for each choice of one prompt. Without a seed in `params`, they get random ones."""
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    return [
+        Request(next(names), token_ids, len(token_ids), params, choice_seed(seed, i), priority, cache_salt)
+        for i in range(num_choices)
+    ]
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The request's own for the first choice, one derived from it for others."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little") & SEED_MASK

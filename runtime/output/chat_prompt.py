@@ -1,0 +1,93 @@
+"""From a conversation to the prompt of a chat, and how what the model writes after it is bound and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runtime.core.types import CallboardError
+from runtime.output.fields import FieldError, invalid
+from runtime.output.message_parser import MessageFormat
+from runtime.output.options import ChatOptions
+from runtime.output.response_format import RequestedGrammar
+from runtime.output.tools import with_calls
+from runtime.text import reasoning
+from runtime.text.chat import ChatTemplate
+from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import HERMES, LLAMA3
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of one chat."""
+
+    text: str
+    message_format: MessageFormat | None  # how the output is read; None: all of it is content
+
+
+class ChatPrompter:
+    """Makes the prompts of one model's chats. Threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises CallboardError if the model has no chat template, or one that cannot be used."""
+        self._template = ChatTemplate.of(tokenizer)
+        marks = (reasoning.OPEN, reasoning.CLOSE, HERMES.mark, HERMES.end_mark, LLAMA3.mark)
+        self._mark_ids = tokenizer.special_ids.intersection(map(tokenizer.token_to_id, marks))
+        self._close_is_special = tokenizer.token_to_id(reasoning.CLOSE) in tokenizer.special_ids
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
+        """Raises FieldError, of the template too if it refuses the messages."""
+        template, tools, forced = self._template, options.offered_tools(), options.forced_call()
+        form = template.tool_format if tools else None
+        if tools and form is None:
+            raise invalid("tools", "cannot be used: this model has no template with a known format of calls")
+        try:
+            text = template.render(
+                messages,
+                options.add_generation_prompt is not False,
+                options.template_tools,
+                options.continue_final_message,
+                **options.chat_template_kwargs or {},
+            )
+        except CallboardError as e:
+            raise FieldError("messages", str(e)) from e
+        if form is None and not template.thinks:
+            return ChatPrompt(text, None)
+        in_reasoning = template.thinks and _in_reasoning(messages, options, text)
+        if form is not None and forced is not None:
+            if in_reasoning:
+                text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
+            text += form.opening(forced.name)
+        message_format = MessageFormat(
+            thinks=template.thinks and forced is None,
+            in_reasoning=in_reasoning,
+            shows_reasoning=options.include_reasoning,
+            tools=form,
+            function_names=options.function_names if forced is None else None,
+            most_calls=options.most_calls(),
+            forced=forced,
+            kept_special_ids=self._mark_ids,
+        )
+        return ChatPrompt(text, message_format)
+
+    def grammar(self, options: ChatOptions, form: MessageFormat | None) -> RequestedGrammar | None:
+        """The grammar of the output, counted from where its prompt ends, by its format; None if it is free."""
+        grammar = options.requested_grammar()
+        if form is None:
+            return grammar
+        if grammar is not None and form.in_reasoning:
+            if self._close_is_special:
+                raise invalid(grammar.field, "cannot follow reasoning of this model; turn its reasoning off")
+            grammar = replace(grammar, spec=replace(grammar.spec, after=reasoning.CLOSE))
+        return with_calls(
+            grammar, options.offered_tools(), form.tools, form.forced, form.most_calls, not self._mark_ids
+        )
+
+
+def _in_reasoning(messages: Sequence[Mapping[str, Any]], options: ChatOptions, prompt: str) -> bool:
+    """Whether a prompt ends within reasoning."""
+    if options.continue_final_message:
+        before = str(messages[-1]["content"])
+        return before.rfind(reasoning.OPEN) > before.rfind(reasoning.CLOSE)
+    return prompt.rstrip().endswith(reasoning.OPEN)

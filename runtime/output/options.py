@@ -1,0 +1,86 @@
+"""The fields that say what an answer should be, alike over HTTP (serve_app.requests) and for `runtime.llm.LLM`."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from runtime.output.fields import Options, invalid, shown
+from runtime.output.response_format import RequestedGrammar, ResponseFormat, StructuredOutputs, requested_grammar
+from runtime.output.tools import ChosenTool, Tool, ToolChoice
+from runtime.text.tool_calls import ForcedCall
+
+_NOT_KWARGS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
+
+
+class OutputOptions(Options):
+    """The options of any output."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None  # choices of each prompt
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def check(self) -> None:
+        """Rules between fields; raises FieldError."""
+
+    def requested_grammar(self) -> RequestedGrammar | None:
+        """The grammar of the content; None if it is free."""
+        return requested_grammar(self.response_format, self.structured_outputs)
+
+
+class ChatOptions(OutputOptions):
+    """The options of a chat's answer.
+
+    `tool_choice` "required" or a function makes the model go on from the beginning of a call, whose grammar is that of
+    its arguments."""
+
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    include_reasoning: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid("add_generation_prompt", "begins another message than continue_final_message; send one")
+        for name in _NOT_KWARGS & (self.chat_template_kwargs or {}).keys():
+            raise invalid(f"chat_template_kwargs.{name}", "is nothing that a request can hand to the template")
+        if self.tool_choice in (None, "none"):
+            return
+        if not self.tools:
+            raise invalid("tool_choice", "is only allowed when there are tools")
+        if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in self.function_names:
+            raise invalid("tool_choice.function.name", f"is {shown(self.tool_choice.function.name)}, which no tool has")
+
+    @property
+    def function_names(self) -> set[str]:
+        return {tool.function.name for tool in self.tools or ()}
+
+    @cached_property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as the template sees them; None if there are none."""
+        return [tool.as_template_sees_it() for tool in self.offered_tools()] or None
+
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    def forced_call(self) -> ForcedCall | None:
+        """The call that the answer must begin with; None if none is asked for."""
+        match self.tool_choice:
+            case ChosenTool(function=function):
+                return ForcedCall(function.name)
+            case "required":
+                names = self.function_names
+                return ForcedCall(names.pop() if len(names) == 1 else None)
+        return None
+
+    def most_calls(self) -> int | None:
+        """How many calls the answer may have; None: any number."""
+        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, ChosenTool) else None

@@ -1,0 +1,123 @@
+"""From the engine's tokens to what was asked for: text, stop strings, reasoning, tool calls and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
+from runtime.output.message_parser import MessageFormat, MessageParser
+from runtime.text.stream import StopStrings, TextStream
+from runtime.text.tokenizer import Tokenizer
+from runtime.text.tool_calls import CallDelta
+
+_TAIL = 8  # prompt tokens that tell how the output's text begins
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one choice: the unit of streaming, and with `add` the sum of a whole choice."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # the characters of the output that are whole with each token
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    num_cached: int = 0  # prompt tokens served from the prefix cache
+    stop_reason: str | int | None = None  # the stop string or the stop id that ended it
+    prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens but the first, if asked for
+    verified: list[Verified] | None = None  # if a draft has guessed; right guesses are tokens of this delta
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()  # pieces of tool calls; in a sum, the calls
+
+    def add(self, new: Delta) -> None:
+        if new.verified is not None:
+            at = len(self.token_ids)
+            self.verified = self.verified or []
+            self.verified += [guesses._replace(at=at + guesses.at) for guesses in new.verified]
+        self.text += new.text
+        self.token_ids += new.token_ids
+        self.ends += new.ends
+        self.logprobs += new.logprobs
+        self.finish_reason, self.stop_reason = new.finish_reason, new.stop_reason
+        self.num_cached = max(self.num_cached, new.num_cached)
+        self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
+        self.reasoning += new.reasoning
+        for call in new.calls:
+            if call.name:
+                self.calls = [*self.calls, replace(call)]
+            else:
+                self.calls[-1].arguments += call.arguments
+
+
+class OutputProcessor:
+    """Turns the engine's outputs of one request into deltas."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: Request,
+        index: int = 0,
+        form: MessageFormat | None = None,
+        stops: StopStrings | None = None,
+    ) -> None:
+        """`form` tells how the text is read: None takes all of it as content. `stops` are those of the request, if it
+        shares them with others."""
+        params = request.params
+        self._index = index
+        self._text = TextStream(
+            tokenizer,
+            stops or params.stop,
+            params.include_stop_str_in_output,
+            params.skip_special_tokens,
+            request.token_ids[-_TAIL:],
+            frozenset() if form is None else form.kept_special_ids,
+        )
+        self._shows_stop = params.include_stop_str_in_output
+        self._parser = None if form is None else MessageParser(form)
+
+    def process(self, output: RequestOutput) -> Delta:
+        """What an output adds; a stop string or the last call allowed may finish the choice before the engine does."""
+        stream, token_ids, logprobs, verified = self._text, output.token_ids, output.logprobs, output.verified
+        # The token that ended it (EOS or a stop id) counts as output but is not part of the text.
+        hides_last = output.finish_reason is FinishReason.STOP and not self._shows_stop
+        text, ends = stream.push(token_ids[:-1] if hides_last else token_ids)
+        finish: Literal["stop", "length", "tool_calls"] | None = None
+        stop_reason: str | int | None = None
+        if stream.stopped is not None:
+            finish, stop_reason, num_used = "stop", stream.stopped, len(ends)  # later tokens were never asked for
+            token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
+            if verified is not None:
+                verified = [_within(v, num_used) for v in verified]
+        elif output.finish_reason:
+            ends += [stream.num_chars] * (len(token_ids) - len(ends))
+            text += stream.finish()
+            finish = "stop" if output.finish_reason is FinishReason.STOP else "length"
+            stop_reason = output.stop_token_id
+            if stream.stopped is not None:  # what was held back has completed a stop string
+                finish, stop_reason = "stop", stream.stopped
+        delta = Delta(
+            self._index,
+            text,
+            token_ids,
+            ends,
+            logprobs,
+            finish,
+            output.num_cached,
+            stop_reason,
+            output.prompt_logprobs,
+            verified,
+        )
+        if (parser := self._parser) is not None:
+            delta.text, delta.reasoning, delta.calls = parser.push(text, finish is not None)
+            if parser.is_done or (parser.has_called and finish == "stop"):
+                delta.finish_reason, delta.stop_reason = "tool_calls", None
+        return delta
+
+
+def _within(verified: Verified, num_used: int) -> Verified:
+    """Of the guesses that were right, only those among the first tokens count: the others are not in the answer."""
+    at = min(verified.at, num_used)
+    return Verified(at, verified.num_guessed, min(verified.num_accepted, num_used - at))

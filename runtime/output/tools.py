@@ -1,0 +1,108 @@
+"""The functions that a chat's model may call, and the grammar that its calls must follow."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import ConfigDict, Discriminator, Field, Tag
+
+from runtime.core.types import GrammarSpec
+from runtime.output.fields import Options, invalid
+from runtime.output.response_format import RequestedGrammar
+from runtime.structured.grammar import Calls
+from runtime.text.tool_calls import ForcedCall, ToolFormat
+
+
+class Function(Options):
+    model_config = ConfigDict(extra="allow")  # what else there is may mean something to the template
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # the arguments fit `parameters`, or the request is refused
+
+
+class Tool(Options):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"]
+    function: Function
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
+
+
+class ChosenFunction(Options):
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+
+
+class ChosenTool(Options):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[ChosenTool, Tag("<tool>")],
+    Discriminator(
+        lambda value: "<text>" if isinstance(value, str) else "<tool>" if isinstance(value, dict) else None,
+        custom_error_type="tool_choice_shape",
+        custom_error_message="it should be 'none', 'auto', 'required' or an object that names a function",
+    ),
+]
+
+
+def with_calls(
+    answer: RequestedGrammar | None,
+    tools: list[Tool],
+    form: ToolFormat | None,
+    forced: ForcedCall | None,
+    most_calls: int | None,
+    marks_are_text: bool,
+) -> RequestedGrammar | None:
+    """The grammar of an output that may hold calls, where `answer` is that of its content; None: all is free.
+
+    Calls are bound from the opening on with which the prompt ends, or, where the model may choose and some function
+    is strict, from any mark on that it writes; beside an answer in JSON, they are all that it may write instead.
+    Arguments fit their schema; without `strict` any object will do where the schema is not supported."""
+    strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
+    if not tools or (forced is None and strict is None and answer is None):
+        return answer
+    assert form is not None, "tools that the model has no format for are refused before"
+    has_marks = marks_are_text and not form.is_bare
+    if forced is not None:
+        answer = None  # there is no content
+    elif answer is not None and not (has_marks and answer.spec.kind == "json"):
+        why = "only JSON can be" if has_marks else "this model marks no calls as text"
+        raise invalid(
+            answer.field, f"cannot be combined with tools that may be called ({why}); set tool_choice to none"
+        )
+    elif not has_marks:
+        raise invalid(
+            f"tools.{strict}.function.strict",
+            "is supported for this model only where tool_choice is required or names a function",
+        )
+    name = None if forced is None else forced.name
+    functions = [tool.function for tool in tools if name in (None, tool.function.name)]
+    nothing = {"type": "object", "additionalProperties": False}
+    again = ("; " if form.is_bare else "\n") + form.opening(name)
+    calls = Calls(
+        functions={f.name: nothing if f.parameters is None else f.parameters for f in functions},
+        lenient=[f.name for f in functions if not f.strict],
+        named=name is not None,
+        to_arguments=f'", "{form.arguments}":',
+        end="\n" + form.end_mark if form.end_mark and marks_are_text else "",
+        again=again if marks_are_text and most_calls is None else "",
+    )
+    after, free = "", False
+    if answer is not None:
+        calls.begin, calls.answer, after = form.opening(None), answer.spec.text, answer.spec.after
+    elif forced is None:
+        calls.begin, after, free = form.opening(None).removeprefix(form.mark).strip(), form.mark, True
+    strictness = None if answer is None else answer.spec.strict
+    spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, free, strictness)
+    return RequestedGrammar(spec, "tools" if answer is None else answer.field)

@@ -1,0 +1,120 @@
+"""POST /v1/chat/completions: a conversation, answered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.core.types import TokenLogprobs
+from runtime.output.message_parser import MessageFormat
+from runtime.output.processor import Delta
+from runtime.text.tool_calls import CallDelta
+from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt
+from serve_app.errors import ApiError
+from serve_app.limits import check_template_values
+from serve_app.prepared_request import PreparedRequest, Prompts, ServedModel
+from serve_app.requests import ChatRequest
+from serve_app.responses import encode_json, finite, listed
+from serve_app.sse import ChoiceRenderer, EventStream
+
+
+class ChatEndpoint(Endpoint[ChatRequest]):
+    """Messages in, a message out, with reasoning and tool calls."""
+
+    path, request_type, id_prefix, default_max_tokens = "/v1/chat/completions", ChatRequest, "chatcmpl-", None
+
+    def prompts(self, request: ChatRequest, model: ServedModel) -> Prompts:
+        ids, form = self.prompt(request, model)
+        assert model.chats is not None, "the prompt was made with it"
+        return Prompts([self.truncated(request, ids, model)], "messages", model.chats.grammar(request, form), form)
+
+    def prompt(self, request: ChatRequest, model: ServedModel) -> tuple[list[int], MessageFormat | None]:
+        """The token ids of a chat, and how what comes after them is read."""
+        if model.chats is None:
+            raise ApiError(400, f"{model.name!r} has no chat template; use /v1/completions with a plain prompt.")
+        check_template_values("tools", request.template_tools)
+        check_template_values("chat_template_kwargs", request.chat_template_kwargs)
+        prompt = model.chats.prompt(request.template_messages(), request)
+        return model.encode(request, prompt.text, False, "messages"), prompt.message_format
+
+    def answer(self, prepared: PreparedRequest[ChatRequest], choices: list[Delta]) -> bytes:
+        rendered = [
+            {"index": choice.index, "message": _message(choice)} | ChatRenderer(prepared, choice.index).rest(choice)
+            for choice in choices
+        ]
+        return answer_with(prepared, "chat.completion", choices, rendered, **of_prompt(prepared, choices[-1]))
+
+    def stream(self, prepared: PreparedRequest[ChatRequest], include_usage: bool) -> EventStream:
+        return ChatStream(prepared, include_usage)
+
+
+class ChatRenderer(ChoiceRenderer):
+    """Renders one choice of a chat."""
+
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        tokenizer = self._prepared.model.tokenizer
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            piece = tokenizer.token_bytes(token_id)
+            return {"token": piece.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(piece)}
+
+        def position(lp: TokenLogprobs) -> dict[str, Any]:
+            return {**entry(lp.token_id, lp.logprob), "top_logprobs": [entry(i, value) for i, value in lp.top]}
+
+        return {"content": listed(delta.logprobs, position), "refusal": None} if delta.logprobs else None
+
+
+class ChatStream(EventStream):
+    """A chat's chunks. Where the text is read, each piece of a call is an event, as clients expect."""
+
+    opening, closing = b',"delta":{"content":', b"}"
+
+    def __init__(self, prepared: PreparedRequest[ChatRequest], include_usage: bool) -> None:
+        renderers = [ChatRenderer(prepared, i) for i in range(len(prepared.requests))]
+        super().__init__(prepared, "chat.completion.chunk", renderers, include_usage)
+        self._is_read = prepared.prompts.message_format is not None
+
+    def first(self) -> bytes:
+        """The roles of the choices."""
+        content = b"null" if self._is_read else b'""'  # there may be none, only calls
+        role = b',"delta":{"role":"assistant","content":' + content + b"}" + self._unfinished
+        if self._prepared.request.return_token_ids:
+            role += b',"prompt_token_ids":' + encode_json(self._prepared.prompts.token_ids[0])
+        return b"".join(self._head + b'{"index":%d' % i + role + self._end(i) for i in range(len(self._prefixes)))
+
+    def _event(self, delta: Delta) -> bytes:
+        return self._message_events(delta) if self._is_read else super()._event(delta)
+
+    def _message_events(self, delta: Delta) -> bytes:
+        fields = message_delta(delta)
+        calls = fields.pop("tool_calls", ())
+        if delta.text:
+            fields["content"] = delta.text
+        deltas = [fields] if fields or not calls else []
+        deltas += [{"tool_calls": [call]} for call in calls]
+        choices: list[dict[str, Any]] = [
+            {"index": delta.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas
+        ]
+        choices[-1] |= self._choices[delta.index].rest(delta)
+        return b"".join(self._head + encode_json(choice) + b"]" + self._end(delta.index) for choice in choices)
+
+
+def message_delta(delta: Delta) -> dict[str, Any]:
+    """The fields of an OpenAI delta beside its content; there may be several pieces of one call."""
+    return _fields(
+        delta,
+        [{"index": c.index} | (_call(c) if c.name else {"function": {"arguments": c.arguments}}) for c in delta.calls],
+    )
+
+
+def _message(choice: Delta) -> dict[str, Any]:
+    fields = _fields(choice, [_call(call) for call in choice.calls])
+    return {"role": "assistant", "content": choice.text or (None if fields else ""), "refusal": None, **fields}
+
+
+def _fields(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"reasoning_content": delta.reasoning} if delta.reasoning else {}  # vLLM's
+    return fields | {"tool_calls": calls} if calls else fields
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,62 @@
+"""Endpoint: how one kind of request becomes prompts, and how its answer and its stream look."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Generic
+
+from runtime.output.processor import Delta
+from serve_app.prepared_request import PreparedRequest, Prompts, R, ServedModel
+from serve_app.responses import Guesses, encode_json, prompt_logprobs
+from serve_app.sse import EventStream, header
+
+
+class Endpoint(ABC, Generic[R]):
+    """One kind of request. A new one is a class of its own, listed in ENDPOINTS."""
+
+    path: ClassVar[str]
+    request_type: type[R]
+    id_prefix: ClassVar[str]  # of answers
+    default_max_tokens: ClassVar[int | None]  # of a request that does not say; None: all that fit
+
+    @abstractmethod
+    def prompts(self, request: R, model: ServedModel) -> Prompts:
+        """The request as token ids; raises FieldError or ApiError."""
+
+    @abstractmethod
+    def answer(self, prepared: PreparedRequest[R], choices: list[Delta]) -> bytes:
+        """The whole answer of a request that is not streamed; `choices` hold all of each choice's deltas."""
+
+    @abstractmethod
+    def stream(self, prepared: PreparedRequest[R], include_usage: bool) -> EventStream:
+        """The same in events."""
+
+    def truncated(self, request: R, prompt: list[int], model: ServedModel) -> list[int]:
+        """The end of a prompt, as much as the request wants."""
+        if (last := request.truncate_prompt_tokens) is None:
+            return prompt
+        asked = request.max_output()
+        room = max(1, model.info.max_model_len - (self.default_max_tokens or 1 if asked is None else asked))
+        return prompt[-(room if last == -1 else last) :]
+
+
+def of_prompt(prepared: PreparedRequest[Any], choice: Delta) -> dict[str, Any]:
+    """What an answer tells of the prompt of a choice, if it was asked for."""
+    request, found = prepared.request, dict[str, Any]()
+    if (num_top := request.prompt_logprobs) is not None:
+        found["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, prepared.model.tokenizer, num_top)
+    if request.return_token_ids:
+        found["prompt_token_ids"] = prepared.requests[choice.index].token_ids
+    return found
+
+
+def answer_with(
+    prepared: PreparedRequest[Any], kind: str, choices: list[Delta], rendered: list[dict[str, Any]], **more: Any
+) -> bytes:
+    """An answer of OpenAI's shape with these rendered choices."""
+    guesses = Guesses()
+    for choice in choices:
+        guesses.add(choice.verified or ())
+    num_output, num_cached = [len(choice.token_ids) for choice in choices], [choice.num_cached for choice in choices]
+    counts = prepared.usage(num_output, num_cached, guesses)
+    return encode_json({**header(prepared, kind), "choices": rendered, "usage": counts, **more})
