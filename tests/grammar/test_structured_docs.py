@@ -71,18 +71,19 @@ White space is at most one space after each comma and colon. In strings, charact
 does not allow is escaped in the shortest way. Integers have up to 19 digits.
 A model that reasons does so first; the structure begins after `</think>`.
 
-In Python, without a server, a grammar is a field of `SamplingParams`:
+In Python, without a server, the same fields are keywords of `LLM.generate` and `LLM.chat`:
 
 ```python
 from runtime.core.types import SamplingParams
 from runtime.llm import LLM
-from runtime.structured.grammar import grammar_of
 
 schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-answers = LLM().generate(["The capital of France as JSON: "], SamplingParams(max_tokens=64, grammar=grammar_of(schema)))
+prompts, params = ["The capital of France as JSON: "], SamplingParams(max_tokens=64)
+answers = LLM().generate(prompts, params, structured_outputs={"json": schema})
 ```
 
-`compiled(GrammarSpec("regex", "[a-z]+"))` of the same module makes one of an expression.
+`grammar_of(schema)` and `compiled(GrammarSpec("regex", "[a-z]+"))` of `runtime.structured.grammar` make a grammar for
+`SamplingParams.grammar`, where each prompt has its own.
 
 ## JSON Schema (drafts 4 to 2020-12, and OpenAPI's)
 
