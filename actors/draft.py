@@ -16,7 +16,6 @@ import select
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 StepTimes = tuple[tuple[int, float], ...]
 
 _UNREAD_MS = 200  # a draft that does not read for so long is let go
-_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between attempts to start a draft that does not start, doubling
 
 
 class SocketDraft:
@@ -166,28 +164,3 @@ class DraftActor:
     def wait_for_exit(self) -> None:
         """Never returns; a call to it fails when this process dies."""
         threading.Event().wait()
-
-
-class DraftKeeper:
-    """Starts another draft whenever the last one is gone, from a thread of its own."""
-
-    def __init__(self, start: Callable[[Callable[[], None]], None]) -> None:
-        """`start(on_loss)` starts a draft and attaches it; raises what a failed start raises."""
-        self._start, self._lost = start, threading.Event()
-        start(self._lost.set)
-        threading.Thread(target=self._keep, name="draft-keeper", daemon=True).start()
-
-    def _keep(self) -> None:
-        pause = _RETRY_S
-        while True:
-            self._lost.wait()
-            self._lost.clear()
-            logger.warning("the draft is gone; starting another")
-            try:
-                self._start(self._lost.set)
-                pause = _RETRY_S
-            except Exception as e:  # whatever it is: the engine goes on without a draft
-                logger.warning("the draft did not start: %s", e)
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_RETRY_S)
-                self._lost.set()

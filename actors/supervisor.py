@@ -60,7 +60,7 @@ class Supervisor:
         actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
         options = engine_options(self._group) | {"name": new_name(self._name), "namespace": NAMESPACE}
         application = self._name.partition("/")[0]
-        start = self._config, self._group, self._gpu, os.getpid(), self.num_restarts, application
+        start = self._config, self._group, self._gpu, self.num_restarts, application
         engine = actor.options(**options).remote(*start)
         try:
             await engine.start.remote()

@@ -53,6 +53,14 @@ class Server:
     def engine(self):
         return find_engines(f"{self.name}#")[-1]
 
+    async def runner_pid(self):
+        (runner,) = await self.engine().__ray_call__.remote(lambda engine: engine.runners.runners)
+        return (await runner.location.remote())[1]
+
+    async def draft_pid(self):
+        draft = await self.engine().__ray_call__.remote(lambda engine: engine.draft.draft)
+        return (await draft.location.remote())[1]
+
     async def generate(self, progress=None):
         """All prompts at once; `progress` counts tokens as they arrive."""
 
@@ -88,11 +96,10 @@ async def test_killed_runner_and_engine_change_no_token():
             progress: list[int] = []
             reading = asyncio.create_task(server.generate(progress))
             await wait_for(lambda progress=progress: sum(progress) > 80, 60)
-            engine = server.engine()
             if victim == "runner":
-                (pid,) = await engine.runner_pids.remote()
+                pid = await server.runner_pid()
             else:
-                pid = (await engine.stats.remote())["pid"]
+                pid = (await server.engine().stats.remote())["pid"]
             os.kill(pid, signal.SIGKILL)
             await wait_for(lambda: server.link.health() != "", 5)
             assert "restart" in server.link.health()

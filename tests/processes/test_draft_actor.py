@@ -35,19 +35,19 @@ async def test_a_killed_or_stopped_draft_changes_no_token():
             progress: list[int] = []
             reading = asyncio.create_task(server.generate(progress))
             await wait_for(lambda progress=progress: sum(progress) > 40, 60)
-            pid = await server.engine().draft_pid.remote()
+            pid = await server.draft_pid()
             os.kill(pid, signal_number)
             assert await reading == undisturbed
             assert server.link.health() == ""
             if signal_number == signal.SIGSTOP:  # there comes another in its place
                 await generate_until_guessed(server, undisturbed)
-                assert await server.engine().draft_pid.remote() != pid
+                assert await server.draft_pid() != pid
 
 
 async def test_two_engines_share_a_draft():
     config = {"draft": DEFAULT_MODEL, "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1, "draft_shared": True}
     async with Server("shared/engine/0", **config) as a, Server("shared/engine/1", **config) as b:
-        assert await a.engine().draft_pid.remote() == await b.engine().draft_pid.remote()
+        assert await a.draft_pid() == await b.draft_pid()
         expected, end = None, time.monotonic() + 120
         while True:  # six processes on a machine with two cores: how many guesses come in time is up to it
             first, second = await asyncio.gather(a.generate(), b.generate())

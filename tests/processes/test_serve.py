@@ -170,10 +170,13 @@ def pid_of(victim):
     import ray
 
     if victim == "runner":
-        return ray.get(engine().runner_pids.remote())[0]
-    if victim == "engine":
-        return stats()["pid"]
-    return ray.get(engine().supervisor_pid.remote())
+        (actor,) = ray.get(engine().__ray_call__.remote(lambda engine: engine.runners.runners))
+    elif victim == "engine":
+        actor = engine()
+    else:
+        (name,) = (a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "#Engine#" in a["name"])
+        actor = ray.get_actor(name, "serve")
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
 
 
 @pytest.fixture(scope="module")
