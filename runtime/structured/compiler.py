@@ -72,11 +72,6 @@ class GrammarCompiler:
         self._num_children = 0  # idle, at work or being started
         self._closed = False
 
-    @property
-    def num_waiting(self) -> int:
-        """Grammars that are being compiled now, or wait for it."""
-        return len(self._open)
-
     def start(self) -> None:
         """Have a child ready before the first grammar comes."""
         with self._lock:

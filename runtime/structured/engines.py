@@ -58,7 +58,6 @@ class Engines:
         self._lock = threading.Lock()
         self._builder = ThreadPoolExecutor(1, "automaton")
         self._child: Child | None = None
-        self.num_served = {"lazy": 0, "eager": 0}  # requests, by engine
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """For one output, at its beginning: 10 us for a known grammar, else about 1 ms. Raises CallboardError if the
@@ -78,9 +77,7 @@ class Engines:
                 if entry.is_tried:
                     self._builder.submit(self._build, grammar, entry, self.policy)
             self._trim()
-            found: Matcher = EagerMatcher(entry.automaton) if entry.automaton else entry.prototype.copy()
-            self.num_served[found.engine] += 1
-        return found
+            return EagerMatcher(entry.automaton) if entry.automaton else entry.prototype.copy()
 
     def fill(
         self, matchers: Sequence[LazyMatcher], masks: NDArray[np.int32], numbers: Sequence[int]

@@ -7,7 +7,6 @@ grammars stand.
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +60,13 @@ class Tokenizer:
         """As a tokenizer.json; the chat template and the names of special tokens are not part of one."""
         self._backend.save(str(path))
 
-    def encode(self, text: str, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
-        """The ids of `text`.
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; special tokens that are spelled out in it become theirs.
 
         `add_special_tokens` adds what the model wants around a text (often a BOS); leave it off for a rendered chat,
-        which has them already. With `parse_special`, special tokens that are spelled out in the text become their ids;
-        without it they are taken as ordinary text."""
-        backend = self._backend if parse_special else self._plain_backend
+        which has them already."""
         # A batch, even of one text, is encoded without the GIL: other threads go on, however long the text is.
-        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The index of the character of `text` at which each token of `encode(text)` begins. Tokens that share a
@@ -96,13 +93,6 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to a text; empty if the id has no token."""
         return self.pieces[token_id]
-
-    @cached_property
-    def _plain_backend(self) -> tokenizers.Tokenizer:
-        # The switch is a property of the whole object, so the rare other setting gets a copy of its own.
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        backend.encode_special_tokens = True
-        return backend
 
 
 def _from_folder(folder: Path) -> Tokenizer:

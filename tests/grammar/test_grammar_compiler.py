@@ -93,14 +93,14 @@ async def test_what_nobody_waits_for_is_not_compiled(children: Children):
     shared = await asked(grammars, large("3"))
     assert await children.until_begun(1) == ["pattern 0"]
     await leave(*others)
-    assert grammars.num_waiting == 2
+    assert len(grammars._open) == 2
     (last,) = await asked(grammars, large("last"))
     children.free("all")
     assert [(await task).key for task in (first, *shared, last)] == ["pattern 0", "pattern 3", "pattern last"]
     assert children.begun == ["pattern 0", "pattern 3", "pattern last"]
     (again,) = await asked(grammars, large("1"))  # as if it had never been asked for
     assert (await again).key == "pattern 1"
-    assert grammars.num_waiting == 0
+    assert not grammars._open
     grammars.close()
 
 
@@ -166,7 +166,7 @@ async def test_too_many_are_refused_and_small_ones_have_places_of_their_own(chil
     children.free("all")
     assert (await tasks[-1]).key == "pattern in its place"
     await asyncio.gather(*tasks, *same)
-    assert not grammars.num_waiting
+    assert not grammars._open
     grammars.close()
 
 
@@ -181,7 +181,7 @@ async def test_a_client_that_finds_the_queue_full_is_told_when_to_come_back(
         bodies = [chat(response_format={"type": "json_schema", "schema": schema}) for schema in schemas]
         begun, queued = (asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies[:2])
         await children.until_begun(1)
-        while grammars.num_waiting < 2:
+        while len(grammars._open) < 2:
             await asyncio.sleep(0)
         response = await client.post("/v1/chat/completions", json=bodies[2])
         assert response.status_code == 429

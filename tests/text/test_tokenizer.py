@@ -40,11 +40,8 @@ def test_encode_and_decode(tiny):
     assert tiny.decode([261, 99999, -1, 260]) == " hellhell"
 
 
-def test_special_tokens_in_text_are_parsed_or_not(tiny):
+def test_special_tokens_in_text_are_parsed(tiny):
     assert tiny.encode("<|end|>he") == [0, 258]
-    plain = tiny.encode("<|end|>he", parse_special=False)
-    assert not tiny.special_ids & set(plain)
-    assert tiny.decode(plain) == "<|end|>he"
 
 
 def test_bos_is_added_when_the_file_says_so(write_tiny_gguf):
