@@ -54,8 +54,8 @@ class EngineActor:
         same_node = node_id == ray.get_runtime_context().get_node_id()
         return self._loop.links.open(same_node, host_address()), self._loop.info
 
-    async def health(self) -> str:
-        """Empty when healthy, else one sentence."""
+    async def health(self) -> str | None:
+        """None when healthy, else one sentence that says why not."""
         return self._loop.health()
 
     async def stats(self) -> dict[str, Any]:

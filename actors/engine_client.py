@@ -71,6 +71,6 @@ class EngineClient(Protocol):
         answered. One that did not has not got its part."""
         ...
 
-    def health(self) -> str:
-        """Empty if requests can be served now; else one sentence that says why not."""
+    def health(self) -> str | None:
+        """None if requests can be served now; else one sentence that says why not."""
         ...

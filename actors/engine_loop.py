@@ -46,24 +46,24 @@ class EngineLoop:
         self._untold: set[Connection] = set()  # those that do not know yet what was accepted
         self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was last idle
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
-        self._draining = ""
+        self._draining: str | None = None  # why no new requests are taken
         self._output: StepOutput | None = None  # committed, not sent yet
         self._closed = False
         self._progress = time.monotonic()
         self.num_rebuilds = 0
-        self.reason = "The engine is loading its model."
+        self.reason: str | None = "The engine is loading its model."  # why it cannot serve now
         self.executor, self.info = start_runners()
         self.core = EngineCore(config, self.info, self.executor, speculation_of(config, self.info, time.monotonic))
         self._meter = EngineMetrics(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
-        self.reason = ""
+        self.reason = None
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
         self._thread.start()
 
     # ---- what other threads may call ------------------------------------------------------------------------------
 
-    def health(self) -> str:
-        """Empty when healthy; else one sentence. Work queued without progress counts as ill (the process may answer
+    def health(self) -> str | None:
+        """None when healthy; else one sentence. Work queued without progress counts as ill (the process may answer
         and yet be stuck)."""
         if not self._thread.is_alive():
             return "The engine's step thread has ended."
@@ -351,9 +351,9 @@ class EngineLoop:
             self._by_id.pop(key, None)
 
     def _status(self) -> Status:
-        return Status(self._draining or self.reason, bool(self._draining))
+        return Status(self._draining or self.reason, self._draining is not None)
 
-    def _set_reason(self, reason: str) -> None:
+    def _set_reason(self, reason: str | None) -> None:
         self.reason = reason
         for connection in self._connections:
             connection.send(self._status())
@@ -376,4 +376,4 @@ class EngineLoop:
             raise RuntimeError("the model's files changed under a running engine")
         self.core.recover(self.executor)
         self._progress = time.monotonic()
-        self._set_reason("")
+        self._set_reason(None)

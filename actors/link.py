@@ -170,7 +170,7 @@ class EngineLink:
         self._reports: deque[asyncio.Future[None]] = deque()  # not answered yet
         self._snapshot: Snapshot | None = None
         self.info: ModelInfo
-        self.reason = "The engine is starting."  # why it serves nothing now; "": it is healthy
+        self.reason: str | None = "The engine is starting."  # why it serves nothing now; None: it is healthy
         self.usable = False  # it is connected, and the engine has told its Status
         self.draining = False
         self.suspects: list[Stream] = []  # what the engine computed when its connection ended

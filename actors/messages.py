@@ -116,10 +116,10 @@ class Refused(msgspec.Struct, array_like=True, tag=5):
 
 
 class Status(msgspec.Struct, array_like=True, tag=6):
-    """The engine's health, when a replica comes and when it changes: "" is healthy, else one sentence that says why
-    not. A draining engine finishes what it has and takes no new requests."""
+    """The engine's health, when a replica comes and when it changes. A draining engine finishes what it has and takes
+    no new requests."""
 
-    reason: str
+    reason: str | None  # why it cannot serve; None: it is healthy
     draining: bool = False
 
 

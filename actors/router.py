@@ -77,10 +77,10 @@ class Router:
     def engines(self) -> list[str]:
         return list(dict.fromkeys(link.engine for link in self._links.values() if link.connected))
 
-    def health(self) -> str:
+    def health(self) -> str | None:
         links = sorted(self._links.values(), key=lambda link: (link.draining, not link.connected))
         if any(link.usable and not link.reason for link in links):
-            return ""
+            return None
         if links:
             return links[0].reason
         return "The engine is restarting." if self._is_served.is_set() else "The engine is starting."

@@ -39,7 +39,7 @@ class Supervisor:
 
     def __init__(self, config: EngineConfig, name: str, group: PlacementGroup, gpu: bool) -> None:
         self._config, self._name, self._group, self._gpu = config, name, group, gpu
-        self.failed = ""
+        self.failed: str | None = None  # why no engine can be started any more
         self.num_restarts = 0
 
     async def start(self) -> None:

@@ -73,12 +73,12 @@ class Service:
     def served(self) -> ServedModel:
         """The model as it is now; raises the 503 while the service is loading."""
         if self._tokenizer is None:
-            raise _unavailable(self._client.health(), _LOADING_RETRY_S)
+            raise _unavailable(self.health() or "", _LOADING_RETRY_S)
         return ServedModel(self.model, self._tokenizer, self._chats, self._client.info, self.draft is not None)
 
-    def health(self) -> str:
-        """Empty if requests can be served now; else one sentence that says why not."""
-        return self._client.health() or ("The server is loading the tokenizer." if self.loading else "")
+    def health(self) -> str | None:
+        """None if requests can be served now; else one sentence that says why not."""
+        return self._client.health() or ("The server is loading the tokenizer." if self.loading else None)
 
     def abort(self, request_id: str, owner: str = "") -> None:
         """End a request by the id of its answer or its client's own id, if it is `owner`'s; an unknown one is no

@@ -60,7 +60,7 @@ async def test_a_frozen_engine_is_killed_and_replaced(watched):
     actors[0].frozen = True
     await eventually(lambda: len(actors) == 2)
     assert killed == [(12345, 9), "ray"]
-    assert (supervisor.num_restarts, supervisor.failed) == (1, "")
+    assert (supervisor.num_restarts, supervisor.failed) == (1, None)
 
 
 @pytest.mark.parametrize("how", ["dies", "step thread ends"])
@@ -82,5 +82,5 @@ async def test_a_watch_that_fails_is_told_to_serve(watched, monkeypatch):
 
     monkeypatch.setattr(supervisor, "_start_engine", fail)
     actors[0].ended.set_result(None)
-    await eventually(lambda: supervisor.failed != "")
+    await eventually(lambda: supervisor.failed is not None)
     assert supervisor.failed == "The engine's supervisor failed: ValueError: unheard of"

@@ -323,7 +323,7 @@ def test_probes_while_the_engine_loads():
             assert_error(answer, 503, "engine_unavailable", phase)
             assert answer.headers["retry-after"] == "5"
         assert http.get(f"{url}/version").json()["version"]
-        engine.reason = ""
+        engine.reason = None
         assert http.get(f"{url}/ready").json()["phase"] == "The server is loading the tokenizer."
         service.start(byte_tokenizer())
         assert http.get(f"{url}/ready").json() == {"status": "ready"}

@@ -54,7 +54,7 @@ class FakeEngine:
         busy: bool = False,
         fails_after: int | None = None,
         failure: tuple[FinishReason, str] = (FinishReason.ERROR, "The model gave no finite logits."),
-        reason: str = "",
+        reason: str | None = None,
         max_model_len: int = 128,
         num_wrong: int | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.aborts: list[str] = []  # ids that were named
 
-    def health(self) -> str:
+    def health(self) -> str | None:
         return self.reason
 
     def engines(self) -> list[str]:
