@@ -298,19 +298,19 @@ class EngineLoop:
             return
         touched, self._untold = self._untold, set()
         logprobs, meter = output.logprobs, self._meter
-        sampled_at, last_at, num_others, num_prompt = meter.sampled_at, meter.last_at, 0, 0
+        sampled_at, step, num_others, num_prompt = meter.sampled_at, meter.num_steps, 0, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
             stream: Stream = state.owner
             connection = stream.connection
-            if stream.last_at is not last_at:  # its last token was not the last step's
+            if stream.last_step != step - 1:
                 num_others += 1
-                if stream.last_at:
+                if stream.last_step is not None:
                     meter.token_latency.observe(sampled_at - stream.last_at)
                 else:
                     num_prompt += state.prompt_len
                     times = stream.admitted_at - stream.arrived_at, sampled_at - stream.admitted_at
                     connection.started.append((stream.number, state.num_cached, *times))
-            stream.last_at = sampled_at
+            stream.last_step, stream.last_at = step, sampled_at
             if i in logprobs:
                 connection.logprobs[len(connection.token_column)] = logprobs[i]
             connection.stream_column.append(stream.number)

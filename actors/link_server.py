@@ -44,8 +44,8 @@ class Stream:
     """One live request of one connection: the `owner` that the scheduler carries."""
 
     __slots__ = (
-        "admitted_at", "arrived_at", "connection", "key", "last_at", "num_accepted", "num_guessed", "number",
-        "request_id",
+        "admitted_at", "arrived_at", "connection", "key", "last_at", "last_step", "num_accepted", "num_guessed",
+        "number", "request_id",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, request_id: str) -> None:
@@ -53,7 +53,8 @@ class Stream:
         self.key = f"{connection.serial}.{number}"  # the scheduler's id: never that of a resubmission
         self.arrived_at = time.monotonic()
         self.admitted_at = 0.0  # 0: it has not been, yet
-        self.last_at = 0.0  # when its last token was sampled; the very object that the step has. 0: it has none, yet
+        self.last_step: int | None = None  # the engine's step that sampled its last token
+        self.last_at = 0.0  # when that was
         self.num_guessed = self.num_accepted = 0  # of its guesses, as far as its replica was told
 
     def tell_verified(self, num_guessed: int, num_accepted: int) -> None:
