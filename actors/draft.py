@@ -21,10 +21,8 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 import msgspec
-import ray
 
-from actors.environment import freeze_garbage
-from actors.runner import SWITCH_INTERVAL_S, StartupLog
+from actors.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.transport import Address, FrameSocket, connect
 from runtime.core.config import EngineConfig
 from runtime.core.draft import Chain, DraftCore, Told
@@ -120,13 +118,13 @@ class DraftLoop:
         self._engines.pop(fd).sock.close()
 
 
-class DraftActor:
-    """One draft model, for one engine or several. Its methods run in threads, since `wait_for_exit` never returns."""
+class DraftActor(ModelActor):
+    """One draft model, for one engine or several."""
 
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0, "max_concurrency": 8}
 
     def __init__(self) -> None:
-        self._phases = StartupLog()
+        super().__init__()
         self._loading = threading.Lock()
         self._loop: DraftLoop | None = None
 
@@ -136,13 +134,13 @@ class DraftActor:
         Raises CallboardError if the model cannot be loaded or has another vocabulary than the engine's."""
         with self._loading:
             if self._loop is None:
-                with self._phases.heard():
+                with self._log.heard():
                     from runtime.worker.draft_runner import load_draft
 
-                    self._phases.note("libraries imported")
+                    self._log.note("libraries imported")
                     core = load_draft(config)
                     freeze_garbage()
-                    self._phases.note("ready")
+                    self._log.note("ready")
                 sys.setswitchinterval(SWITCH_INTERVAL_S)
                 self._step_us = core.scheduler.info.step_us
                 self._loop = DraftLoop(core, lambda: os._exit(1))
@@ -152,15 +150,3 @@ class DraftActor:
         """Connect to an engine and serve it until it goes away."""
         assert self._loop is not None, "load comes first"
         self._loop.attach(connect(address))
-
-    def location(self) -> tuple[str, int]:
-        """Ray's id of this node, and this process's id."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
-
-    def phases(self) -> list[str]:
-        """What `load` did, a line each, after the seconds since it began."""
-        return self._phases.lines
-
-    def wait_for_exit(self) -> None:
-        """Never returns; a call to it fails when this process dies."""
-        threading.Event().wait()

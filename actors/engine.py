@@ -11,9 +11,8 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from actors.engine_loop import EngineLoop
-from actors.environment import freeze_garbage
 from actors.messages import EngineLoading
-from actors.runner import SWITCH_INTERVAL_S
+from actors.process import SWITCH_INTERVAL_S, freeze_garbage
 from actors.runner_group import DraftKeeper, RunnerGroup, host_address
 from actors.transport import Address
 from runtime.core.config import EngineConfig, ModelInfo

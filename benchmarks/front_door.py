@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.environment import freeze_garbage, single_machine
+from actors.environment import single_machine
+from actors.process import freeze_garbage
 
 _folder = tempfile.TemporaryDirectory(prefix="callboard-")
 os.environ.update(single_machine(_folder.name))

@@ -20,9 +20,10 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from actors.directory import RayDirectory
-from actors.environment import FAST_SERVE, freeze_garbage
+from actors.environment import FAST_SERVE
 from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, uses_gpu
+from actors.process import freeze_garbage
 from actors.router import Router
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.environment import HAPROXY_COMMAND, LOOPBACK_WORKERS, quiet_port, single_machine, stop_haproxy
+from actors import haproxy
+from actors.environment import LOOPBACK_WORKERS, quiet_port, single_machine
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app.console import Console
@@ -74,7 +75,7 @@ def _live(settings: ServerSettings, folder: str, parent: Parent) -> None:
     parent.wait_for_order()
     console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
     _drain(settings, parent)
-    stop_haproxy(folder, parent.wait_for_order, _LAST_ANSWERS_S)
+    haproxy.stop(folder, parent.wait_for_order, _LAST_ANSWERS_S)
 
 
 @contextmanager
@@ -115,7 +116,7 @@ def _set_environment(settings: ServerSettings, folder: str) -> None:
         del own["RAY_AUTH_TOKEN"]
     for name, value in own.items():
         os.environ.setdefault(name, value)
-    os.environ[HAPROXY_COMMAND] = own[HAPROXY_COMMAND]  # it runs the user's
+    os.environ[haproxy.COMMAND] = own[haproxy.COMMAND]  # it runs the user's
 
 
 def _start(settings: ServerSettings, console: Console, parent: Parent) -> None:

@@ -17,8 +17,8 @@ import pytest
 from jinja2 import Environment
 from openai import APIStatusError, OpenAI
 
-from actors.environment import haproxy_command, quiet_port, single_machine, stop_haproxy
-from actors.haproxy import ANSWERS, answer
+from actors.environment import quiet_port, single_machine
+from actors.haproxy import ANSWERS, answer, stop, write_command
 from serve_app.server import _LAST_ANSWERS_S
 
 
@@ -94,7 +94,7 @@ def haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     def start(servers: list[int], fallback: int | None = None, private: bool = True, host: str = "127.0.0.1"):
         port = quiet_port()
         config = serve_config(tmp_path, port, servers, fallback)
-        command = haproxy_command(str(tmp_path), private=private, bind=f"{host}:{port}" if private else "")
+        command = write_command(str(tmp_path), private=private, bind=f"{host}:{port}" if private else "")
         started.append(Running(command, config))
         started[-1].wait_until_it_answers(port)
         return started[-1], port
@@ -194,9 +194,9 @@ def test_all_interfaces_of_ipv6(haproxy):
 def test_a_stop_answers_what_was_read_and_ends_no_other(haproxy, tmp_path: Path):
     running, _ = haproxy([])
     other = subprocess.Popen(["sh", "-c", "read x", str(tmp_path / "other" / "haproxy.cfg")], stdin=subprocess.PIPE)
-    stop_haproxy(str(tmp_path / "mine"), _sleep, timeout_s=0.1)
+    stop(str(tmp_path / "mine"), _sleep, timeout_s=0.1)
     assert running.process.poll() is None
-    stop_haproxy(str(tmp_path) + "/haproxy.cfg", _sleep, timeout_s=5)
+    stop(str(tmp_path) + "/haproxy.cfg", _sleep, timeout_s=5)
     assert running.process.wait(timeout=5) == 0
     assert other.poll() is None
     other.kill()
@@ -217,7 +217,7 @@ def test_a_stop_answers_what_tries_to_reach_a_front_that_has_just_gone(haproxy, 
         response = pool.submit(httpx.get, url, timeout=10)
         while not response.done() and ("127.0.0.1", port) not in listening_ports(running.process.pid, ESTABLISHED):
             assert time.monotonic() < end
-        stop_haproxy(str(tmp_path) + "/haproxy.cfg", _sleep, _LAST_ANSWERS_S)
+        stop(str(tmp_path) + "/haproxy.cfg", _sleep, _LAST_ANSWERS_S)
         running.process.kill()
         assert response.result().status_code == 503
 
@@ -225,7 +225,7 @@ def test_a_stop_answers_what_tries_to_reach_a_front_that_has_just_gone(haproxy, 
 def test_an_order_ends_the_wait_for_last_answers(haproxy, tmp_path: Path):
     running, port = haproxy([dead_port()])
     with socket.create_connection(("127.0.0.1", port)):
-        stop_haproxy(str(tmp_path) + "/haproxy.cfg", lambda _: True, timeout_s=1000)
+        stop(str(tmp_path) + "/haproxy.cfg", lambda _: True, timeout_s=1000)
     assert running.process.poll() is None
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.environment import freeze_garbage
+from actors.process import freeze_garbage
 from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
 from runtime.core.types import FinishReason, PromptLogprobs, Request, RequestOutput, SamplingParams, TokenLogprobs
 from runtime.structured.compiler import GrammarCompiler

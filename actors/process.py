@@ -1,0 +1,78 @@
+"""What the processes of Callboard have in common: settings of the interpreter, and actors that load a model."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SWITCH_INTERVAL_S = 0.0005  # a thread that a step waits for must not wait 5 ms for another to give up the GIL
+
+
+def freeze_garbage() -> None:
+    """Called when a process has loaded what it keeps: the collector never walks that again. A full collection of all
+    of Ray, Serve and a tokenizer's tables stops the process, and so every stream, for 100 ms."""
+    gc.collect()
+    gc.freeze()
+
+
+def listen_on_loopback() -> None:
+    """Serve replicas open an unauthenticated gRPC port on all interfaces, which nothing can configure; nobody beyond
+    this machine needs it here."""
+    from grpc.aio._server import Server
+
+    add_insecure_port = Server.add_insecure_port
+
+    def add_loopback_port(server: Server, address: str) -> int:
+        return int(add_insecure_port(server, address.replace("[::]:", "127.0.0.1:")))
+
+    Server.add_insecure_port = add_loopback_port
+
+
+class StartupLog(logging.Handler):
+    """Keeps what is logged, with the time at which it was."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._start = time.monotonic()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.note(record.getMessage())
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """While the runtime's logs are listened to."""
+        runtime_log = logging.getLogger("runtime")
+        runtime_log.setLevel(logging.INFO)
+        runtime_log.addHandler(self)
+        yield
+        runtime_log.removeHandler(self)
+
+    def note(self, text: str) -> None:
+        self.lines.append(f"{time.monotonic() - self._start:6.1f} s  {text}")
+
+
+class ModelActor:
+    """An actor that loads a model. Its methods run in several threads, since `wait_for_exit` never returns."""
+
+    def __init__(self) -> None:
+        self._log = StartupLog()
+
+    def phases(self) -> list[str]:
+        """What loading did, a line each, after the seconds since it began."""
+        return self._log.lines
+
+    def location(self) -> tuple[str, int]:
+        """Ray's id of this node, and this process's id."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def wait_for_exit(self) -> None:
+        """Never returns; a call to it fails when this process dies."""
+        threading.Event().wait()
