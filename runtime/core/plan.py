@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.core.sampling_fields import SamplingTable, table_of
 from runtime.core.types import CallboardError, Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
@@ -132,8 +133,16 @@ def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32
 _PLAN = struct.Struct(
     "<4sq7i"
 )  # magic, step_id, num_freed, num_new, num_writes, num_rows, num_lens, num_ids, num_steps
-_SLOT = struct.Struct("<3iqi3fi3f9i")
 _RESULT = struct.Struct("<4sq7i")
+
+
+def slot_layout(table: SamplingTable) -> struct.Struct:
+    """Slot, prompt length, known tokens, seed; the numbers of the table; counts of stop ids, biases, grammar bytes."""
+    return struct.Struct(f"<3iq{table.format}5i")
+
+
+_PARAMS = table_of(SamplingParams)
+_SLOT = slot_layout(_PARAMS)
 
 
 def _ints(values: list[int] | tuple[int, ...]) -> bytes:
@@ -143,27 +152,9 @@ def _ints(values: list[int] | tuple[int, ...]) -> bytes:
 def _encode_slot(new: NewSlot) -> list[bytes]:
     p = new.params
     grammar = [] if p.grammar is None else [s.encode() for s in (p.grammar.key, p.grammar.lark, p.grammar.expression)]
-    head = _SLOT.pack(
-        new.slot,
-        new.prompt_len,
-        len(new.token_ids),
-        new.seed,
-        p.max_tokens,
-        p.temperature,
-        p.top_p,
-        p.min_p,
-        p.top_k,
-        p.repetition_penalty,
-        p.frequency_penalty,
-        p.presence_penalty,
-        p.min_tokens,
-        int(p.ignore_eos),
-        -1 if p.logprobs is None else p.logprobs,
-        -1 if p.prompt_logprobs is None else p.prompt_logprobs,
-        len(p.stop_token_ids),
-        len(p.logit_bias),
-        *([len(text) for text in grammar] or (-1, 0, 0)),
-    )
+    sizes = len(p.stop_token_ids), len(p.logit_bias), *([len(text) for text in grammar] or (-1, 0, 0))
+    numbers = _PARAMS.numbers(p)
+    head = _SLOT.pack(new.slot, new.prompt_len, len(new.token_ids), new.seed, *numbers, *sizes)
     bias_ids = _ints([i for i, _ in p.logit_bias])
     bias = np.asarray([b for _, b in p.logit_bias], np.float32).tobytes()
     filler = bytes(-sum(map(len, grammar)) % 4)  # arrays stay aligned
@@ -217,46 +208,28 @@ def decode_plan(data: bytes | memoryview) -> StepPlan:
 
     Raises CallboardError if the frame is not a plan or is cut off."""
     r = _Reader(data, "plan")
-    magic, step_id, num_freed, num_new, num_writes, num_rows, num_given, num_given_ids, repeats = r.unpack(_PLAN)
+    magic, step_id, num_freed, num_new, num_writes, num_rows, num_lens, num_draft_ids, num_steps = r.unpack(_PLAN)
     if magic != b"CBP1":
         raise CallboardError(f"A frame that starts with {magic!r} is not a step plan.")
     freed = r.ints(num_freed)
-    tables = r.ints(3 * num_writes).reshape(3, num_writes)
-    slots, starts, counts, samples = (r.ints(num_rows) for _ in range(4))
-    given, given_ids = r.ints(num_given), r.ints(num_given_ids)
+    writes = r.ints(3 * num_writes).reshape(3, num_writes)
+    slots, num_computed, num_tokens, num_samples = (r.ints(num_rows) for _ in range(4))
+    lens, ids = r.ints(num_lens), r.ints(num_draft_ids)
     new = [_decode_slot(r) for _ in range(num_new)]
     r.end()
-    return StepPlan(step_id, freed, new, tables, slots, starts, counts, samples, given, given_ids, repeats)
+    return StepPlan(step_id, freed, new, writes, slots, num_computed, num_tokens, num_samples, lens, ids, num_steps)
 
 
 def _decode_slot(r: _Reader) -> NewSlot:
-    (slot, prompt_len, num_known, seed, max_tokens, temperature, top_p, min_p, top_k, repetition, frequency, presence,
-     min_tokens, ignore_eos, logprobs, prompt_logprobs, num_stop, num_bias, *sizes) = r.unpack(_SLOT)  # fmt: skip
+    slot, prompt_len, num_known, seed, *numbers, num_stop, num_bias, key_len, lark_len, expression_len = r.unpack(_SLOT)
     token_ids = r.ints(num_known)
     stop = tuple(r.ints(num_stop).tolist())
     bias = tuple(zip(r.ints(num_bias).tolist(), r.floats(num_bias).tolist(), strict=True))
     grammar = None
-    if sizes[0] >= 0:
-        key, lark, expression = (r.text(size) for size in sizes)
-        grammar = Grammar(key, lark, expression)
-        r.text(-sum(sizes) % 4)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition,
-        frequency_penalty=frequency,
-        presence_penalty=presence,
-        logit_bias=bias,
-        min_tokens=min_tokens,
-        stop_token_ids=stop,
-        ignore_eos=bool(ignore_eos),
-        logprobs=None if logprobs < 0 else logprobs,
-        prompt_logprobs=None if prompt_logprobs < 0 else prompt_logprobs,
-        grammar=grammar,
-    )
+    if key_len >= 0:
+        grammar = Grammar(r.text(key_len), r.text(lark_len), r.text(expression_len))
+        r.text(-(key_len + lark_len + expression_len) % 4)
+    params = _PARAMS.make(numbers, stop_token_ids=stop, logit_bias=bias, grammar=grammar)
     return NewSlot(slot, token_ids, prompt_len, seed, params)
 
 

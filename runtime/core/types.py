@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, overload
 
+from runtime.core.sampling_fields import Effect, sampling, table_of
+
 _LEAST_TEMPERATURE = 1e-5
 
 
@@ -53,46 +55,40 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples. Defaults are OpenAI's; `temperature=0` is greedy."""
+    """How one request samples, as a table (sampling_fields.py). Defaults are OpenAI's; `temperature=0` is greedy.
 
-    max_tokens: int = 16  # 0 with prompt_logprobs alone: the request scores its prompt and ends
-    temperature: float = 1.0  # below 1e-5 it is greedy, as with 0: logits divided by it would overflow
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output
-    frequency_penalty: float = 0.0  # over output
-    presence_penalty: float = 0.0  # over output
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias) pairs
-    min_tokens: int = 0  # no EOS and no stop id before this many output tokens
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None  # None: the replica draws one (C4: every request has a seed)
-    logprobs: int | None = None  # None: off; n: the sampled token's and the n best ones'
-    prompt_logprobs: int | None = None  # None: off; n: at each prompt position, its own token's and the n best ones'
-    grammar: Grammar | None = None  # None: the output is free
-    # Text level: matched by the detokenizer's owner, never seen by the engine or the runners.
-    stop: tuple[str, ...] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    Columns 1, 2 and 9 of a slot's row are the request's seed and the length of its prompt."""
+
+    # 0 with prompt_logprobs alone: the request scores its prompt and ends
+    max_tokens: int = sampling(16, Effect.LENGTH, 0)
+    # Below 1e-5 it is greedy, as with 0: logits divided by it would overflow.
+    temperature: float = sampling(1.0, Effect.DRAW, 0.0, 100.0, neutral=0.0, column=0)
+    top_k: int = sampling(0, Effect.FILTER, 0, column=3)
+    top_p: float = sampling(1.0, Effect.FILTER, above=0.0, high=1.0, column=4)
+    min_p: float = sampling(0.0, Effect.FILTER, 0.0, 1.0, column=5)
+    repetition_penalty: float = sampling(1.0, Effect.PENALTY, above=0.0, high=100.0, column=6)  # over prompt and output
+    frequency_penalty: float = sampling(0.0, Effect.PENALTY, -2.0, 2.0, column=7)  # over output
+    presence_penalty: float = sampling(0.0, Effect.PENALTY, -2.0, 2.0, column=8)  # over output
+    logit_bias: tuple[tuple[int, float], ...] = sampling((), Effect.BIAS)  # (token id, bias) pairs
+    min_tokens: int = sampling(0, Effect.HOLD, 0)  # no EOS and no stop id before this many output tokens
+    stop_token_ids: tuple[int, ...] = sampling((), Effect.LENGTH)
+    ignore_eos: bool = sampling(False, Effect.LENGTH)
+    seed: int | None = sampling(None, Effect.TEXT)  # None: the replica draws one; engines have it in the Request (C4)
+    logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)  # n: the sampled token's and the n best ones'
+    # n: at each prompt position, its own token's and the n best ones'
+    prompt_logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)
+    grammar: Grammar | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
+    stop: tuple[str, ...] = sampling((), Effect.TEXT)  # matched by whoever makes the text
+    include_stop_str_in_output: bool = sampling(False, Effect.TEXT)
+    skip_special_tokens: bool = sampling(True, Effect.TEXT)
 
     def __post_init__(self) -> None:
-        checks = (
-            (self.max_tokens >= (self.prompt_logprobs is None), "max_tokens", self.max_tokens, "at least 1"),
-            (0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "between 0 and 100"),
-            (self.top_k >= 0, "top_k", self.top_k, "at least 0 (0 is off)"),
-            (0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1"),
-            (0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "between 0 and 1"),
-            (0.0 < self.repetition_penalty <= 100.0, "repetition_penalty", self.repetition_penalty, "above 0, max 100"),
-            (-2.0 <= self.frequency_penalty <= 2.0, "frequency_penalty", self.frequency_penalty, "between -2 and 2"),
-            (-2.0 <= self.presence_penalty <= 2.0, "presence_penalty", self.presence_penalty, "between -2 and 2"),
-            (0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, "between 0 and max_tokens"),
-            (0 <= (self.logprobs or 0) <= 20, "logprobs", self.logprobs, "between 0 and 20"),
-            (0 <= (self.prompt_logprobs or 0) <= 20, "prompt_logprobs", self.prompt_logprobs, "between 0 and 20"),
-        )
-        for ok, name, value, want in checks:
-            if not ok:
-                raise CallboardError(f"{name} is {value}; it must be {want}.")
+        if (f := table_of(type(self)).out_of_bounds(self)) is not None:
+            raise CallboardError(f"{f.name} is {getattr(self, f.name)}; it must be {f.wanted}.")
+        if not self.max_tokens and self.prompt_logprobs is None:
+            raise CallboardError("max_tokens is 0; it must be at least 1.")
+        if self.min_tokens > self.max_tokens:
+            raise CallboardError(f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens.")
         if self.temperature < _LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
 

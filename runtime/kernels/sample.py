@@ -17,6 +17,8 @@ from itertools import accumulate
 
 import torch
 
+from runtime.core.sampling_fields import table_of
+from runtime.core.types import SamplingParams
 from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.choose import LEVELS, NUM_COUNTERS, NUM_STATE, choose_kernel
 from runtime.kernels.gumbel import gumbel_noise, noise_keys, noise_of_tokens
@@ -24,7 +26,10 @@ from runtime.kernels.token_keys import is_filtered, key_of, load_float, mass_of,
 from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
 
 # Columns of a slot's parameters, int32; floats as their bits.
-TEMPERATURE, SEED_LOW, SEED_HIGH, TOP_K, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE, PROMPT_LEN = range(10)
+_column_of = {name: column for column, name, _ in table_of(SamplingParams).columns}
+TEMPERATURE, TOP_K, TOP_P, MIN_P = (_column_of[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+REPETITION, FREQUENCY, PRESENCE = (_column_of[f"{name}_penalty"] for name in ("repetition", "frequency", "presence"))
+SEED_LOW, SEED_HIGH, PROMPT_LEN = 1, 2, 9
 NUM_PARAMS = 16
 
 _TILE = 2048  # tokens of a program

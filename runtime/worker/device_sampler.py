@@ -4,104 +4,34 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from runtime.core.plan import Int32s, NewSlot
+from runtime.core.plan import Int32s
 from runtime.kernels.automata import AT, FIRST
 from runtime.kernels.bitmask import apply_bitmask_triton
 from runtime.kernels.sample import (
-    FREQUENCY,
-    MIN_P,
-    NUM_PARAMS,
     PRESENCE,
     PROMPT_LEN,
     REPETITION,
-    SEED_HIGH,
-    SEED_LOW,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     Resample,
     sample_tokens_triton,
 )
 from runtime.kernels.sampling import apply_penalties, token_logprobs
 from runtime.worker.grammar_state import Masks
-from runtime.worker.sampler import MASKED_LOGIT, Logprobs
+from runtime.worker.sampler import Logprobs
+from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling
 from runtime.worker.transfers import Transfers
 
-_FLOATS = {
-    TEMPERATURE: "temperature",
-    TOP_P: "top_p",
-    MIN_P: "min_p",
-    REPETITION: "repetition_penalty",
-    FREQUENCY: "frequency_penalty",
-    PRESENCE: "presence_penalty",
-}
 _MOST_PENALISED = 64  # rows at once; penalties take five times their logits
 
 
-class DeviceSampler:
+class DeviceSampler(SlotSampling):
     """Two parts: `sample` answers every row by temperature, filters, seed and position and can be captured in a graph;
-    `resample` then corrects the rows that want more. The host keeps what tells it which rows these are, and what is
-    rare and has no fixed size: logit biases, and the ids that min_tokens holds back."""
+    `resample` then corrects the rows that want more. The caller writes what `add` returns into the slot's columns of
+    the state."""
 
     def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], transfers: Transfers) -> None:
-        self.vocab_size, self.eos_token_ids, self.device = vocab_size, eos_token_ids, transfers.device
+        super().__init__(num_slots, vocab_size, eos_token_ids)
         self._upload = transfers.upload
-        self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens lets go free
-        self.penalised = np.zeros(num_slots, bool)
-        self.filtered = np.zeros(num_slots, bool)
-        self.changed = np.zeros(num_slots, bool)  # by penalties, a logit bias or a grammar
-        self.bound = np.zeros(num_slots, bool)  # by a grammar
-        self.only_masked = np.zeros(num_slots, bool)  # by a grammar, and nothing else is wanted
-        self.num_logprobs = np.full(num_slots, -1, np.int32)
-        self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # slot -> ids, values
-        self.stops: dict[int, NDArray[np.int64]] = {}  # slot -> ids held back
-
-    def add(self, new: NewSlot) -> Int32s:
-        """A request's parameters enter its slot. The caller writes the row that this returns, [NUM_PARAMS], into the
-        slot's columns of the state."""
-        slot, params = new.slot, new.params
-        self.remove(slot)
-        # Ids that the model does not have are ignored: they must not fail the step of others (C9).
-        vocab = range(self.vocab_size)
-        if bias := [(i, value) for i, value in params.logit_bias if i in vocab]:
-            ids, values = zip(*bias, strict=True)
-            self.bias[slot] = np.array(ids, np.int64), np.array(values, np.float32)
-        stops = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
-        if params.min_tokens and (stops := tuple(i for i in stops if i in vocab)):
-            self.stops[slot] = np.array(stops, np.int64)
-            self.held_until[slot] = new.prompt_len + params.min_tokens
-        self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.penalised[slot] = (
-            params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-        )
-        drops = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-        self.filtered[slot] = drops and params.temperature > 0.0
-        own = bool(self.penalised[slot]) or slot in self.bias
-        self.bound[slot] = params.grammar is not None
-        self.changed[slot] = own or self.bound[slot]
-        self.only_masked[slot] = self.bound[slot] and not own and params.logprobs is None
-
-        row = np.zeros(NUM_PARAMS, np.int32)
-        for column, name in _FLOATS.items():
-            row.view(np.float32)[column] = getattr(params, name)
-        row[SEED_LOW : SEED_HIGH + 1] = np.array([new.seed], np.int64).view(np.int32)
-        row[TOP_K], row[PROMPT_LEN] = params.top_k, new.prompt_len
-        return row
-
-    def remove(self, slot: int) -> None:
-        """Forget what does not get overwritten by the next `add`."""
-        self.bias.pop(slot, None)
-        self.stops.pop(slot, None)
-        self.held_until[slot] = 0
-
-    def is_plain(self, slots: Int32s, positions: Int32s) -> bool:
-        """Whether `sample` is all that these rows want."""
-        return not (self._wants_change(slots, positions) | (self.num_logprobs[slots] >= 0)).any()
-
-    def _wants_change(self, slots: Int32s, positions: Int32s) -> NDArray[np.bool_]:
-        return self.changed[slots] | (positions < self.held_until[slots])
 
     def sample(
         self,
@@ -126,7 +56,7 @@ class DeviceSampler:
         masks: Masks | None = None,
     ) -> Logprobs | None:
         """Correct the rows that want more than `sample`; the log-probabilities asked for, on the device."""
-        wanting = self._wants_change(host_slots, host_positions)
+        wanting = self.wants_second_pass(host_slots, host_positions)
         if masks is not None:
             only_masked = self.only_masked[host_slots] & (host_positions >= self.held_until[host_slots])
             if only_masked[self.bound[host_slots]].all():

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from runtime.core.requests import SEED_MASK
+from runtime.core.sampling_fields import table_of
 from runtime.core.types import SamplingParams
 from runtime.output.fields import invalid, shown
 from runtime.output.options import OutputOptions
@@ -25,6 +26,13 @@ _MAX_IGNORED = 32  # names of unknown fields to report
 class StreamOptions(RequestModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # the choice's usage so far in every chunk, if include_usage is set
+
+
+_FIELDS = {f.name: f for f in table_of(SamplingParams).fields}
+
+
+def _limits(name: str) -> Any:
+    return Field(**_FIELDS[name].limits)
 
 
 _Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -55,20 +63,20 @@ class SamplingFields(RequestModel, OutputOptions):
     model_config = ConfigDict(extra="allow")  # kept to be named, see `ignored_fields`
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, _limits("temperature")] | None = None
+    top_p: Annotated[float, _limits("top_p")] | None = None
     stop: _Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: _Seed | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, _limits("frequency_penalty")] | None = None
+    presence_penalty: Annotated[float, _limits("presence_penalty")] | None = None
     logit_bias: _LogitBias | None = None
     user: str | None = None
 
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # 0 and -1: off
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_p: Annotated[float, _limits("min_p")] | None = None
+    repetition_penalty: Annotated[float, _limits("repetition_penalty")] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -79,7 +87,7 @@ class SamplingFields(RequestModel, OutputOptions):
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
     add_special_tokens: bool | None = None  # default: around a text, not around what a template has rendered
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # of its end; -1: what fits
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, _limits("prompt_logprobs")] | None = None
     return_token_ids: bool | None = None
 
     def max_output(self) -> int | None:

@@ -1,0 +1,168 @@
+"""Sampling parameters as a table: each field of SamplingParams carries its description.
+
+From the description follow validation, the wire codec (plan.py), the columns of a slot's row on the device and on the
+host, which pass over the logits a parameter belongs to (worker/slot_sampling.py), and the bounds of the HTTP API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field, fields
+from enum import Enum, auto
+from math import inf, nextafter
+from operator import attrgetter, le
+from typing import Any
+
+
+class Effect(Enum):
+    """The part of a request's way to a token that a parameter changes."""
+
+    LENGTH = auto()  # where the output ends: the scheduler's
+    DRAW = auto()  # how a token is drawn from what the logits leave
+    FILTER = auto()  # which tokens are left to be drawn; without a temperature it changes nothing
+    PENALTY = auto()  # logits of tokens that stand in the request already
+    BIAS = auto()  # logits of single tokens
+    HOLD = auto()  # logits of tokens that would end the output too early
+    GRAMMAR = auto()  # which tokens are allowed at all
+    REPORT = auto()  # log-probabilities, beside the token
+    TEXT = auto()  # the text of the output: neither engine nor runners see it
+
+
+# All rows of a step are sampled by the captured pass, which reads their columns. The rows of a request with an effect
+# of the second pass are then sampled again from changed logits; so are those that HOLD while the output is too short.
+CAPTURED_PASS = frozenset({Effect.DRAW, Effect.FILTER})
+SECOND_PASS = frozenset({Effect.PENALTY, Effect.BIAS, Effect.GRAMMAR})
+
+_CODES: dict[str, str] = {"float": "f", "int": "i", "bool": "i", "int | None": "i"}
+UNSET = -1  # stands for None where a value is a number: on the wire and in a column
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingField:
+    """The description of one parameter."""
+
+    name: str
+    type: str  # as annotated
+    effect: Effect
+    neutral: Any  # the value that changes nothing
+    low: float | None
+    high: float | None
+    excludes_low: bool
+    column: int | None  # of a slot's row, whose entries are 32 bits wide
+
+    @property
+    def code(self) -> str | None:
+        """The format character of the value in a struct; None: it is not one number, or does not travel."""
+        return None if self.effect is Effect.TEXT else _CODES.get(self.type)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The bounds as pydantic's Field takes them."""
+        bounds: dict[str, float] = {}
+        if self.low is not None:
+            bounds["gt" if self.excludes_low else "ge"] = self.low
+        if self.high is not None:
+            bounds["le"] = self.high
+        elif self.type.startswith("int"):
+            bounds["lt"] = 1 << 31
+        return bounds
+
+    @property
+    def wanted(self) -> str:
+        """The bounds in words."""
+        low = f"{'above' if self.excludes_low else 'at least'} {self.low:g}"
+        if self.high is None:
+            return low
+        return f"{low} and at most {self.high:g}" if self.excludes_low else f"between {self.low:g} and {self.high:g}"
+
+    @property
+    def is_optional(self) -> bool:
+        """The value may be None."""
+        return self.type.endswith("| None")
+
+
+def sampling(
+    default: Any,
+    effect: Effect,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    above: float | None = None,
+    neutral: Any = ...,
+    column: int | None = None,
+) -> Any:
+    """A dataclass field with its description. Values lie from `low`, or above `above`, to `high`; `neutral` is the
+    default unless it says otherwise."""
+    excludes_low = above is not None
+    bounds = (above if excludes_low else low, high, excludes_low)
+    return field(
+        default=default, metadata={"sampling": (effect, default if neutral is ... else neutral, *bounds, column)}
+    )
+
+
+def _type_name(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
+class SamplingTable:
+    """What follows from the fields of a class of sampling parameters."""
+
+    def __init__(self, params: type) -> None:
+        self.params = params
+        self.fields = tuple(SamplingField(f.name, _type_name(f.type), *f.metadata["sampling"]) for f in fields(params))
+        self.columns = [(f.column, f.name, f.code) for f in self.fields if f.column is not None]
+        bounded = [f for f in self.fields if f.low is not None]
+        self._bounded, self._get_bounded = bounded, attrgetter(*(f.name for f in bounded))
+        self._lows: list[Any] = [nextafter(f.low or 0, inf) if f.excludes_low else f.low for f in bounded]
+        self._highs = [inf if f.high is None else f.high for f in bounded]
+        self._bounded_optional = [i for i, f in enumerate(bounded) if f.is_optional]
+        # The fields that travel as one number each, in the order of the table.
+        numbers = [f for f in self.fields if f.code]
+        self._names, self._get_numbers = [f.name for f in numbers], attrgetter(*(f.name for f in numbers))
+        self._optional = [i for i, f in enumerate(numbers) if f.is_optional]
+        self._bools = [i for i, f in enumerate(numbers) if f.type == "bool"]
+        self.format = "".join(f.code or "" for f in numbers)
+
+    def out_of_bounds(self, params: object) -> SamplingField | None:
+        """The first field whose value is not within its bounds."""
+        values = list(self._get_bounded(params))
+        for i in self._bounded_optional:
+            if values[i] is None:
+                values[i] = self._lows[i]
+        if all(map(le, self._lows, values)) and all(map(le, values, self._highs)):
+            return None
+        bounds = zip(self._bounded, self._lows, values, self._highs, strict=True)
+        return next(f for f, low, value, high in bounds if not low <= value <= high)
+
+    def numbers(self, params: object) -> list[float]:
+        """The values to be packed by `format`."""
+        values = list(self._get_numbers(params))
+        for i in self._optional:
+            if values[i] is None:
+                values[i] = UNSET
+        return values
+
+    def make(self, numbers: Iterable[float], **others: Any) -> Any:
+        """The parameters from the unpacked values and the fields that are not one number."""
+        values: list[Any] = list(numbers)
+        for i in self._optional:
+            if values[i] == UNSET:
+                values[i] = None
+        for i in self._bools:
+            values[i] = bool(values[i])
+        others.update(zip(self._names, values, strict=True))
+        return self.params(**others)
+
+    def has_effect(self, params: object, effects: Set[Effect]) -> bool:
+        """True if a parameter with one of these effects is not neutral."""
+        return any(f.effect in effects and getattr(params, f.name) != f.neutral for f in self.fields)
+
+
+_tables: dict[type, SamplingTable] = {}
+
+
+def table_of(params: type) -> SamplingTable:
+    """The table of a class, made once."""
+    if (table := _tables.get(params)) is None:
+        table = _tables[params] = SamplingTable(params)
+    return table
