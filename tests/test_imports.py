@@ -66,6 +66,21 @@ def test_the_packages_of_runtime_import_only_those_below_them(package: str):
     assert not wrong, "\n".join(wrong)
 
 
+def test_all_functions_of_kernels_but_those_in_tritons_language_have_types():
+    """mypy cannot tell them apart: its settings let functions without types pass in runtime/kernels."""
+    untyped = []
+    for path in sorted((ROOT / "runtime" / "kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or any("jit" in ast.unparse(d) for d in node.decorator_list):
+                continue
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            arguments += [a for a in (node.args.vararg, node.args.kwarg) if a is not None]
+            missing = [a.arg for a in arguments if a.annotation is None and a.arg != "self"]
+            if missing or node.returns is None:
+                untyped.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}({', '.join(missing)})")
+    assert not untyped, "\n".join(untyped)
+
+
 @pytest.mark.parametrize(
     ("modules", "unwanted"),
     [

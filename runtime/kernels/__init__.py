@@ -120,11 +120,13 @@ def _attend(
     """[num_tokens, num_heads * head_dim]: rows of one token, or of guesses in a graph, and longer ones, whose
     tokens follow each other in q. Other short rows do not take the first kernel: each length would compile it anew."""
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap, "deterministic": deterministic}
     at = 0
     for rows in parts:
         end = at + rows.num_tokens
         attend = decode_attention if rows.max_count == 1 or rows.prefix_ready else prefill_attention
-        attend(q[at:end], kv, rows, out=out[at:end], **options)
+        attend(
+            q[at:end], kv, rows, out=out[at:end],
+            scale=scale, window=window, soft_cap=soft_cap, deterministic=deterministic,
+        )  # fmt: skip
         at = end
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -17,10 +18,10 @@ except ImportError:
     tl = None
     INTERPRETED = False
 
-    def constexpr(value):
+    def constexpr(value: Any) -> Any:
         return value
 
-    def jit(fn=None, **options):
+    def jit(fn: Any = None, **options: Any) -> Any:
         return fn or jit
 
     def next_power_of_2(n: int) -> int:

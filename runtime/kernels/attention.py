@@ -74,6 +74,7 @@ class Span:
             hidden = self.hidden(window)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
             if self.view.num_rows > 1:
+                assert self.mask is not None, "rows of one token have a mask"
                 shape = self.mask.shape
                 mask = mask[:, None, None].expand(-1, shape[0] // len(mask), shape[1], -1).reshape(shape)
             self.windowed = window, mask
@@ -200,6 +201,7 @@ def _attend(
     num_rows, num_kv_heads, length, _ = k.shape
     group = num_heads // num_kv_heads
     if num_rows > 1:  # all query heads of a kv head are the rows of one product; faster here than SDPA
+        assert mask is not None, "rows of one token have a mask"
         q = q.reshape(-1, group, head_dim)
         scores = torch.baddbmm(mask, q, k.view(-1, length, head_dim).transpose(1, 2), alpha=scale)
         return torch.bmm(scores.softmax(-1), v.view(-1, length, head_dim)).view(num_rows, -1)
@@ -262,11 +264,9 @@ def _exact_prefill(
     """One row of many tokens: they share each kv head's keys without a copy."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    q = q.view(num_tokens, num_kv_heads, -1, head_dim)
+    q, each = q.view(num_tokens, num_kv_heads, -1, head_dim), (num_tokens, -1, -1)
     heads = [
-        _walk_chunks(
-            q[:, h].contiguous(), *(x[:, h].expand(num_tokens, -1, -1) for x in (k, v)), lengths, window, soft_cap
-        )
+        _walk_chunks(q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, window, soft_cap)
         for h in range(num_kv_heads)
     ]
     return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)

@@ -9,6 +9,7 @@ experts are added in the order of its preference, so that a row's bits do not de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -56,7 +57,7 @@ class Experts:
                 results[choices] = down(self.activate(gate_up(x[choices // self.spec.top_k])))
         ordered = results.view(*ids.shape, -1).unbind(1)
         # Products and sums are separate, hence each exactly rounded.
-        total = sum(y * w[:, None] for y, w in zip(ordered, weights.unbind(1), strict=True))
+        total = reduce(torch.add, (y * w[:, None] for y, w in zip(ordered, weights.unbind(1), strict=True)))
         residual.add_(total.to(residual.dtype))
 
 

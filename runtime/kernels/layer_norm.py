@@ -12,9 +12,11 @@ def layer_norm_torch(
     x: torch.Tensor,  # [num_tokens, hidden]
     weight: torch.Tensor,  # [2, hidden]: weight and bias
     eps: float,
+    residual: torch.Tensor | None = None,  # [num_tokens, hidden]: added to in place and returned
 ) -> torch.Tensor:
     """(x - mean) / deviation * weight + bias, computed in fp32, returned in x's dtype."""
-    return F.layer_norm(x, weight.shape[1:], weight[0], weight[1], eps)
+    y = F.layer_norm(x, weight.shape[1:], weight[0], weight[1], eps)
+    return y if residual is None else residual.add_(y)
 
 
 @jit
@@ -43,7 +45,9 @@ def _layer_norm_kernel(
     tl.store(out_ptr + row * hidden + cols, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def layer_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """`layer_norm_torch` as one kernel, a program a row; x's rows may be strided."""
     num_tokens, hidden = x.shape
     out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
@@ -53,4 +57,4 @@ def layer_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torc
             x, weight, out, x.stride(0), hidden, eps,
             BLOCK=block, PDL=pdl, num_warps=min(max(block // 256, 1), 8), launch_pdl=pdl,
         )  # fmt: skip
-    return out
+    return out if residual is None else residual.add_(out)

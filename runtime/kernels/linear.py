@@ -76,9 +76,9 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     ops = torch.ops.mkldnn
     if not (hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")):
         return False
-    supported = {torch.float32: lambda: True, torch.bfloat16: ops._is_mkldnn_bf16_supported,
-                 torch.float16: ops._is_mkldnn_fp16_supported}  # fmt: skip
-    return dtype in supported and supported[dtype]()
+    if dtype == torch.bfloat16:
+        return bool(ops._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (dtype == torch.float16 and bool(ops._is_mkldnn_fp16_supported()))
 
 
 def cpu_product(weight: torch.Tensor, bias: torch.Tensor | None, packed: bool, deterministic: bool) -> Product:

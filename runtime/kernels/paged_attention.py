@@ -66,7 +66,7 @@ def paged_attention_torch(
 
 def rows_searched(num_rows: int) -> int:
     """ROWS of `find_row`: the same for almost every step, since each value is another compiled kernel."""
-    return max(256, next_power_of_2(num_rows))
+    return max(256, int(next_power_of_2(num_rows)))
 
 
 @jit

@@ -97,7 +97,7 @@ def rope_store_kv_torch(
     num_kv_heads, head_dim = kv.shape[1], kv.shape[4]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     qk = qkv[:, : num_heads + num_kv_heads]
-    if q_norm is not None:
+    if q_norm is not None and k_norm is not None:
         for part, weight in ((qk[:, :num_heads], q_norm), (qk[:, num_heads:], k_norm)):
             part.copy_(rms_norm_torch(part, weight, eps))
     # Products and sum are separate, hence each exactly rounded: bits depend on no vector width and no thread split.

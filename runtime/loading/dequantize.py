@@ -6,8 +6,12 @@ undoes: a run of bytes holds the first numbers of its part in its lowest bits, t
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+
+Integers = NDArray[np.integer[Any]]
 
 _HALF = "<f2"
 _LAYOUTS: dict[str, np.dtype] = {
@@ -45,7 +49,7 @@ def dequantize(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
 def _weights(blocks: NDArray[np.void], type_name: str) -> NDArray[np.float32]:
     """[num_blocks] of a layout -> [num_blocks, weights of a block], in any shape."""
     d = blocks["d"].astype(np.float32)[:, None]
-    m = blocks["m"].astype(np.float32)[:, None] if "m" in blocks.dtype.names else None
+    m = blocks["m" if "m" in (blocks.dtype.names or ()) else "d"].astype(np.float32)[:, None]  # not every type has it
     qs = blocks["qs"]
     match type_name:
         case "Q8_0":
@@ -59,13 +63,13 @@ def _weights(blocks: NDArray[np.void], type_name: str) -> NDArray[np.float32]:
         case "Q5_1":
             return _scaled(_unpack(qs, 16, 4) | _fifth_bits(blocks["qh"]), d) + m
         case "Q2_K":
-            scales, mins = blocks["scales"] & 15, blocks["scales"] >> 4
-            return _scaled(_unpack(qs, 32, 2), d * scales, m * mins)
+            packed = blocks["scales"]
+            return _scaled(_unpack(qs, 32, 2), d * (packed & 15), m * (packed >> 4))
         case "Q3_K":
             low, high = blocks["scales"][:, :8], blocks["scales"][:, 8:]
-            scales = (_unpack(low, 8, 4) | _unpack(high, 4, 2) << 4).view(np.int8) - np.int8(32)
+            signed = (_unpack(low, 8, 4) | _unpack(high, 4, 2) << 4).view(np.int8) - np.int8(32)
             third = _unpack(blocks["qh"], 32, 1) << 2
-            return _scaled((_unpack(qs, 32, 2) | third).view(np.int8) - np.int8(4), d * scales)
+            return _scaled((_unpack(qs, 32, 2) | third).view(np.int8) - np.int8(4), d * signed)
         case "Q4_K":
             scales, mins = _six_bit_pairs(blocks["scales"])
             return _scaled(_unpack(qs, 32, 4), d * scales, m * mins)
@@ -89,22 +93,22 @@ def _unpack(packed: NDArray[np.uint8], run: int, bits: int) -> NDArray[np.uint8]
 
 def _fifth_bits(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """[n, 4] bytes -> [n, 32] of 0 or 16; these lie in the order of the weights."""
-    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+    return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
 
 
-def _six_bit_pairs(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _six_bit_pairs(packed: NDArray[np.uint8]) -> tuple[Integers, Integers]:
     """[n, 12] bytes -> scales and minima of 8 sub-blocks, [n, 8] each.
 
     The first four scales are the low 6 bits of bytes 0-3, the first four minima those of bytes 4-7; of the others,
     bytes 8-11 have the low 4 bits and the top bits of bytes 0-7 the upper two."""
     scale, least, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate([scale & 63, (rest & 15) | (scale >> 6) << 4], axis=1)
-    minima = np.concatenate([least & 63, (rest >> 4) | (least >> 6) << 4], axis=1)
+    scales: Integers = np.concatenate([scale & 63, (rest & 15) | (scale >> 6) << 4], axis=1)
+    minima: Integers = np.concatenate([least & 63, (rest >> 4) | (least >> 6) << 4], axis=1)
     return scales, minima
 
 
 def _scaled(
-    quants: NDArray, scales: NDArray[np.float32], minima: NDArray[np.float32] | None = None
+    quants: Integers, scales: NDArray[np.float32], minima: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
     """quants [n, block]; scales and minima [n, number of sub-blocks], in each of which w = scale * q - minimum."""
     out = quants.reshape(*scales.shape, -1) * scales[:, :, None]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,13 @@ from runtime.quant.format import TensorSource, Weight, WeightFormat
 logger = logging.getLogger(__name__)
 
 
+class Mlp(NamedTuple):
+    """A feed-forward layer."""
+
+    gate_up: Linear
+    down: Linear
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One block's weights, fused: q, k and v are one linear map, gate and up another."""
@@ -36,13 +44,11 @@ class Layer:
     k_norm: torch.Tensor | None
     qkv: Linear
     rope: int  # which of the rotary tables
-    attention: Callable  # (q, kv, plan), with the layer's scale, window and soft cap
+    attention: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]  # with the layer's scale, window and soft cap
     out: Linear
     ffn_norm: torch.Tensor
     post_ffn_norm: torch.Tensor | None
-    gate_up: Linear | None  # and down: without spec.experts
-    down: Linear | None
-    experts: ExpertLayer | None
+    feed_forward: Mlp | ExpertLayer
 
 
 class Decoder:
@@ -74,24 +80,37 @@ class Decoder:
     def _layer(self, index: int, read: ReadWeight) -> Layer:
         spec, prefix = self.spec, f"layers.{index}."
         sliding = bool(spec.sliding) and spec.sliding[index]
-        norms: dict[str, torch.Tensor | None] = {n: self._norm(prefix + n, read) for n in ("attn_norm", "ffn_norm")}
-        for n in ("post_attn_norm", "post_ffn_norm"):
-            norms[n] = self._norm(prefix + n, read) if spec.post_norms else None
-        for n in ("q_norm", "k_norm"):
-            norms[n] = read(prefix + n)[0][rope_permutation(spec)] if spec.qk_norm else None
-        dense = spec.experts is None
-        linears: dict[str, Linear | None] = dict.fromkeys(spec.linears())
-        for name in linears if dense else ("qkv", "out"):
-            linears[name] = self._linear(prefix, name, read)
+        attn_norm, ffn_norm = (self._norm(prefix + n, read) for n in ("attn_norm", "ffn_norm"))
+        post_attn_norm = self._norm(prefix + "post_attn_norm", read) if spec.post_norms else None
+        post_ffn_norm = self._norm(prefix + "post_ffn_norm", read) if spec.post_norms else None
+        q_norm, k_norm = (
+            read(prefix + n)[0][rope_permutation(spec)] if spec.qk_norm else None for n in ("q_norm", "k_norm")
+        )
+        qkv, out = (self._linear(prefix, name, read) for name in ("qkv", "out"))
+        feed_forward: Mlp | ExpertLayer
+        if spec.experts is None:
+            feed_forward = Mlp(self._linear(prefix, "gate_up", read), self._linear(prefix, "down", read))
+        else:
+            feed_forward = self._experts(prefix, spec.experts, read)
         attention = partial(
             self.kernels.attention,
             scale=spec.head_dim**-0.5 if spec.attn_scale is None else spec.attn_scale,
             window=spec.window if sliding and spec.window < self.num_positions else 0,
             soft_cap=spec.attn_soft_cap,
         )
-        rope = int(sliding and spec.local_rope is not None)
-        experts = None if spec.experts is None else self._experts(prefix, spec.experts, read)
-        return Layer(**norms, **linears, rope=rope, attention=attention, experts=experts)
+        return Layer(
+            attn_norm=attn_norm,
+            post_attn_norm=post_attn_norm,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            qkv=qkv,
+            rope=int(sliding and spec.local_rope is not None),
+            attention=attention,
+            out=out,
+            ffn_norm=ffn_norm,
+            post_ffn_norm=post_ffn_norm,
+            feed_forward=feed_forward,
+        )
 
     def _linear(self, prefix: str, name: str, read: ReadWeight) -> Linear:
         """A fused linear map."""
@@ -162,10 +181,11 @@ class Decoder:
             qkv = layer.qkv.normed(h, layer.attn_norm, eps).view(heads)
             q = kernels.rope_store_kv(qkv, ropes[layer.rope], kv, kv_index, layer.q_norm, layer.k_norm, eps)
             layer.out.add_to(h, layer.attention(q, kv, plan), layer.post_attn_norm, eps)
-            if layer.experts is None:
-                layer.down.add_to(h, layer.gate_up.gated(h, layer.ffn_norm, eps), layer.post_ffn_norm, eps)
+            if isinstance(layer.feed_forward, Mlp):
+                gate_up, down = layer.feed_forward
+                down.add_to(h, gate_up.gated(h, layer.ffn_norm, eps), layer.post_ffn_norm, eps)
             else:
-                layer.experts.add_to(h, kernels.norm(h, layer.ffn_norm, eps))
+                layer.feed_forward.add_to(h, kernels.norm(h, layer.ffn_norm, eps))
         return h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

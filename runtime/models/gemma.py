@@ -27,7 +27,7 @@ WEIGHT_MAP = WeightMap(
     ignored=r"(vision_tower|multi_modal_projector)\..*",
 )
 # What the configs of Gemma 3 leave out where it is the default.
-_GEMMA_3 = {
+_GEMMA_3: dict[str, Any] = {
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "max_position_embeddings": 131072, "sliding_window": 4096,
 }  # fmt: skip

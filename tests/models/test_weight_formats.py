@@ -151,7 +151,7 @@ def test_memory_is_planned_for_what_is_read(tmp_path):
 def test_random_weights_are_the_dense_ones_encoded():
     spec = replace(TINY, quantization=QUANTIZATION)
     runner = tiny_runner(spec)
-    assert runner.decoder.layers[1].down.codes.dtype == torch.int8
+    assert runner.decoder.layers[1].feed_forward.down.codes.dtype == torch.int8
     assert runner.memory.weights == weight_bytes(spec, runner.numerics) < tiny_runner().memory.weights
     torch.testing.assert_close(logits(runner), logits(tiny_runner()), atol=0.2, rtol=0.1)
 
