@@ -3,11 +3,9 @@
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,36 +43,40 @@ def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch)
     return _compiler
 
 
-ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
+# What a test needs beyond a second of one core, by its folder and by its fixtures.
+RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
+RESOURCES_OF_FIXTURES = {"ray_session": "processes", "private_ray": "processes", "smollm2_path": "model"}
+# The order of a session: what takes long comes first, so that workers of pytest-xdist end together.
+ORDER = ("processes", "compile", "triton", "model", "long", "browser", "fast", "gpu")
 
 
+def needs(item: pytest.Item) -> set[str]:
+    """The marks of an item: resources, or `fast`."""
+    fixtures = getattr(item, "fixturenames", ())
+    found = {item.path.relative_to(TESTS).parts[0]} & RESOURCES_OF_FOLDERS
+    found |= {resource for fixture, resource in RESOURCES_OF_FIXTURES.items() if fixture in fixtures}
+    found |= {mark.name for mark in item.iter_markers() if mark.name in ORDER}
+    return found or {"fast"}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Interpreted processes first: they take all cores, which tests of real processes want for themselves."""
-    items.sort(key=lambda item: item.get_closest_marker("interpreted") is None)
-
-
-@pytest.fixture(scope="session")
-def _interpreted(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
-    """All of the session's, one at a time on each core, in the order of their tests."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    options: dict[str, Any] = {"env": environment, "cwd": ROOT}
-
-    def run(arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=290, **options)
-
-    pool = ThreadPoolExecutor(os.cpu_count())
-    marked = [(item, item.get_closest_marker("interpreted")) for item in request.session.items]
-    yield {item.nodeid: pool.submit(run, marker.args) for item, marker in marked if marker is not None}
-    pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture
-def interpreted(
-    request: pytest.FixtureRequest, _interpreted: dict[str, Future[subprocess.CompletedProcess[str]]]
-) -> subprocess.CompletedProcess[str]:
-    """The ended process of the test's own marker. Triton decides at import whether it interprets; bf16 is not supported
-    there."""
-    return _interpreted[request.node.nodeid].result()
+    """Marks items by what they need and orders them. What shares one Ray, one browser or one compilation stays in one
+    worker of pytest-xdist; servers with a Ray of their own follow one another."""
+    ranks = {}
+    for item in items:
+        marks = needs(item)
+        ranks[item] = min(map(ORDER.index, marks))
+        for name in marks:
+            item.add_marker(name)
+        if "ray_session" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        elif "processes" in marks:
+            item.add_marker(pytest.mark.xdist_group("servers"))
+        elif marks & {"browser", "compile"}:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    items.sort(key=ranks.__getitem__)
 
 
 # Ray reads its environment when it is imported, which test modules do while they are collected.

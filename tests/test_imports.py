@@ -86,7 +86,7 @@ def test_all_functions_of_kernels_but_those_in_tritons_language_have_types():
     [
         (["serve_app.cli"], ["torch", "ray", "pydantic", "tokenizers"]),  # --help is immediate
         (["serve_app.http", "serve_app.sse"], ["torch", "ray"]),
-        pytest.param(["serve_app.app", "actors.supervisor"], ["torch", "triton"], marks=pytest.mark.slow),
+        pytest.param(["serve_app.app", "actors.supervisor"], ["torch", "triton"], marks=pytest.mark.long),
         (["runtime.core.scheduler", "runtime.core.engine"], ["torch", "ray", "tokenizers"]),
         (["runtime.text.tokenizer", "runtime.text.chat", "runtime.text.stream"], ["torch", "ray"]),
         (["runtime.structured.engines", "runtime.structured.compiler"], ["torch", "ray", "tokenizers"]),
@@ -102,7 +102,7 @@ def test_what_importing_really_loads(modules: list[str], unwanted: list[str]):
     assert done.stdout.split() == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runtime_loads_no_ray():
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)

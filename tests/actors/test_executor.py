@@ -532,7 +532,7 @@ def test_ranks_that_do_not_connect_in_time_are_named():
 # ---- real processes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @HOSTS
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_plans_arrive_whole_in_other_processes_and_a_kill_is_noticed(host, num_ranks):
@@ -555,7 +555,7 @@ def test_plans_arrive_whole_in_other_processes_and_a_kill_is_noticed(host, num_r
         assert error.value.rank == victim
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @HOSTS
 def test_a_death_between_steps_is_noticed_by_the_next_one(host):
     with processes(2, host) as (executor, ranks):
@@ -569,7 +569,7 @@ def test_a_death_between_steps_is_noticed_by_the_next_one(host):
         assert error.value.rank == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @HOSTS
 def test_runners_end_with_their_engine(host):
     with processes(2, host) as (executor, ranks):
@@ -609,7 +609,7 @@ def group_of_actors(ray_session):
     ray.cloudpickle.unregister_pickle_by_value(here)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestActors:
     @pytest.fixture
     def executor(self, group_of_actors):

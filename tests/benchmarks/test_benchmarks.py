@@ -23,7 +23,7 @@ def run(module: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ngram():
     lines = run("ngram", "--repeats", "1", "--tokens", "8").splitlines()
     assert [line.count("|") for line in lines] == [7] * 8
@@ -63,7 +63,7 @@ def test_a_moment_counts_for_one_kernel():
     assert rows == {"a": (1, 3.5), "b": (1, 1.5)}  # a until 3, b until 4, a until 8, b from 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_random_model_is_a_model(tmp_path):
     run("make_random_model", "tiny", str(tmp_path))
     checkpoint, tokenizer = open_checkpoint(tmp_path), Tokenizer.load(tmp_path)
@@ -75,7 +75,7 @@ def test_a_random_model_is_a_model(tmp_path):
     assert tokenizer.decode(tokenizer.encode("Ärger, 日本\n")) == "Ärger, 日本\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lines_become_a_report(tmp_path):
     out = tmp_path / "lines.jsonl"
     small = ["--out", str(out), "--set", "num_threads=1", "kv_cache_memory=0.1"]

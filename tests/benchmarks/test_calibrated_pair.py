@@ -29,7 +29,7 @@ def test_without_noise_they_are_one_model(pair: Pair):
     assert min(figures["distinct_tokens"].values()) > 30  # of 64: no short circle
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("wanted", [0.6, 0.8])
 def test_acceptance_is_what_was_asked_for(pair: Pair, wanted: float):
     epsilon = calibrate(pair, wanted, num_prompts=8)

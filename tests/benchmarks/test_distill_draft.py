@@ -106,7 +106,7 @@ def test_the_teacher_is_the_model_and_slices_change_no_gradient(
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_brings_the_draft_nearer(target: Path, texts: list[Text]):
     teacher = load_teacher(open_checkpoint(target), CPU, torch.float32)
     torch.manual_seed(0)
@@ -152,7 +152,7 @@ def test_the_draft_for_smollm2_is_under_30_mb():
         draft_config(CONFIGS["smollm2-135m"], 320, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_script_writes_a_model(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

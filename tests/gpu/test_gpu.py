@@ -23,10 +23,7 @@ from runtime.llm import LLM
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 SPEC = DecoderSpec(
     num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, ffn_size=512, vocab_size=4099,

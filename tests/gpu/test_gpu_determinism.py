@@ -10,10 +10,7 @@ from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import SamplingParams
 from tests.support.runner_driver import Driver, tiny_runner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 SHAPE = {"num_layers": 3, "ffn_size": 1536, "vocab_size": 4099, "max_positions": 2048, "norm_eps": 1e-5}
 SPECS = {

@@ -10,10 +10,7 @@ from tests.support.family_cases import CASES, spec_of
 from tests.support.family_steps import logits_of
 from tests.support.runner_driver import Driver
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 
 def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:

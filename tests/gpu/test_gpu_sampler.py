@@ -12,7 +12,7 @@ from runtime.kernels.scatter_writes import scatter_writes
 from runtime.kernels.step_inputs import build_inputs
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.transfers import Transfers
-from tests.triton.test_device_sampler import (
+from tests.support.device_sampler_cases import (
     EOS,
     check_filters,
     check_graph_io,
@@ -24,10 +24,7 @@ from tests.triton.test_device_sampler import (
     make_state,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 GPU = torch.device("cuda")
 

@@ -7,10 +7,7 @@ from runtime.core.speculation import Speculation
 from tests.models.test_speculation import SAMPLING, answers, model_draft
 from tests.support.triton_engine import SPEC
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 CONFIG = {"spec": SPEC, "device": "cuda", "deterministic": True, "num_threads": None}
 

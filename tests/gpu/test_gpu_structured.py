@@ -18,10 +18,7 @@ from tests.support.structured_cases import regex
 from tests.support.structured_engine import SPEC, answers, hot, recorded, text_of
 from tests.support.triton_engine import SPEC as WIDE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 
 def gpu_runner(**config) -> ModelRunner:

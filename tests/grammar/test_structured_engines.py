@@ -117,7 +117,7 @@ def test_a_grammar_that_cannot_go_on_says_so():
 # ---- engines ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_grammar_in_use_moves_to_the_eager_engine():
     grammar = compiled(GrammarSpec("json", json.dumps(PERSON)))
     engines = Engines(BYTES, AutomatonPolicy(1000.0, len(BYTES.tokens)), max_entries=2)
@@ -187,7 +187,7 @@ def test_many_masks_at_once_are_those_of_each():
 # ---- children --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_child_is_killed_for_time_and_memory_and_says_what_is_wrong():
     child = Child(1 << 30)
     assert child.run(30.0, os.path.basename, "a/b") == "b"
@@ -203,7 +203,7 @@ def test_a_child_is_killed_for_time_and_memory_and_says_what_is_wrong():
     child.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_bomb_delays_nobody_and_answers_are_kept():
     compiler = GrammarCompiler(deadline_s=1.5)
     try:
@@ -253,7 +253,7 @@ BOMBS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_bombs_end_in_time():
     compiler = GrammarCompiler(deadline_s=5.0)
     try:

@@ -85,7 +85,7 @@ def test_mutants_of_the_corpus():
     assert taken > 500
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.integers(0, 1 << 30))
 def test_mutants_of_random_answers(schema: dict[str, Any], seed: int):

@@ -65,7 +65,7 @@ def test_a_nullable_type_of_openapi_may_be_null():
     assert not fits(grammar_of({"type": "string", "enum": ["a"], "nullable": True}), "null")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_eager_engine_allows_the_same():
     """Wherever a grammar has a small automaton: the same masks at every byte of every instance."""
     num_small, masks = 0, np.zeros((2, BYTES.num_words), np.int32)

@@ -1,6 +1,5 @@
 """Grammars in the step: whatever the weights, the batch, speculation and what happens on the way, answers fit."""
 
-import importlib.util
 import json
 import time
 from decimal import Decimal
@@ -85,7 +84,7 @@ def test_random_answers_fit_with_and_without_speculation():
     assert check_many(10, 10, batch=1) > 7
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_random_answers_fit():
     assert check_many(250, 1000, batch=32) > 750
     assert check_many(60, 100, batch=1) > 70
@@ -272,51 +271,3 @@ def test_a_device_has_the_automaton_of_the_host(seed: int, monkeypatch: pytest.M
         advance_states_torch(torch.tensor([token]), row, *placed)
     monkeypatch.setattr("runtime.worker.device_automata._POOL_BYTES", 400)
     assert not DeviceAutomata(3, torch.device("cpu")).enter(1, EagerMatcher(automaton))
-
-
-TRITON_PATH = """
-import time
-from tests.support.structured_cases import regex
-from tests.support.structured_engine import answers, hot, recorded, small_runner
-from runtime.core.types import FinishReason, Grammar
-from runtime.structured.automaton_policy import AutomatonPolicy
-from runtime.worker.gpu_steps import GpuSteps
-pair = regex('[{]"age": ?[0-9]{1,2}[}]')
-params = [
-    hot(pair, max_tokens=12, logprobs=0), hot(None, max_tokens=5), hot(regex("(?:ab|c){2,4}"), max_tokens=8),
-    hot(pair, max_tokens=12, top_k=5, top_p=0.9, repetition_penalty=1.2, min_tokens=3),
-    hot(Grammar("broken", "start: /(/", "")), hot(regex("ab"), max_tokens=5, min_tokens=5, temperature=0.0),
-]
-def tokens(found):
-    return {name: answer[:2] for name, answer in found.items()}
-want = answers(small_runner("torch"), params)
-assert want["4"][1] is FinishReason.GRAMMAR
-assert [want[name][1] for name in "0235"].count(FinishReason.STOP) >= 3, want
-runner = small_runner("triton", (1, 3))
-assert isinstance(runner.steps, GpuSteps)
-assert tokens(answers(runner, params)) == tokens(want)
-assert tokens(answers(runner, params, recorded(want, 0.8), guesses=2)) == tokens(want)
-assert all(g.graph.count for graphs in runner.steps.graphs.values() for g in graphs if g.size == 4)
-
-# Once more with automata, which take their outputs from the host after the first token.
-engines = runner.grammar_state._engines.result()
-engines.policy = AutomatonPolicy(0.0, 0)  # at once
-for grammar in (params[0].grammar, params[2].grammar, params[5].grammar):
-    while engines.matcher(grammar).engine == "lazy":
-        time.sleep(0.02)
-filled = []
-fill = runner.grammar_state._fill
-runner.grammar_state._fill = lambda rows, words: (
-    filled.extend(row.output.grammar.key for row in rows), fill(rows, words)
-)
-assert tokens(answers(runner, params, recorded(want, 0.8), guesses=2)) == tokens(want)
-filled = sorted(key for key in filled if key != "broken")
-assert filled == sorted(params[i].grammar.key for i in (0, 2, 3, 5)), filled
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.interpreted("-c", TRITON_PATH)
-def test_the_triton_path_gives_the_tokens_of_the_torch_path(interpreted):
-    assert interpreted.returncode == 0, interpreted.stderr

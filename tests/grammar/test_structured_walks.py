@@ -206,7 +206,7 @@ def test_random_schemas_and_weights():
     assert seen[0] > 30
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_random_schemas_and_weights():
     seen = [0]
 
@@ -219,7 +219,7 @@ def test_many_random_schemas_and_weights():
     assert seen[0] > 400
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_corpus_under_random_weights():
     schemas = [schema for schema, _, _ in CASES if "nullable" not in str(schema)]  # which is OpenAPI's alone
     finished = sum(check_walks(schema, [at, at + 1000]) for at, schema in enumerate(schemas))
@@ -241,7 +241,7 @@ def test_whatever_comes_is_compiled_or_refused(schema: object):
         assert compiled(GrammarSpec("json", json.dumps(schema))).lark
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_instances_of_others_can_be_written(data: st.DataObject):

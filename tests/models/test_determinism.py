@@ -146,7 +146,6 @@ def test_toggles_do_not_show(spec, dtype, toggle):
     assert torch.equal(driver.prefill(0, tokens, (40, 128)), want)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_smollm2_is_bit_equal_alone_and_in_batches(dtype, smollm2_path):
     config = EngineConfig(device="cpu", dtype=dtype, deterministic=True, num_threads=2, max_model_len=512)

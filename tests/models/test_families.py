@@ -1,6 +1,5 @@
-"""Every family against transformers, in fp32 on the CPU: names, logits, greedy tokens; and its kernels interpreted."""
+"""Every family against transformers, in fp32 on the CPU: names, logits, greedy tokens."""
 
-import importlib.util
 import json
 import math
 import re
@@ -28,7 +27,6 @@ from tests.support.family_cases import CASES, CONTEXT, save_model
 from tests.support.runner_driver import Driver
 
 NEW = 64  # tokens
-STEPS = Path(__file__).parents[1] / "support" / "family_steps.py"
 
 
 def open_runner(folder: Path, **config) -> ModelRunner:
@@ -207,13 +205,6 @@ def test_configs_as_they_are_published(config, billions, expected):
     assert {name: getattr(spec, name) for name in expected} == expected
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.interpreted(str(STEPS))
-def test_triton_steps_are_those_of_the_torch_path(interpreted):
-    assert interpreted.stdout.splitlines()[-1:] == ["equal"], interpreted.stdout + interpreted.stderr[-2000:]
-
-
 class Copies:
     """A checkpoint with Mixtral's names, in which all experts are the feed-forward layer of a dense one."""
 
@@ -244,7 +235,6 @@ class Copies:
         return self.read(self.sources[name], dtype, device)
 
 
-@pytest.mark.slow
 def test_a_mixture_of_copies_answers_like_the_dense_model(smollm2_path):
     tokenizer, source = Tokenizer.load(smollm2_path), CheckpointSource(smollm2_path)
     mixtral = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}

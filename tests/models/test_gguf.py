@@ -249,7 +249,6 @@ def test_flipped_bytes(write_tiny_gguf, data):
     _load_all(damaged)
 
 
-@pytest.mark.slow
 def test_smollm2(smollm2_path):
     start = time.perf_counter()
     file = GgufFile(smollm2_path)

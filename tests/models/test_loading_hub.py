@@ -129,7 +129,7 @@ def load(hub: str, tmp_path: Path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sharded_model_by_revision_and_offline(load, tmp_path):
     models = [("org/model",), ("org/model", "v2")]
     (path, files, values, ends), second = load(*models)
@@ -142,7 +142,7 @@ def test_a_sharded_model_by_revision_and_offline(load, tmp_path):
     assert load(*models, HF_HUB_OFFLINE="1", HF_TOKEN="") == [[path, files, values, ends], second]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_the_hub_refuses(load):
     (no_token,) = load(("org/model",), HF_TOKEN="hf_wrong")
     assert "no model 'org/model' that you may read" in no_token
@@ -151,7 +151,7 @@ def test_what_the_hub_refuses(load):
     assert "no model 'org/model' at revision 'v9' that you may read" in no_revision
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_to_look_at_a_model_its_weights_are_not_fetched(load):
     ((_, files),) = load(("org/model", None, False))
     assert files == ["config.json", "generation_config.json", "model.safetensors.index.json"]

@@ -71,7 +71,7 @@ print(peak() - before, size)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("write", [_write_safetensors, _write_gguf])
 def test_what_was_read_is_let_go(tmp_path, write):
     command = [sys.executable, "-c", _READ, str(write(tmp_path))]
@@ -106,7 +106,7 @@ print(status("VmHWM") - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_load_needs_one_tensor_beside_the_model(tmp_path):
     config = LlamaConfig(
         vocab_size=9000, hidden_size=512, intermediate_size=2048, num_hidden_layers=10, num_attention_heads=8,

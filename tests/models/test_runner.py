@@ -238,7 +238,6 @@ CHAT_IDS = "What is the capital of France? Answer in one sentence."
 ANSWER = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # The capital of France is Paris.<|im_end|>
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_smollm2_answers(dtype, deterministic, smollm2_path):
@@ -259,7 +258,6 @@ def test_smollm2_answers(dtype, deterministic, smollm2_path):
         rows = [(slot, start + count, 1, 1) for slot, start, count, _ in rows]
 
 
-@pytest.mark.slow
 def test_smollm2_logits_equal_transformers(smollm2_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 

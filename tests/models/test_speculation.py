@@ -78,7 +78,7 @@ def model_draft(noise, ahead, **config):
     return client
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLING)
 @pytest.mark.parametrize(("batch", "count"), [(1, 3), (32, 24)])
 def test_tokens_are_those_without_guesses(name, batch, count):
@@ -103,7 +103,7 @@ def test_tokens_are_those_without_guesses(name, batch, count):
     assert accepted > 0 or params.temperature
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tight_memory_and_small_steps():
     """Guesses beside preemptions and chunks: never at the cost of others' blocks."""
     config = {
@@ -133,7 +133,7 @@ def test_tight_memory_and_small_steps():
     assert core.scheduler.stats.preemptions > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_distribution_is_the_targets():
     """First two tokens of 3,000 requests that differ in their seeds alone, against the model's own probabilities."""
     params = SamplingParams(max_tokens=3, temperature=1.0, top_k=5, ignore_eos=True)

@@ -19,7 +19,7 @@ from runtime.loading.resolve import resolve
 from runtime.structured.grammar import compiled
 from runtime.text.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 PROMPTS = [list(range(100 + 7 * i, 120 + 9 * i)) for i in range(8)]
 LETTERS = compiled(GrammarSpec("regex", "[A-Z][a-z ]{900}"))

@@ -10,7 +10,7 @@ import pytest
 from runtime.core.config import DEFAULT_MODEL
 from tests.processes.test_actors import Server, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
+pytestmark = pytest.mark.usefixtures("ray_session")
 
 
 async def accepted(server):

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = pytest.mark.timeout(280)
 
 MODEL = "smollm2"
 PROMPTS = ["Once upon a time, in a small village by the sea,", "def fibonacci(n):\n"]

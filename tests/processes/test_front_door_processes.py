@@ -16,7 +16,7 @@ import pytest
 from actors.environment import SINGLE_MACHINE
 from tests.serve.test_cli import ROOT, private_ray  # noqa: F401
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.timeout(150)
 
 # Prints the engine's gauges when they are zero; they are asked for over Ray, beside the front door.
 WAIT_FOR_ZERO = """

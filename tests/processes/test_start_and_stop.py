@@ -22,7 +22,7 @@ from tests.processes.test_haproxy import listening_ports
 from tests.processes.test_process_tree import processes_with
 from tests.serve.test_cli import ROOT, private_ray  # noqa: F401
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 
 PHASES = ["model checked", "Ray started", "front door open", "libraries imported", "weights", "memory plan", "ready"]
 START_S = 120  # on a machine that does much else besides

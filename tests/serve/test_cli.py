@@ -245,7 +245,6 @@ def test_chat_tells_the_servers_error(fake_server):
 # ---- in process ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_generate_and_chat_in_process(smollm2_path: Path):
     flags = ["--temperature", "0", "--num-threads", "2", "--kv-cache-memory", "0.1"]
     done = callboard("generate", "-", "--model", str(smollm2_path), "--max-tokens", "8", *flags, stdin="1, 2, 3, 4,")
@@ -321,7 +320,6 @@ def private_ray(tmp_path: Path):
     shutil.rmtree(directory, ignore_errors=True)
 
 
-@pytest.mark.slow
 def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[str, str]):
     code = "from serve_app.app import *; print(type(build_app(AppArgs(device='cpu'))).__name__)"
     command = [sys.executable, "-c", code]
@@ -334,7 +332,6 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.mark.slow
 def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_ray: dict[str, str]):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -369,7 +366,6 @@ def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_
         process.wait(timeout=60)
 
 
-@pytest.mark.slow
 def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
     """The command as a user runs it: two lines on stdout, the curl line works, Ctrl-C ends it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -29,7 +29,7 @@ CONFIG = schemathesis.Config.from_dict(
 schema = schemathesis.openapi.from_asgi("/openapi.json", APP, config=CONFIG, headers={"Authorization": f"Bearer {KEY}"})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @schema.parametrize()
 @settings(
     max_examples=25,

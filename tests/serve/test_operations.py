@@ -86,7 +86,7 @@ def test_nothing_of_opentelemetry_is_imported_when_it_is_off():
 # ---- callboard doctor -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_doctor_tells_of_everything_and_what_to_fix():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
@@ -134,7 +134,6 @@ def test_the_doctor_on_gpus(rows, torch, level, words):
 # ---- through Ray ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_figures_reach_rays_own_exporter(ray_session):
     """Under the names of Ray's dashboard. Ray itself makes a histogram's sum out of the middles of its buckets."""
     import ray

@@ -126,7 +126,6 @@ def test_offsets_of_tokens_whose_space_the_tokenizer_leaves_out():
     assert tokenizer.offsets(text) == [0, 1, 3, 5, 6, 6, 7]
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(st.characters(codec="utf-8") | st.sampled_from(" aé日😀\n"), max_size=30))
 def test_offsets_count_the_whole_characters_before_a_token(smollm2_path, text: str):

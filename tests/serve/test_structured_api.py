@@ -233,7 +233,7 @@ async def test_a_structure_begins_after_the_reasoning():
 GRAMMAR_WAITS = "callboard:grammar_waits_total", "callboard:grammar_seconds_count"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_bomb_is_a_400_in_time_and_delays_nobody(
     shared_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ):

@@ -229,7 +229,7 @@ async def test_a_request_that_is_left_counts_what_it_saw(served_link):
     assert predictions(answer.usage)[1] >= sum(len(guesses) for _, guesses in seen) - accepted  # it may come late
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_an_engine_with_ngrams_and_a_model():
     """The openai client over HTTP front, link, engine loop, n-gram drafter and a small random model on the CPU."""
     runner = tiny_runner(draft="ngram", num_draft_tokens=4, num_kv_blocks=200)

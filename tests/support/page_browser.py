@@ -17,7 +17,6 @@ from tests.support.fake_engine import FakeEngine, byte_tokenizer
 MODEL = "library/tiny-model"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 in_browser = [
-    pytest.mark.slow,
     pytest.mark.timeout(120),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; `apt-get install chromium` brings one"),
 ]

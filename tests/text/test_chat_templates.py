@@ -9,10 +9,11 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from runtime.core.types import CallboardError
+from runtime.output.tools import Tool
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import HERMES, LLAMA3
-from serve_app.requests import ChatMessage, Tool
+from serve_app.requests import ChatMessage
 
 QWEN25 = r"""
 {%- if tools %}

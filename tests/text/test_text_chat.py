@@ -120,7 +120,6 @@ def test_the_template_of_a_tokenizer(write_tiny_gguf):
         ChatTemplate.of(without)
 
 
-@pytest.mark.slow
 def test_smollm2(smollm2_path):
     tokenizer = Tokenizer.load(smollm2_path)
     question = "What is the capital of France? Answer in one sentence."

@@ -211,7 +211,6 @@ def test_leading_space():
     assert TextStream(tokenizer, prompt_tail_ids=[b]).push([b])[0] == " b"
 
 
-@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), skip=st.booleans())
 def test_smollm2(smollm2, data, skip):

@@ -175,7 +175,7 @@ def smollm2(smollm2_path) -> Tokenizer:
     return Tokenizer.load(smollm2_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 class TestSmolLM2:
     def test_members(self, smollm2, smollm2_path):
         assert (smollm2.vocab_size, smollm2.bos_token_id, smollm2.eos_token_ids) == (49152, 1, (2, 0))

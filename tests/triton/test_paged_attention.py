@@ -1,27 +1,14 @@
-"""Paged attention kernels against their torch twin, under Triton's interpreter: a process of its own, since Triton
-decides at import whether it interprets. (bf16 is not supported there; tests/gpu/test_gpu_attention.py has it.)"""
+"""Paged attention kernels against their torch twin. (The interpreter has no bf16: tests/gpu/test_gpu_attention.py.)"""
 
 import importlib
-import importlib.util
 
 import pytest
 import torch
 
-from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.paged_attention import PagedRows, paged_attention_torch
 from runtime.kernels.prefill_attention import prefill_attention
 from tests.support.attention_cases import check, paged_case, rows_of
-
-in_process = pytest.mark.skipif(not INTERPRETED, reason="runs in the subprocess of test_under_the_interpreter")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the subprocess")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.interpreted("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__)
-def test_under_the_interpreter(interpreted):
-    assert interpreted.returncode == 0, interpreted.stdout[-4000:] + interpreted.stderr[-2000:]
 
 
 def test_the_twin_is_softmax_over_each_tokens_past():
@@ -58,20 +45,17 @@ def test_the_grid_of_a_long_unchunked_prompt_is_one_that_devices_have(monkeypatc
     assert all(size <= 65_535 for size in others)
 
 
-@in_process
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256), (6, 2, 64)])
 def test_decode(heads, dtype):
     check(decode_attention, paged_case([(0, 1), (62, 1), (133, 1)], heads, dtype=dtype, padding_rows=1))
 
 
-@in_process
 @pytest.mark.parametrize("count", range(1, 9))
 def test_verify_rows(count):
     check(decode_attention, paged_case([(70, count), (0, count), (63, 1), (126, max(1, count - 1))], (3, 1, 64)))
 
 
-@in_process
 @pytest.mark.parametrize("block_size", [3, 16, 32, 64, 256])
 @pytest.mark.parametrize("options", [{}, {"window": 19}, {"window": 64, "soft_cap": 2.0}, {"soft_cap": 5.0}])
 def test_blocks_window_and_soft_cap(block_size, options):
@@ -81,7 +65,6 @@ def test_blocks_window_and_soft_cap(block_size, options):
     check(prefill_attention, case, scale=0.3, **options)
 
 
-@in_process
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"window": 19, "soft_cap": 2.0}])
 def test_settled_rows_within_a_window(count, options):
@@ -90,14 +73,12 @@ def test_settled_rows_within_a_window(count, options):
     check(decode_attention, (q, kv, rows), **options)
 
 
-@in_process
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256)])
 def test_prefill(heads, dtype):
     check(prefill_attention, paged_case([(0, 71), (65, 33), (129, 1)], heads, dtype=dtype))
 
 
-@in_process
 def test_bound_of_the_length_may_be_far_above_it_and_launches_repeat():
     q, kv, rows = paged_case([(40, 1), (150, 1)], (4, 1, 64), padding_rows=1)
     rows.max_len = 1 << 17
@@ -105,7 +86,6 @@ def test_bound_of_the_length_may_be_far_above_it_and_launches_repeat():
         check(decode_attention, (q, kv, rows))
 
 
-@in_process
 @pytest.mark.parametrize("window", [0, 100])
 def test_deterministic_bits_depend_on_nothing_but_the_token(window):
     total, heads = 560, (3, 1, 64)  # more than one segment of 512

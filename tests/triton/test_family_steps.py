@@ -1,0 +1,83 @@
+"""Steps of the families whose kernels differ: their logits are the torch path's."""
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.kernels.experts import Experts, GroupedExperts
+from runtime.kernels.gated_activation import gated_activation_torch
+from runtime.worker.gpu_steps import DecodeGraph
+from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
+from tests.support.family_cases import spec_of
+from tests.support.family_steps import logits_of
+from tests.support.runner_driver import Driver
+from tests.support.triton_engine import Replay
+
+KERNEL_CASES = {  # those whose kernels differ -> what makes them shorter
+    "mixtral": {"num_hidden_layers": 1},
+    "gemma2": {"num_hidden_layers": 1, "sliding_window": 7},
+    "gemma3": {"num_hidden_layers": 2, "sliding_window": 7},
+    "phi4-mini": {"num_hidden_layers": 1},
+    "gpt2": {"n_layer": 1},
+}
+
+
+def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -> torch.Tensor:
+    config = EngineConfig(
+        device="cpu", kernel_backend=backend, dtype="float32", num_kv_blocks=12, block_size=8, max_num_seqs=2,
+        max_model_len=40, num_threads=1, deterministic=deterministic,
+    )  # fmt: skip
+    with mock.patch.object(ModelRunner, "_warm_up"):
+        runner = ModelRunner(config, DummySource(spec))
+    driver = Driver(runner)
+    if graphs:
+        replay = Replay(runner.steps, 2)
+        runner.steps.graph_logits = torch.full((2, spec.vocab_size), torch.nan)
+        runner.steps.graphs = {1: [DecodeGraph(1, 2, replay, replay.token_ids)]}
+    tokens = torch.randint(0, spec.vocab_size, (34,), generator=torch.Generator().manual_seed(5)).tolist()
+    return logits_of(driver, tokens[:24], tokens[24:])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "dtype", "favoured"),
+    [
+        (1, 8, 2, torch.float32, 8),
+        (90, 5, 2, torch.float32, 3),
+        (150, 3, 2, torch.float16, 3),
+        (7, 33, 5, torch.float16, 5),
+    ],
+)
+def test_experts(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype, favoured: int):
+    """The kernels against the plain form; all tokens prefer the first `favoured` experts, so that the others idle."""
+    torch.manual_seed(0)
+    hidden, ffn, spec = 24, 20, ExpertsSpec(num_experts, top_k, num_tokens % 2 == 0)
+    weights = [(torch.randn(2 * ffn, hidden) / 5, torch.randn(hidden, ffn) / 5) for _ in range(num_experts)]
+    weights = [(gate_up.to(dtype), down.to(dtype)) for gate_up, down in weights]
+    x, base = torch.randn(num_tokens, hidden).to(dtype), torch.randn(num_tokens, hidden).to(dtype)
+    router = torch.randn(num_experts, hidden).to(dtype)
+    bias = torch.where(torch.arange(num_experts) < favoured, 50.0, 0.0).to(dtype)
+    route = partial(F.linear, weight=router, bias=bias)
+    activate = partial(gated_activation_torch, activation="gelu_tanh")
+    plain = Experts(spec, route, weights, lambda weight: partial(F.linear, weight=weight), activate)
+    want = base.clone()
+    plain.add_to(want, x)
+    for deterministic in (False, True):
+        got = base.clone()
+        GroupedExperts(spec, route, weights, "gelu_tanh", deterministic).add_to(got, x)
+        error = ((got - want).abs().max() / (want - base).abs().max()).item()
+        assert error < {torch.float32: 1e-6, torch.float16: 5e-3}[dtype]
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_steps(case: str):
+    spec = spec_of(case, **KERNEL_CASES[case])
+    deterministic = bool(list(KERNEL_CASES).index(case) % 2)
+    want = logits(spec, "torch", False, graphs=False)
+    got = logits(spec, "triton", deterministic, graphs=not deterministic)
+    assert ((got - want).abs().max() / want.abs().max()).item() < 1e-5

@@ -1,0 +1,58 @@
+"""Kernels of rows (norms, gated activations, rotary positions) against their torch twins."""
+
+import pytest
+import torch
+
+from runtime.core.decoder_spec import RopeSpec
+from runtime.kernels.gated_activation import gated_activation_torch, gated_activation_triton
+from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.rope import (
+    rope_rows_torch,
+    rope_rows_triton,
+    rope_store_kv_torch,
+    rope_store_kv_triton,
+    rope_table,
+)
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@dtypes
+def test_rms_norm(dtype):
+    for rows, hidden in ((1, 1), (3, 7), (2, 64), (5, 100), (4, 576), (2, 1025), (0, 16)):
+        wide = torch.randn(rows, hidden + 3, dtype=dtype)
+        x, weight = wide[:, :hidden], torch.randn(hidden, dtype=dtype)
+        got, want = rms_norm_triton(x, weight, 1e-5), rms_norm_torch(x, weight, 1e-5)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want)
+
+
+@dtypes
+def test_gated_activation(dtype):
+    for rows, ffn in ((1, 1), (3, 50), (2, 1024), (2, 1500), (0, 8)):
+        x = torch.randn(rows, 2 * ffn, dtype=dtype)
+        for kind in ("silu", "gelu_tanh"):
+            got, want = gated_activation_triton(x, kind), gated_activation_torch(x.clone(), kind)
+            torch.testing.assert_close(got, want)
+
+
+@dtypes
+def test_rope_and_the_store_of_keys_and_values(dtype):
+    shapes = ((1, 1, 1, 64), (5, 4, 2, 64), (3, 6, 2, 80), (2, 9, 3, 16), (2, 8, 1, 96), (0, 2, 1, 16), (2, 40, 8, 128))
+    for i, (tokens, heads, kv_heads, dim) in enumerate(shapes):
+        qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+        table, positions = rope_table(RopeSpec(), dim, 64, dtype), torch.randint(0, 64, (tokens,), dtype=torch.int32)
+        norms = (torch.rand(dim, dtype=dtype), torch.rand(dim, dtype=dtype), 1e-6) if i % 2 else ()
+        kv = torch.full((2, kv_heads, 3, 4, dim), 7.0, dtype=dtype)  # poisoned: only the tokens' places may change
+        twin, index = kv.clone(), torch.randperm(12)[:tokens].int()
+        got = rope_store_kv_triton(qkv.clone(), rope_rows_triton(table, positions), kv, index, *norms)
+        want = rope_store_kv_torch(qkv.clone(), rope_rows_torch(table, positions), twin, index, *norms)
+        # The twin rounds both products before it adds them, the kernel only the sum.
+        near = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 6e-3, "rtol": 4e-3}
+        torch.testing.assert_close(got, want, **near)
+        torch.testing.assert_close(kv, twin, **near)

@@ -1,0 +1,52 @@
+"""Grammars in the steps of the Triton path: its answers are the torch path's."""
+
+import time
+
+from runtime.core.types import FinishReason, Grammar
+from runtime.structured.automaton_policy import AutomatonPolicy
+from runtime.worker.gpu_steps import GpuSteps
+from tests.support.structured_cases import regex
+from tests.support.structured_engine import Answers, answers, hot, recorded, small_runner
+
+
+def tokens_and_reasons(found: Answers) -> dict[str, tuple[list[int], FinishReason]]:
+    return {name: answer[:2] for name, answer in found.items()}
+
+
+def test_the_triton_path_gives_the_tokens_of_the_torch_path(monkeypatch):
+    pair = regex('[{]"age": ?[0-9]{1,2}[}]')
+    params = [
+        hot(pair, max_tokens=12, logprobs=0),
+        hot(None, max_tokens=5),
+        hot(regex("(?:ab|c){2,4}"), max_tokens=8),
+        hot(pair, max_tokens=12, top_k=5, top_p=0.9, repetition_penalty=1.2, min_tokens=3),
+        hot(Grammar("broken", "start: /(/", "")),
+        hot(regex("ab"), max_tokens=5, min_tokens=5, temperature=0.0),
+    ]
+    found = answers(small_runner("torch"), params)
+    want = tokens_and_reasons(found)
+    assert want["4"][1] is FinishReason.GRAMMAR
+    assert [want[name][1] for name in "0235"].count(FinishReason.STOP) >= 3, want
+    runner = small_runner("triton", (1, 3))
+    assert isinstance(runner.steps, GpuSteps)
+    assert tokens_and_reasons(answers(runner, params)) == want
+    assert tokens_and_reasons(answers(runner, params, recorded(found, 0.8), guesses=2)) == want
+    assert all(g.graph.count for graphs in runner.steps.graphs.values() for g in graphs if g.size == 4)
+
+    # Once more with automata, which take their outputs from the host after the first token.
+    engines = runner.grammar_state._engines.result()
+    engines.policy = AutomatonPolicy(0.0, 0)  # at once
+    for grammar in (params[0].grammar, params[2].grammar, params[5].grammar):
+        while engines.matcher(grammar).engine == "lazy":
+            time.sleep(0.02)
+    filled = []
+    fill = runner.grammar_state._fill
+
+    def noting(rows, words):
+        filled.extend(row.output.grammar.key for row in rows)
+        fill(rows, words)
+
+    monkeypatch.setattr(runner.grammar_state, "_fill", noting)
+    assert tokens_and_reasons(answers(runner, params, recorded(found, 0.8), guesses=2)) == want
+    filled = sorted(key for key in filled if key != "broken")
+    assert filled == sorted(params[i].grammar.key for i in (0, 2, 3, 5)), filled
