@@ -50,8 +50,9 @@ class SlotSampling:
         self.penalised[slot] = table.has_effect(params, {Effect.PENALTY})
         self.filtered[slot] = params.temperature > 0.0 and table.has_effect(params, {Effect.FILTER})
         self.bound[slot] = table.has_effect(params, {Effect.GRAMMAR})
-        self.changed[slot] = table.has_effect(params, SECOND_PASS)
-        others = params.logprobs is not None or table.has_effect(params, SECOND_PASS - {Effect.GRAMMAR})
+        second_pass = SECOND_PASS if slot in self.bias else SECOND_PASS - {Effect.BIAS}
+        self.changed[slot] = table.has_effect(params, second_pass)
+        others = params.logprobs is not None or table.has_effect(params, second_pass - {Effect.GRAMMAR})
         self.only_masked[slot] = self.bound[slot] and not others
 
         row = np.zeros(NUM_PARAMS, np.int32)
