@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import ClassVar, Protocol
 
 from actors.metrics import MetricValues, Snapshot
@@ -44,12 +44,19 @@ class QueueTimeout(EngineRefusal):
     reason = "late"
 
 
+OnEngine = Callable[[str], None]  # is told the id of the engine that serves a request, each time that another one does
+
+
+def nobody(engine: str) -> None:
+    """An OnEngine for those who need not know."""
+
+
 class EngineClient(Protocol):
     """The engines as a front end uses them, however far away they are."""
 
     info: ModelInfo  # of the engine with the longest context
 
-    def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    def generate(self, request: Request, on_engine: OnEngine = nobody) -> AsyncGenerator[RequestOutput, None]:
         """Yields what is new until an output has a finish reason; closing the generator aborts the request.
 
         Outputs that piled up while the consumer was busy arrive merged into one.

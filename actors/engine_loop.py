@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -224,9 +225,9 @@ class EngineLoop:
             connection.send(refusal)
             return
         stream = Stream(connection, message.stream, message.request.request_id)
-        message.request.request_id = stream.key
+        request = replace(message.request, request_id=stream.key)
         try:
-            state = self.core.add(message.request, stream)
+            state = self.core.add(request, stream)
         except CallboardError as e:
             connection.send(Refused(message.stream, str(e), Refusal.NEVER))
             return

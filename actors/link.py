@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol
 
-from actors.engine_client import EngineRefusal
+from actors.engine_client import EngineRefusal, OnEngine
 from actors.messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
@@ -48,12 +48,12 @@ class Stream:
     """One live request: what it has received in all, what its reader has not taken yet, and where it is served."""
 
     __slots__ = (
-        "_waiter", "accepted", "error", "info", "link", "num_losses", "number", "pending", "received", "refusals",
-        "request", "scored", "waits",
+        "_waiter", "accepted", "error", "info", "link", "num_losses", "number", "on_engine", "pending", "received",
+        "refusals", "request", "scored", "waits",
     )  # fmt: skip
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, on_engine: OnEngine) -> None:
+        self.request, self.on_engine = request, on_engine
         self.received = array("i")
         self.scored = False  # it has its prompt's log-probabilities
         self.pending: RequestOutput | None = None
@@ -202,7 +202,7 @@ class EngineLink:
         """Let this engine serve a stream, from where it stands."""
         self._last_number += 1
         stream.link, stream.number, stream.info, stream.waits = self, self._last_number, self.info, False
-        stream.request.engine = self.engine
+        stream.on_engine(self.engine)
         self._streams[stream.number] = stream
         self._send(Submit(stream.number, stream.submission(), resumed=stream.accepted))
 

@@ -14,7 +14,15 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Protocol
 
-from actors.engine_client import EngineBusy, EngineDraining, EngineRefusal, QueueTimeout, RequestRefused
+from actors.engine_client import (
+    EngineBusy,
+    EngineDraining,
+    EngineRefusal,
+    OnEngine,
+    QueueTimeout,
+    RequestRefused,
+    nobody,
+)
 from actors.link import EngineLink, Stream
 from actors.messages import AbortById, Refusal, Refused
 from actors.metrics import MetricValues, Snapshot
@@ -85,8 +93,8 @@ class Router:
             return links[0].reason
         return "The engine is restarting." if self._is_served.is_set() else "The engine is starting."
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
-        stream = Stream(request)
+    async def generate(self, request: Request, on_engine: OnEngine = nobody) -> AsyncGenerator[RequestOutput, None]:
+        stream = Stream(request, on_engine)
         self._place(stream)
         try:
             while True:

@@ -49,6 +49,7 @@ class ChoiceStats:
     """One engine request as this replica saw it."""
 
     request: Request
+    engine: str = ""  # the id of the one that serves it; "": none does yet
     num_output: int = 0
     num_cached: int = 0
     queued_s: float = 0.0
@@ -57,6 +58,9 @@ class ChoiceStats:
     last_at: float = 0.0
     reason: str = "abort"  # until it is known better
     refusal: str = ""  # why, if it was refused
+
+    def moved_to(self, engine: str) -> None:
+        self.engine = engine
 
     def note(self, output: RequestOutput) -> None:
         """An output of the engine."""
@@ -142,7 +146,7 @@ class ServiceMetrics:
                 prompt = int(choice.request.request_id.rpartition("-")[2]) // num_choices
                 longest[prompt] = max(longest.get(prompt, choice), choice, key=lambda c: c.num_output)
         for choice in longest.values():
-            figures = self._pending.setdefault(choice.request.engine, MetricValues())
+            figures = self._pending.setdefault(choice.engine, MetricValues())
             max_len = self._client.info.max_model_len
             figures.histogram("vllm:request_params_n", max_len).observe(num_choices)
             figures.histogram("vllm:request_max_num_generation_tokens", max_len).observe(choice.num_output)
@@ -150,7 +154,7 @@ class ServiceMetrics:
     def observe(self, choice: ChoiceStats, arrived_at: float, submitted_at: float) -> None:
         """A choice has ended; of a refused one there is little to tell."""
         request, max_len = choice.request, self._client.info.max_model_len
-        figures = self._pending.setdefault(request.engine, MetricValues())
+        figures = self._pending.setdefault(choice.engine, MetricValues())
 
         def observe(name: str, value: float) -> None:
             figures.histogram(name, max_len).observe(max(value, 0.0))  # clocks of two machines may differ
@@ -176,17 +180,17 @@ class ServiceMetrics:
 
     def delivered(self, choice: ChoiceStats) -> None:
         """Whoever asked has taken the last of it: over HTTP, it has been written."""
-        figures = self._pending.setdefault(choice.request.engine, MetricValues())
+        figures = self._pending.setdefault(choice.engine, MetricValues())
         lag = figures.histogram("callboard:delivery_lag_seconds", self._client.info.max_model_len)
         lag.observe(max(time.time() - choice.last_at, 0.0))
 
-    def waits_for_grammar(self, request: Request) -> None:
-        """From now on."""
-        self._pending.setdefault(request.engine, MetricValues()).count("callboard:grammar_waits")
+    def waits_for_grammar(self) -> None:
+        """A request does, from now on; no engine serves it yet."""
+        self._pending.setdefault("", MetricValues()).count("callboard:grammar_waits")
 
-    def waited_for_grammar(self, request: Request, seconds: float) -> None:
+    def waited_for_grammar(self, seconds: float) -> None:
         """Before it was submitted."""
-        figures = self._pending.setdefault(request.engine, MetricValues())
+        figures = self._pending.setdefault("", MetricValues())
         figures.histogram("callboard:grammar_seconds", self._client.info.max_model_len).observe(seconds)
 
     # ---- to the engines, and from them ------------------------------------------------------------------------------

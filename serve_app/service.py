@@ -222,7 +222,7 @@ class Service:
         form = prepared.prompts.message_format
         processor = OutputProcessor(prepared.model.tokenizer, request, index, form, prepared.stops)
         with record.choice(request) as seen:
-            async with aclosing(self._client.generate(request)) as outputs:
+            async with aclosing(self._client.generate(request, seen.moved_to)) as outputs:
                 async for output in outputs:
                     seen.note(output)
                     if output.finish_reason > FinishReason.LENGTH:
@@ -240,7 +240,7 @@ class Service:
     async def _bound_requests(self, prepared: PreparedRequest[Any], asked: RequestedGrammar) -> list[Request]:
         """The engine requests with their grammar; what of it is not enforced is noted for the headers."""
         asked_at = time.monotonic()
-        self.metrics.waits_for_grammar(prepared.requests[0])
+        self.metrics.waits_for_grammar()
         try:
             grammar = await self.grammars.compile(asked.spec)
         except GrammarError as e:
@@ -248,7 +248,7 @@ class Service:
         except CompilerBusy as e:
             raise _too_many(e, e.retry_after_s, "grammars_busy") from e
         finally:
-            self.metrics.waited_for_grammar(prepared.requests[0], time.monotonic() - asked_at)
+            self.metrics.waited_for_grammar(time.monotonic() - asked_at)
         paths = grammar.ignored[:_MAX_IGNORED]
         prepared.ignored_fields.extend(quote(f"{asked.field}{path}", safe="/#$.")[:128] for path in paths)
         grammar = replace(grammar, ignored=())

@@ -21,6 +21,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,7 +173,8 @@ class Scheduler:
             self._leave_slot(state, spoilt=reason is FinishReason.ERROR)
         else:
             self.waiting.remove(state)
-            state.tokens, state.request.token_ids = array("i"), []  # whoever still has its record holds no prompt
+            # Whoever still has its record holds no prompt.
+            state.tokens, state.request = array("i"), replace(state.request, token_ids=[])
         state.has_ended = True
         if self.speculation is not None:
             self.speculation.drafter.forget(state)

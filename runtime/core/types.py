@@ -93,9 +93,9 @@ class SamplingParams:
             object.__setattr__(self, "temperature", 0.0)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One request as a replica submits it; the engine owns it from then on.
+    """One request as a replica submits it (made by `requests.requests_of`, which resolves its seed).
 
     `token_ids` holds the prompt and, when a stream is resumed after an engine's death, the output already delivered;
     `prompt_len` tells where the output begins, so that positions, penalties and limits are those of the first try (C8).
@@ -108,7 +108,6 @@ class Request:
     seed: int = 0  # 63 bits; the key of this request's noise (C4)
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
-    engine: str = ""  # the id of the one that serves it; "": none does yet
 
 
 class TokenLogprobs(NamedTuple):

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -141,11 +142,8 @@ async def test_an_abort_by_id_looks_at_no_other_stream(engine, monkeypatch, name
     group = link_to(engine)
     await group.start()
     engine.runners[-1].delay_s = 0.01
-    others = [request(i, max_tokens=30) for i in range(10)]
-    for i, other in enumerate(others):
-        other.request_id = f"cmpl-other{i}-0"
-    mine = request(3, max_tokens=400)
-    mine.request_id = "cmpl-my-own-id-0"
+    others = [replace(request(i, max_tokens=30), request_id=f"cmpl-other{i}-0") for i in range(10)]
+    mine = replace(request(3, max_tokens=400), request_id="cmpl-my-own-id-0")
     reading = [asyncio.create_task(read(group, r)) for r in (*others, mine)]
     await eventually(lambda: len(engine.loop.core.scheduler.requests) == 11)
     looked_at, means = [], AbortById.means

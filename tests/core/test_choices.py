@@ -1,10 +1,12 @@
 """n > 1: the choices of a prompt share its blocks."""
 
 from collections import Counter
+from dataclasses import FrozenInstanceError
 
 import pytest
 
-from runtime.core.types import Request
+from runtime.core.requests import requests_of
+from runtime.core.types import Request, SamplingParams
 from serve_app.endpoints import COMPLETIONS
 from serve_app.prepared_request import PreparedRequest
 from serve_app.requests import CompletionRequest
@@ -52,3 +54,14 @@ def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int
     usage = again.usage([6] * 4, [s.num_cached for s in states], Guesses())
     assert usage["prompt_tokens_details"] == {"cached_tokens": 20}
     session.finish()
+
+
+def test_a_request_is_whole_at_its_birth():
+    names = iter("abcdef")
+    first, second = requests_of(names, [1, 2], SamplingParams(seed=7), 2)
+    assert (first.seed, first.prompt_len) == (7, 2)
+    assert second.seed not in (0, 7)
+    (one,), (other,) = (requests_of(names, [1], SamplingParams()) for _ in range(2))
+    assert one.seed != other.seed  # without a seed, each is given one
+    with pytest.raises(FrozenInstanceError):
+        one.seed = 3

@@ -25,7 +25,7 @@ class Guessed(Scripted):
         super().__init__(ids, cuts)
         self.rows = [(a, b, min(r, b - a)) for (a, b), r in zip(pairwise([0, *steps, len(ids)]), right, strict=True)]
 
-    async def generate(self, request):
+    async def generate(self, request, on_engine=None):
         begin = 0
         async for output in super().generate(request):
             end = begin + len(output.token_ids)

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -164,9 +165,8 @@ async def test_outputs_tell_exactly_which_tokens_were_guessed(served_link):
     _, link, oracle = served_link
     rng = random.Random(0)
     asked = [request(0, max_tokens=rng.randint(1, 60)), request(1, ignore_eos=False), request(5, max_tokens=40)]
-    for one in asked:
-        one.token_ids = [rng.randrange(1, VOCAB) for _ in range(6)]  # no two alike: rows are told by their tokens
-        one.prompt_len = 6
+    # No two are alike: rows are told by their tokens.
+    asked = [replace(one, token_ids=[rng.randrange(1, VOCAB) for _ in range(6)], prompt_len=6) for one in asked]
     check(oracle, list(zip(asked, await asyncio.gather(*(outputs_of(link, a) for a in asked)), strict=True)))
 
 

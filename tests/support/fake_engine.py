@@ -83,7 +83,7 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         self.aborts.append(request_id)
 
-    async def generate(self, request: Request) -> AsyncGenerator[RequestOutput, None]:
+    async def generate(self, request: Request, on_engine=None) -> AsyncGenerator[RequestOutput, None]:
         self.requests.append(request)
         await asyncio.sleep(0)
         if self.busy:
