@@ -8,7 +8,7 @@ for answer in llm.generate(["Once upon a time", "def fibonacci(n):"], SamplingPa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
@@ -170,7 +170,7 @@ class LLM:
         """The token ids of a conversation, up to where the model's answer begins."""
         return self._chat(messages, ChatOptions())[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
         """The text of one completion, piece by piece; closing the iterator ends the request."""
         (choice,) = self._add((self._encode(prompt), None, None), params or self.defaults.params(), 1)
         try:

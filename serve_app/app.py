@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import ray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
@@ -77,22 +77,28 @@ def _model_fields(config: type) -> dict[str, Any]:
     return {f.name: (types[f.name], Field(f.default, description=f.metadata["help"])) for f in fields(config)}
 
 
-AppArgs = create_model(
-    "AppArgs",
-    __base__=_ServeArgs,
-    __doc__="What the application can be started with: the fields of EngineConfig and HttpSettings, and Serve's own.",
-    **_model_fields(EngineConfig),
-    **_model_fields(HttpSettings),
-)
+if TYPE_CHECKING:
+    AppArgs = _ServeArgs
+else:
+    AppArgs = create_model(
+        "AppArgs",
+        __base__=_ServeArgs,
+        __doc__="The settings of an application: the fields of EngineConfig and HttpSettings, and Serve's own.",
+        **_model_fields(EngineConfig),
+        **_model_fields(HttpSettings),
+    )
 
 
 class EngineHost:
     """One Serve replica: the supervisor of one engine, whose placement group comes and goes with it."""
 
-    async def __init__(self, config: EngineConfig, gpu: bool, drain_timeout_s: float) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: EngineConfig, gpu: bool, drain_timeout_s: float
+    ) -> None:
         self._drain_timeout_s = drain_timeout_s
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
+        assert group is not None, "build_app asks for one"
         name = engines_of(context.app_name, config) + context.replica_id.unique_id  # a rank may soon be another's
         self._supervisor = Supervisor(config, name, group, gpu)
         await self._supervisor.start()
@@ -110,12 +116,12 @@ class EngineHost:
 class Front:
     """One Serve replica: HTTP, text and tokens, and a link to each engine. Several share the engines."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: EngineConfig,
         settings: HttpSettings,
         served_model_name: str | None,
-        engines: DeploymentHandle,
+        engines: DeploymentHandle[Any],
     ) -> None:
         """Returns at once: until the tokenizer is loaded and an engine there, /ready says what is still to come.
 
@@ -186,9 +192,9 @@ def build_app(args: AppArgs) -> serve.Application:
     config, settings = args.engine_config(), args.http_settings()
     if not ray.is_initialized():
         ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
-    resources = ray.cluster_resources()
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpu = uses_gpu(config, resources)
-    engines = serve.deployment(
+    engines: Any = serve.deployment(
         EngineHost,
         name="Engine",
         num_replicas=args.num_replicas,
@@ -200,7 +206,7 @@ def build_app(args: AppArgs) -> serve.Application:
         graceful_shutdown_wait_loop_s=_SHUTDOWN_POLL_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
     )
-    front = serve.deployment(
+    front: Any = serve.deployment(
         serve.ingress()(Front),  # without an app: each replica builds its own, so none is ever pickled
         name="Front",
         num_replicas=args.num_fronts or default_fronts(resources),
@@ -211,12 +217,13 @@ def build_app(args: AppArgs) -> serve.Application:
         graceful_shutdown_wait_loop_s=_SHUTDOWN_POLL_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
     )
-    return front.bind(
+    application: serve.Application = front.bind(
         config,
         settings,
         args.served_model_name,
         engines.bind(config, gpu, settings.drain_timeout_s),
     )
+    return application
 
 
 def failure_of(app_name: str) -> str:

@@ -8,7 +8,6 @@ import hmac
 import ipaddress
 import re
 import secrets
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -132,7 +131,7 @@ class Cors(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        response: Any = super().preflight_response(request_headers)
+        response: Response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return response
         return error_response(ApiError(400, f"{bytes(response.body).decode()}.", code="cors_refused"))

@@ -70,7 +70,8 @@ class LocalModel:
         room = self._llm.runner.info.max_model_len - len(prompt)
         if room < 1:
             raise CallboardError("The conversation fills the model's context; start a new chat.")
-        yield from self._llm.stream(prompt, SamplingParams(**{"max_tokens": room} | self._fields))
+        fields: dict[str, Any] = {"max_tokens": room, **self._fields}
+        yield from self._llm.stream(prompt, SamplingParams(**fields))
 
 
 class RemoteModel:

@@ -112,7 +112,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def _help(name: str) -> str:
-    return next(f.metadata["help"] for f in fields(EngineConfig) if f.name == name)
+    return str(next(f.metadata["help"] for f in fields(EngineConfig) if f.name == name))
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

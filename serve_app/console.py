@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 
 class Console:
@@ -36,6 +37,6 @@ class Console:
         """A line on stdout."""
         self._write(self._out, text)
 
-    def _write(self, stream: object, text: str) -> None:
+    def _write(self, stream: IO[str], text: str) -> None:
         with suppress(OSError):  # nobody reads any more (`callboard serve | head -1`): the server goes on
-            print(text, file=stream, flush=True)  # type: ignore[arg-type]
+            print(text, file=stream, flush=True)

@@ -38,8 +38,8 @@ class ApiError(CallboardError):
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:  # to a caller in another process, by a Serve handle
-        rest = {"type": self.type, "param": self.param, "code": self.code, "retry_after_s": self.retry_after_s}
-        return partial(ApiError, **rest), (self.status, str(self))
+        names = ("type", "param", "code", "retry_after_s")
+        return partial(ApiError, **{name: getattr(self, name) for name in names}), (self.status, str(self))
 
     def body(self) -> dict[str, Any]:
         message = str(self) if self.status < 500 else redacted(str(self))

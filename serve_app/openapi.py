@@ -216,7 +216,7 @@ def document(settings: HttpSettings) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for op in _OPERATIONS:
         paths.setdefault(op.path, {})[op.method] = _operation(op, has_keys, has_hosts)
-    page = {
+    page: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Callboard", "version": version("callboard")},
         "paths": paths,
@@ -229,7 +229,7 @@ def document(settings: HttpSettings) -> dict[str, Any]:
 
 def _operation(op: _Operation, has_keys: bool, has_hosts: bool) -> dict[str, Any]:
     needs_key = has_keys and not op.open
-    content = {"text/plain": {"schema": {"type": "string"}}} if op.answer is None else _json(op.answer)
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}} if op.answer is None else _json(op.answer)
     if op.streams:
         # What each event looks like, which is how tools read the schema of a stream.
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}

@@ -80,13 +80,13 @@ class RayMetrics:
             metric = METRICS.get(name)
             label = (metric.label,) if metric is not None and metric.label else ()
             about = (name.replace(":", "_"), metric.help if metric else "The KV cache, in labels.")
-            keys = {"tag_keys": labels or (*_LABELS, *label)}
+            keys = labels or (*_LABELS, *label)
             if histogram is not None:
-                found = ray_metrics.Histogram(*about, boundaries=list(histogram.bounds), **keys)
+                found = ray_metrics.Histogram(*about, boundaries=list(histogram.bounds), tag_keys=keys)
             elif metric is None or metric.kind == "gauge":
-                found = ray_metrics.Gauge(*about, **keys)
+                found = ray_metrics.Gauge(*about, tag_keys=keys)
             else:
-                found = ray_metrics.Counter(*about, **keys)
+                found = ray_metrics.Counter(*about, tag_keys=keys)
             self._metrics[name] = found
         return found
 

@@ -128,7 +128,7 @@ def _start(settings: ServerSettings, console: Console, parent: Parent) -> None:
 
     num_actors = settings.num_replicas * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
     try:
-        context = ray.init(
+        context: Any = ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, num_actors),  # logical: they place actors, they do not limit threads
             include_dashboard=False,
@@ -182,7 +182,7 @@ def _open_door(settings: ServerSettings, logs: Path) -> None:
             raise _port_error(settings.host, settings.port, found[1])
         if "Failed to bind to address" not in reason:
             break
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         environment = {"RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(quiet_port())}
         options["controller_options"] = {"runtime_env": {"env_vars": environment}}
     raise CallboardError(f"Ray Serve did not start ({_last_line(reason)}); see {logs}.")

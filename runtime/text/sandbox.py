@@ -129,7 +129,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 case "replace":
                     return _replace(text, *args, **kwargs)
                 case "join":
-                    return _join(None, *args, d=text)
+                    (parts,) = args
+                    return _join(None, parts, text)
             _check_size(max((arg for arg in args if isinstance(arg, int)), default=0))  # "x".ljust(10**9)
         return _sized(super().call(__context, __obj, *args, **kwargs))
 

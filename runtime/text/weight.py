@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from jinja2.utils import Namespace
 
-_CONTAINERS = (dict, list, tuple, type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: tuple[type[Collection[Any]], ...] = (type({}.keys()), type({}.values()), type({}.items()))
+_CONTAINERS: tuple[type[Collection[Any]], ...] = (dict, list, tuple, *_VIEWS)
 _SCALAR_CHARS = 8
 
 

@@ -32,7 +32,8 @@ _FIELDS = {f.name: f for f in table_of(SamplingParams).fields}
 
 
 def _limits(name: str) -> Any:
-    return Field(**_FIELDS[name].limits)
+    limits: dict[str, Any] = {**_FIELDS[name].limits}
+    return Field(**limits)
 
 
 _Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
