@@ -2,7 +2,7 @@
 # Every measurement of RESULTS.md on one GPU, in stages of a few minutes each:
 #
 #   benchmarks/suite.sh OUT tests exactness engine profile kernels soak start serving
-#   python -m benchmarks.report OUT/*.jsonl
+#   python -m benchmarks.library.report OUT/*.jsonl
 #
 # The stages up to `start` need torch and Triton; `serving` needs an installed Callboard. MODELS narrows the models.
 # OUT gets JSON lines, one file a benchmark, and logs; a stage that fails does not stop the next.
@@ -14,21 +14,21 @@ models=${MODELS:-llama-3.2-1b llama-3.2-3b llama-3.1-8b qwen3-4b}
 folders=${FOLDERS:-/tmp/callboard-models}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-bench() { # name, arguments
-    local name=$1; shift
+bench() { # module, arguments
+    local module=$1 name=${1##*.}; shift
     echo "==> $name $* ($SECONDS s)"
-    python -m "benchmarks.$name" "$@" --out "$out/$name.jsonl" >>"$out/$name.out" 2>>"$out/$name.log" ||
+    python -m "benchmarks.$module" "$@" --out "$out/$name.jsonl" >>"$out/$name.out" 2>>"$out/$name.log" ||
         { echo "failed:"; tail -3 "$out/$name.log"; }
 }
 
 folder() { # of random weights, made once
-    [ -f "$folders/$1/config.json" ] || python -m benchmarks.make_random_model "$1" "$folders/$1" 2>>"$out/folder.log"
+    [ -f "$folders/$1/config.json" ] || python -m benchmarks.library.make_random_model "$1" "$folders/$1" 2>>"$out/folder.log"
 }
 
 for stage in "$@"; do
     case $stage in
     tests) python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tail -30 | tee "$out/tests.txt" ;;
-    exactness) for model in $models; do bench agreement --model "$model"; done ;;
+    exactness) for model in $models; do bench engine.agreement --model "$model"; done ;;
     engine)
         for model in $models; do
             cells="1x128x512"
@@ -37,17 +37,17 @@ for stage in "$@"; do
             *3b) cells+=" 8x128x256 64x128x256 256x128x256" ;;
             *8b) cells+=" 8x128x256 32x128x256 64x128x256 128x128x256 256x128x256 256x512x128" ;;
             esac
-            bench decode --model "$model" --repeats 3 --cells $cells
-            [ "$model" = qwen3-4b ] || bench prefill --model "$model"
+            bench engine.decode --model "$model" --repeats 3 --cells $cells
+            [ "$model" = qwen3-4b ] || bench engine.prefill --model "$model"
         done
-        bench decode --model llama-3.2-1b --repeats 3 --cells 64x128x256 --set deterministic=true
-        bench decode --model llama-3.2-3b --repeats 2 --cells 1x128x256 48x128x256 \
+        bench engine.decode --model llama-3.2-1b --repeats 3 --cells 64x128x256 --set deterministic=true
+        bench engine.decode --model llama-3.2-3b --repeats 2 --cells 1x128x256 48x128x256 \
             --sampling temperature=0 temperature=0.8 temperature=0.8,top_p=0.9 temperature=0.7,top_k=20,top_p=0.95
         ;;
-    profile) for batch in 1 256; do bench profile_step --model llama-3.2-1b --batch $batch --trace "$out/trace-$batch.json.gz"; done ;;
+    profile) for batch in 1 256; do bench engine.profile_step --model llama-3.2-1b --batch $batch --trace "$out/trace-$batch.json.gz"; done ;;
     kernels) for model in $models; do bench kernels --model "$model"; done ;;
-    soak) bench soak --model llama-3.2-1b --minutes "${MINUTES:-10}" ;;
-    start) folder llama-3.1-8b && for run in 1 2; do bench start --folder "$folders/llama-3.1-8b"; done ;;
+    soak) bench engine.soak --model llama-3.2-1b --minutes "${MINUTES:-10}" ;;
+    start) folder llama-3.1-8b && for run in 1 2; do bench engine.start --folder "$folders/llama-3.1-8b"; done ;;
     serving)
         folder llama-3.2-3b && bench serving --serve "$folders/llama-3.2-3b" --label llama-3.2-3b
         folder llama-3.2-1b && bench serving --serve "$folders/llama-3.2-1b" --label llama-3.2-1b --workloads burst256 burst1024

@@ -1,4 +1,4 @@
-"""Launch configurations measured on an H200 by benchmarks/tune_linear.py; other shapes fall back to a rule."""
+"""Launch configurations measured on an H200 by benchmarks/kernels/tune_linear.py; other shapes fall back to a rule."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.models import CONFIGS, spec_of
-from benchmarks.profile_step import by_name
+from benchmarks.engine.profile_step import by_name
+from benchmarks.library.models import CONFIGS, spec_of
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.text.tokenizer import Tokenizer
@@ -97,4 +97,4 @@ def test_lines_become_a_report(tmp_path):
     assert "| tiny | 3 x (20, 4) |" in report
     assert "| tiny-8b |" in report
     assert "| tiny | sequential | engine |" in report
-    assert "-m benchmarks.decode --model tiny" in report
+    assert "-m benchmarks.engine.decode --model tiny" in report

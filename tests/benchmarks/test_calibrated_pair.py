@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.acceptance import Text, extend, find_matches, tokens_a_round
-from benchmarks.calibrated_pair import DRAFTS, TARGET, TINY_DRAFT, TINY_TARGET, Pair, calibrate, num_bytes
-from benchmarks.make_random_model import write_folder
+from benchmarks.drafts.acceptance import Text, extend, find_matches, tokens_a_round
+from benchmarks.drafts.calibrated_pair import DRAFTS, TARGET, TINY_DRAFT, TINY_TARGET, Pair, calibrate, num_bytes
+from benchmarks.library.make_random_model import write_folder
 from runtime.core.config import EngineConfig
 from runtime.core.types import SamplingParams
 from runtime.llm import LLM

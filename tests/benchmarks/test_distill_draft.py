@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import distill_draft
-from benchmarks.acceptance import Text, extend
-from benchmarks.calibrated_pair import TINY_DRAFT, TINY_TARGET, Pair
-from benchmarks.distill_draft import (
+from benchmarks.drafts import distill_draft
+from benchmarks.drafts.acceptance import Text, extend
+from benchmarks.drafts.calibrated_pair import TINY_DRAFT, TINY_TARGET, Pair
+from benchmarks.drafts.distill_draft import (
     TINY,
     Clock,
     divergence,
@@ -25,9 +25,9 @@ from benchmarks.distill_draft import (
     train,
     write,
 )
-from benchmarks.distill_prompts import prompts
-from benchmarks.make_random_model import write_folder
-from benchmarks.models import CONFIGS
+from benchmarks.drafts.distill_prompts import prompts
+from benchmarks.library.make_random_model import write_folder
+from benchmarks.library.models import CONFIGS
 from runtime.core.config import EngineConfig
 from runtime.core.types import SamplingParams
 from runtime.llm import LLM

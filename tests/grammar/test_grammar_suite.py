@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmarks.grammar_suite import Case, by_callboard, by_llguidance, read, run
+from benchmarks.engine.grammar_suite import Case, by_callboard, by_llguidance, read, run
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -112,7 +112,8 @@ host has spent as much time on its masks as building is expected to take, and if
 the masks, and none is built. `callboard:structured_outputs_total` tells which serves.
 
 On an H200, random weights, 64 rows of one schema of open strings, median step in ms (`python -m
-benchmarks.structured_steps --model llama-3.1-8b --tokenizer FOLDER`; [lines](../benchmarks/results/structured.jsonl)):
+benchmarks.engine.structured_steps --model llama-3.1-8b --tokenizer FOLDER`;
+[lines](../benchmarks/results/structured.jsonl)):
 
 | model | free | llguidance | automaton |
 | --- | --- | --- | --- |
@@ -123,7 +124,8 @@ Steps below two milliseconds do not hide what the host does for 64 rows. After a
 of a known grammar comes when a free one does (8B, one request, in process: 22.6, 22.5 and 22.6 ms); after 64 tokens,
 whose prefill waits for the host's launches, 0.5 and 0.8 ms later (9.6, 10.1, 10.4).
 
-On a CPU core (AMD Zen 4), a corpus of 196 schemas (`python -m benchmarks.grammar --tokenizer FOLDER ... --eager 40`):
+On a CPU core (AMD Zen 4), a corpus of 196 schemas (`python -m benchmarks.engine.grammar --tokenizer FOLDER ...
+--eager 40`):
 compiling in the child takes 1.6 ms (p99 9.9). By vocabulary, times p50 / p99, the automata of small schemas:
 
 | vocabulary | set up | a new grammar, ms | mask and advance of a row, us (mean) | automaton, ms |
@@ -134,7 +136,7 @@ compiling in the child takes 1.6 ms (p99 9.9). By vocabulary, times p50 / p99, t
 
 Of the schemas of SchemaStore (575), Berkeley's function-calling tools (500 drawn) and JSON-Schema-Test-Suite (draft
 2020-12: 438), compiled as with `strict: true` beside llguidance's own JSON compiler (`python -m
-benchmarks.grammar_suite FOLDER`, one core of a busy machine):
+benchmarks.engine.grammar_suite FOLDER`, one core of a busy machine):
 
 | schemas | accepted | llguidance | ms, p50 / p90 | llguidance | invalid instances taken | llguidance |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -145,8 +147,8 @@ benchmarks.grammar_suite FOLDER`, one core of a busy machine):
 The slow masks are the first in a place of a grammar that nobody has been to.
 
 Automata of real schemas take longer: CPU time goes by the length of the expression, some 3 ns for a byte and a token of
-the vocabulary. Types of OpenAI's API as closed objects, 30 of each, with 49,152 tokens (`python -m benchmarks.grammar
---tokenizer FOLDER --api 30`), CPU seconds:
+the vocabulary. Types of OpenAI's API as closed objects, 30 of each, with 49,152 tokens (`python -m
+benchmarks.engine.grammar --tokenizer FOLDER --api 30`), CPU seconds:
 
 | properties | built | p50 | p90 | p99 |
 | --- | --- | --- | --- | --- |
@@ -158,7 +160,7 @@ The others have over 4,096 states or took over five seconds. At 20 us of the hos
 
 Eight streams of SmolLM2 on two cores, which front, engine and model share, had inter-token times of 41 ms (p99 59)
 alone and 47 ms (p99 98) while a client posted 11 grammars a second that mean harm; of these 225 were a 400 and 102 a
-right answer, the slowest after 0.9 s (`python -m benchmarks.grammar_bombs --url URL`).
+right answer, the slowest after 0.9 s (`python -m benchmarks.serving.grammar_bombs --url URL`).
 """
 
 

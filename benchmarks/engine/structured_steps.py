@@ -1,6 +1,6 @@
 """What grammars add to decode steps and to the first token: random weights, all rows of a batch bound or none.
 
-    python -m benchmarks.structured_steps --model llama-3.1-8b --tokenizer FOLDER --batches 64
+    python -m benchmarks.engine.structured_steps --model llama-3.1-8b --tokenizer FOLDER --batches 64
 
 All rows follow one schema of open strings, at temperature 1, served by the lazy engine, by the eager one, or (`none`)
 by neither. Steps count while all rows of the batch decode; `share` is what the median step takes beyond one without
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measure import Results, engine_config, new_parser, percentiles
-from benchmarks.models import CONFIGS, spec_of
+from benchmarks.library.measure import Results, engine_config, new_parser, percentiles
+from benchmarks.library.models import CONFIGS, spec_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Grammar, GrammarSpec, Request, SamplingParams

@@ -1,6 +1,6 @@
 """Where the time of a decode step goes: a Chrome trace of steady decoding, the GPU's busy share, the longest kernels.
 
-    python -m benchmarks.profile_step --model llama-3.2-1b --batch 1 --trace trace.json.gz
+    python -m benchmarks.engine.profile_step --model llama-3.2-1b --batch 1 --trace trace.json.gz
 
 The busy share is the union of all kernel, copy and fill intervals over the time from the first one's start to the last
 one's end. The profiler slows the host, so the share is given twice: within the trace, and of the time of the unprofiled
@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from benchmarks.measure import Engine, Results, engine_config, new_parser
+from benchmarks.library.measure import Engine, Results, engine_config, new_parser
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of trace events
 

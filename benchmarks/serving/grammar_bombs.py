@@ -1,6 +1,6 @@
 """Grammars that mean harm, posted to a server whose other clients stream: what these notice of it.
 
-    python -m benchmarks.grammar_bombs --url http://127.0.0.1:8000
+    python -m benchmarks.serving.grammar_bombs --url http://127.0.0.1:8000
 
 Streams decode alone, then while `--posters` clients post one bomb after another. Inter-token times are from one event
 of a stream to its next. Each bomb must be answered, by a 400 that says why or by a right answer, within the deadline.
@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from benchmarks.measure import Results, percentiles
+from benchmarks.library.measure import Results, percentiles
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from urllib.parse import urlsplit
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.measure import Engine, Results, engine_config, middle, new_parser
-from benchmarks.models import CONFIGS
+from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser
+from benchmarks.library.models import CONFIGS
 from runtime.core.types import Request, SamplingParams
 
 _IDS = (1000, 30000)  # in every measured model's vocabulary

@@ -1,6 +1,6 @@
 """Speed of the paged attention kernels against the card's ceilings, beside torch's SDPA on contiguous keys and values.
 
-    python -m benchmarks.kernels_attention --decode 1x128 64x1024 256x512 --prefill 8192 2048+8192 --heads 32x8x64
+    python -m benchmarks.kernels.kernels_attention --decode 1x128 256x512 --prefill 8192 2048+8192 --heads 32x8x64
 
 A decode cell is ROWSxLENGTH, a prefill cell TOKENS or TOKENS+CACHED. Each is one CUDA graph of several launches, as in
 a step; decode launches read different blocks, so that none is in the L2 cache. Medians of the replays.
@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from tqdm import tqdm
 
-from benchmarks.measure import Results
+from benchmarks.library.measure import Results
 from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.prefill_attention import prefill_attention

@@ -4,7 +4,7 @@ For each draft an engine is started, and for each batch size its requests decode
 not measured. Tokens a second count from when every request has its first token to the end of the first that ends. The
 texts of all drafts are compared.
 
-    python -m benchmarks.speculation MODEL --drafts none DRAFT ngram --batches 1 8 64
+    python -m benchmarks.drafts.speculation MODEL --drafts none DRAFT ngram --batches 1 8 64
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actors.directory import RayDirectory, find_engines
 from actors.placement import bundles, uses_gpu
 from actors.router import Router
 from actors.supervisor import Supervisor
-from benchmarks.measure import Results, engine_config, middle, new_parser
+from benchmarks.library.measure import Results, engine_config, middle, new_parser
 from runtime.core.config import EngineConfig
 from runtime.core.types import Request, SamplingParams
 

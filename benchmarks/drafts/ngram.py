@@ -1,6 +1,6 @@
 """Speculation by n-gram lookup on a CPU: SmolLM2-135M with and without it, one request at a time, in alternation.
 
-    python -m benchmarks.ngram [--repeats 3] [--tokens 128]
+    python -m benchmarks.drafts.ngram [--repeats 3] [--tokens 128]
 
 Tokens per second of this process's CPU time, prefill included, on one thread: other work on the machine does not count.
 Both must give the same tokens, or it fails.

@@ -1,7 +1,7 @@
 """Linear layers on a GPU: finds launch configurations, and times all products of a model's decode step in a row.
 
-    python -m benchmarks.tune_linear tune 1 8 16       # finds runtime/kernels/skinny_gemm_configs.py, and writes it
-    python -m benchmarks.tune_linear chain 1 2 4 8 16  # whole models with the table as it is, against cuBLAS
+    python -m benchmarks.kernels.tune_linear tune 1 8 16  # finds runtime/kernels/skinny_gemm_configs.py, and writes it
+    python -m benchmarks.kernels.tune_linear chain 1 2 4  # whole models with the table as it is, against cuBLAS
 
 Everything is timed as one CUDA graph over different weights, so that none is still in the cache and each kernel's start
 overlaps with its predecessor's end as in a step. One JSON line a measurement.

@@ -1,6 +1,6 @@
 """Whether settings that should change nothing but speed change the tokens: the same prompts, against the default.
 
-    python -m benchmarks.agreement --model llama-3.2-1b --variants graphs-off overlap-off torch-kernels
+    python -m benchmarks.engine.agreement --model llama-3.2-1b --variants graphs-off overlap-off torch-kernels
 
 Greedy. Where a text differs, the first place is named with the gap there between the default's two best tokens in nats:
 rounding may turn a near tie around, and from there on the texts have nothing to do with each other.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.measure import Engine, Results, engine_config, new_parser
+from benchmarks.library.measure import Engine, Results, engine_config, new_parser
 from runtime.core.types import Request, SamplingParams
 
 VARIANTS = {

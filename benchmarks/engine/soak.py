@@ -1,6 +1,6 @@
 """Whether an engine keeps its memory: random requests for some minutes, and what torch holds of the GPU meanwhile.
 
-    python -m benchmarks.soak --model llama-3.2-1b --minutes 10
+    python -m benchmarks.engine.soak --model llama-3.2-1b --minutes 10
 
 Prompts of 1 to 4,096 tokens, outputs of 1 to 256, up to twice as many requests as a step has rows, so that steps of
 every size and mix occur. One line at the end: reserved and allocated bytes after the first minute and at the end.
@@ -13,7 +13,7 @@ import time
 import torch
 from tqdm import tqdm
 
-from benchmarks.measure import Engine, Results, engine_config, new_parser
+from benchmarks.library.measure import Engine, Results, engine_config, new_parser
 
 
 def main() -> None:

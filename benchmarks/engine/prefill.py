@@ -1,6 +1,6 @@
 """Time from a request's add to its first token, one request at a time, each prompt a fresh random one.
 
-    python -m benchmarks.prefill --model llama-3.2-1b --lengths 512 2048 8192
+    python -m benchmarks.engine.prefill --model llama-3.2-1b --lengths 512 2048 8192
 
 The engine is in this process and has random weights of a published shape. Medians of the repeats.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tqdm import tqdm
 
-from benchmarks.measure import Engine, Results, engine_config, middle, new_parser
+from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
 """Makes a target and a draft of random weights that agree as often as wanted: what speculation is timed with.
 
-    python -m benchmarks.calibrated_pair /tmp/pair --draft small --acceptance 0.8
+    python -m benchmarks.drafts.calibrated_pair /tmp/pair --draft small --acceptance 0.8
 
 OUT/target has the shape of Llama-3.1-8B, OUT/draft one of DRAFTS. The target contains the draft: the first dimensions
 of its residual stream are the draft's, the corners of its first layers' matrices are the draft's layers, and so are
 the first columns of its head. Everything else in it is noise, and what writes into the residual stream is scaled by
 epsilon: at 0 the two are one model (the norms of the wider stream make up for the width), with more of it they agree
-less. Epsilon is found by bisection on samples of both (benchmarks.acceptance), half of them greedy, half at
+less. Epsilon is found by bisection on samples of both (benchmarks.drafts.acceptance), half of them greedy, half at
 temperature 1; the figures printed are of other prompts. What such a pair lacks of a trained one: stretches of text that
 are easy to guess, and others that are not.
 """
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.acceptance import Text, extend, find_matches, tokens_a_round
-from benchmarks.make_random_model import write_folder
-from benchmarks.measure import Results, new_parser
-from benchmarks.models import CONFIGS
+from benchmarks.drafts.acceptance import Text, extend, find_matches, tokens_a_round
+from benchmarks.library.make_random_model import write_folder
+from benchmarks.library.measure import Results, new_parser
+from benchmarks.library.models import CONFIGS
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.kernels.numerics import Numerics

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from benchmarks.kernels_attention import BF16_FLOP_S, HBM_BYTES_S, decode_bytes, decode_seconds, graph_seconds
-from benchmarks.measure import Results, new_parser
-from benchmarks.models import spec_of
+from benchmarks.kernels.kernels_attention import BF16_FLOP_S, HBM_BYTES_S, decode_bytes, decode_seconds, graph_seconds
+from benchmarks.library.measure import Results, new_parser
+from benchmarks.library.models import spec_of
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.kernels.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.gated_activation import gated_activation_triton

@@ -1,6 +1,6 @@
 """JSON lines of the benchmarks -> RESULTS.md with a table per subject, and a plot per table.
 
-    python -m benchmarks.report benchmarks/results/*.jsonl
+    python -m benchmarks.library.report benchmarks/results/*.jsonl
 
 A later line replaces an earlier one of the same measurement. Plots need matplotlib (`pip install callboard[bench]`) and
 are left out without it.
@@ -18,37 +18,22 @@ from typing import Any, NamedTuple
 
 Line = dict[str, Any]
 
-# What was measured of vLLM 0.23.0 with its defaults on the same card type; Callboard must reach it.
-DECODE_1 = {  # batch 1, 128 in / 512 out: tok/s at HBM's speed, peer, must, aim
-    "llama-3.2-1b": (1793, 815, 1150, 1400),
-    "llama-3.2-3b": (689, 370, 480, 560),
-    "llama-3.1-8b": (296, 204, 225, 250),
-    "qwen3-4b": (550, 279, 370, 450),
-}
-THROUGHPUT = {  # (model, batch, in, out): output tok/s
-    **{("llama-3.2-1b", n, 128, 256): v for n, v in ((8, 6120), (32, 20390), (64, 34330), (128, 50000), (256, 63830))},
-    **{("llama-3.2-3b", n, 128, 256): v for n, v in ((8, 2770), (64, 16690), (256, 32420))},
-    **{("llama-3.1-8b", n, 128, 256): v for n, v in ((8, 1570), (32, 5490), (64, 9490), (128, 14650), (256, 18280))},
-    ("llama-3.2-1b", 256, 512, 128): 33090,
-    ("llama-3.1-8b", 256, 512, 128): 6870,
-}
-PREFILL = {  # model: tokens -> ms to the first token
-    "llama-3.2-1b": {512: 6.2, 2048: 11.5, 8192: 41.6},
-    "llama-3.2-3b": {512: 8.8, 2048: 24.4, 8192: 102},
-    "llama-3.1-8b": {512: 15.2, 2048: 53, 8192: 216},
-}
-SERVING = {  # (model, workload): output tok/s, TTFT p50, ITL p50, ITL p99 in ms; over HTTP
-    ("llama-3.2-3b", "sequential"): (367, 8.8, None, None),
-    ("llama-3.2-3b", "steady"): (None, 12.5, 2.7, None),
-    ("llama-3.2-3b", "burst48"): (9060, None, None, None),
-    ("llama-3.2-3b", "long-prompts"): (None, 25, None, 10.7),
-    ("llama-3.2-3b", "shared-prefix"): (None, 11.4, None, None),
-    ("llama-3.2-3b", "burst256"): (19180, None, None, None),
-    ("llama-3.2-1b", "burst256"): (26500, None, None, None),
-    ("llama-3.2-1b", "burst1024"): (26000, None, None, None),
-}
-START_S = 15.0  # an 8B model
-_MOST_BARS = 64  # of a plot
+BENCHMARKS = Path(__file__).parents[1]
+
+
+def _peer(benchmark: str, keys: tuple[str, ...], values: tuple[str, ...]) -> dict[Any, tuple[Any, ...]]:
+    """What was measured of the peer, or is asked of Callboard, by key; None is what was not."""
+    lines = map(json.loads, (BENCHMARKS / "results" / "peer.jsonl").read_text().splitlines())
+    found = [line for line in lines if line["benchmark"] == f"peer {benchmark}"]
+    return {tuple(line[key] for key in keys): tuple(line.get(name) for name in values) for line in found}
+
+
+DECODE_1 = _peer("decode", ("model",), ("memory_tok_s", "tok_s", "must_tok_s", "aim_tok_s"))  # batch 1, 128 in, 512 out
+THROUGHPUT = _peer("throughput", ("model", "batch", "input", "output"), ("tok_s",))
+PREFILL = _peer("prefill", ("model", "tokens"), ("ms",))
+SERVING = _peer("serving", ("model", "workload"), ("tok_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms"))
+((START_S,),) = _peer("start", (), ("must_s",)).values()
+_MOST_BARS = 64  # of a plot; longer tables have none
 
 
 class Row(NamedTuple):
@@ -101,7 +86,7 @@ def is_greedy(line: Line) -> bool:
 
 
 def decode(line: Line) -> Row | None:
-    model, ours, bars = line["model"], line["decode_tok_s"], DECODE_1.get(line["model"])
+    model, ours, bars = line["model"], line["decode_tok_s"], DECODE_1.get((line["model"],))
     if (line["batch"], line["prompt_len"], line["output_len"]) != (1, 128, 512) or bars is None or not is_greedy(line):
         return None
     cells = [model, number(ours), span(line["decode_range"]), twice(line["step_ms"]), *map(number, bars)]
@@ -112,7 +97,7 @@ def throughput(line: Line) -> Row | None:
     model, batch, inputs, outputs = (line[name] for name in ("model", "batch", "prompt_len", "output_len"))
     if batch == 1 or not is_greedy(line):
         return None
-    ours, peer = line["output_tok_s"], THROUGHPUT.get((model, batch, inputs, outputs))
+    ours, peer = line["output_tok_s"], THROUGHPUT.get((model, batch, inputs, outputs), (None,))[0]
     cell = f"{batch} x ({inputs}, {outputs})"
     cells = [model, cell, number(ours), span(line["output_range"]), number(line["decode_tok_s"]), number(peer)]
     label = f"{model} {cell}" + (f" {settings(line)}" if line["config"] else "")
@@ -129,7 +114,7 @@ def sampled(line: Line) -> Row | None:
 
 def prefill(line: Line) -> Row:
     model, tokens, ours = line["model"], line["prompt_len"], line["first_token_ms"]
-    peer = PREFILL.get(model, {}).get(tokens)
+    peer = PREFILL.get((model, tokens), (None,))[0]
     cells = [model, number(tokens), number(ours), span(line["range"]), number(line["tok_s"]), number(peer)]
     last = [number(peer and ours / peer), verdict(ours, peer, less=True), settings(line)]
     return Row([*cells, *last], f"{model} {tokens}", ours, peer)
@@ -272,16 +257,17 @@ def draw(subject: Subject, rows: list[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--into", type=Path, default=Path(__file__).parent, help="folder of RESULTS.md and plots")
+    parser.add_argument("--into", type=Path, default=BENCHMARKS, help="folder of RESULTS.md and plots")
     parser.add_argument("--commit", default="unknown", help="of lines that were measured outside of a git checkout")
     args = parser.parse_args()
-    lines = [json.loads(text) for file in args.files for text in file.read_text().splitlines()]
+    texts = [text for file in args.files if file.name != "peer.jsonl" for text in file.read_text().splitlines()]
+    lines = [json.loads(text) for text in texts]
     for line in lines:
         if line["versions"]["commit"] == "unknown":
             line["versions"]["commit"] = args.commit
     parts = [
-        "# Results\n\nMade by `python -m benchmarks.report` from JSON lines; nothing here is written by hand. Random "
-        "weights of the published shapes, greedy where a table says nothing else, EOS ignored. The peer is vLLM "
+        "# Results\n\nMade by `python -m benchmarks.library.report` from JSON lines; nothing here is written by hand. "
+        "Random weights of the published shapes, greedy where a table says nothing else, EOS ignored. The peer is vLLM "
         "0.23.0 with its defaults on the same "
         "card type.\n"
     ]
@@ -294,9 +280,10 @@ def main() -> None:
         if not shown:
             continue
         rows, own = (list(column) for column in zip(*shown, strict=True))
-        plot = args.into / "plots" / f"{name}.png" if importlib.util.find_spec("matplotlib") else None
+        drawn = len(rows) <= _MOST_BARS and importlib.util.find_spec("matplotlib") is not None
+        plot = args.into / "plots" / f"{name}.png" if drawn else None
         if plot is not None:
-            draw(subject, rows[:_MOST_BARS], plot)
+            draw(subject, rows, plot)
         parts.append(markdown(subject, rows, own, plot))
     (args.into / "RESULTS.md").write_text("\n".join(parts))
 

@@ -1,6 +1,6 @@
 """Writes a model folder of random weights in a published shape: what a server of that model loads, without its meaning.
 
-    python -m benchmarks.make_random_model llama-3.2-1b /tmp/llama-3.2-1b
+    python -m benchmarks.library.make_random_model llama-3.2-1b /tmp/llama-3.2-1b
 
 Safetensors shards with an index, config.json, generation_config.json, and a byte-level tokenizer that knows a word for
 every id. The weights are drawn on the GPU if there is one.
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 
-from benchmarks.models import CONFIGS
+from benchmarks.library.models import CONFIGS
 from runtime.loading.folder import INDEX_NAME
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter

@@ -1,7 +1,7 @@
 """Seconds until a model folder is a ready engine in this process, from the first import to the last CUDA graph.
 
-python -m benchmarks.make_random_model llama-3.1-8b /tmp/llama-3.1-8b
-python -m benchmarks.start --folder /tmp/llama-3.1-8b   # twice: the first run fills the page and compile caches
+python -m benchmarks.library.make_random_model llama-3.1-8b /tmp/llama-3.1-8b
+python -m benchmarks.engine.start --folder /tmp/llama-3.1-8b   # twice: the first run fills the page and compile caches
 """
 
 import time
@@ -11,7 +11,7 @@ START = time.perf_counter()
 import logging  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from benchmarks.measure import Results, engine_config, new_parser  # noqa: E402
+from benchmarks.library.measure import Results, engine_config, new_parser  # noqa: E402
 from runtime.worker.runner import ModelRunner  # noqa: E402
 from runtime.worker.sources import CheckpointSource  # noqa: E402
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.models import CONFIGS, spec_of
+from benchmarks.library.models import CONFIGS, spec_of
 from runtime.core.config import EngineConfig
 from runtime.core.draft_client import speculation_of
 from runtime.core.engine import EngineCore

@@ -1,7 +1,7 @@
 """Decode speed and throughput of the engine in this process: random weights of a published shape, EOS off.
 
-    python -m benchmarks.decode --model llama-3.2-1b --cells 1x128x512 8x128x256 256x128x256 256x512x128
-    python -m benchmarks.decode --model llama-3.2-3b --cells 48x128x256 --sampling temperature=0.8,top_p=0.9
+    python -m benchmarks.engine.decode --model llama-3.2-1b --cells 1x128x512 8x128x256 256x128x256 256x512x128
+    python -m benchmarks.engine.decode --model llama-3.2-3b --cells 48x128x256 --sampling temperature=0.8,top_p=0.9
 
 A cell is BATCHxINxOUT, all requests added at once; each is measured with every `--sampling`, on one engine. Decode
 tok/s counts the tokens after every request has its first one, over the time from then on; output tok/s counts all
@@ -15,7 +15,7 @@ import json
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.measure import Engine, Results, engine_config, middle, new_parser, percentiles
+from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser, percentiles
 
 
 def main() -> None:

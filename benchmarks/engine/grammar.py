@@ -1,8 +1,8 @@
 """What grammars cost: compiling them, and a mask and an advance of each row of a step, over a corpus of schemas.
 
-python -m benchmarks.grammar --tokenizer FOLDER_OR_GGUF ...            # the lazy engine, and the compiler's child
-python -m benchmarks.grammar --tokenizer FOLDER_OR_GGUF --eager 40     # automata of so many schemas of the corpus
-python -m benchmarks.grammar --tokenizer FOLDER_OR_GGUF --api 100      # and of so many types of OpenAI's API, drawn
+python -m benchmarks.engine.grammar --tokenizer PATH ...            # the lazy engine, and the compiler's child
+python -m benchmarks.engine.grammar --tokenizer PATH --eager 40     # automata of so many schemas of the corpus
+python -m benchmarks.engine.grammar --tokenizer PATH --api 100      # and of so many types of OpenAI's API, drawn
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import numpy as np
 import openai.types
 from pydantic import BaseModel
 
-from benchmarks.measure import Results, new_parser, percentiles
+from benchmarks.library.measure import Results, new_parser, percentiles
 from runtime.core.config import ModelInfo
 from runtime.core.types import Grammar, GrammarSpec
 from runtime.structured.child import Child
@@ -31,7 +31,7 @@ from runtime.structured.pattern import GrammarError
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 
-CORPUS = Path(__file__).parent.parent / "tests" / "data" / "structured_corpus.jsonl"
+CORPUS = Path(__file__).parents[2] / "tests" / "data" / "structured_corpus.jsonl"
 
 
 def main() -> None:

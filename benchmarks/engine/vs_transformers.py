@@ -1,6 +1,6 @@
 """Callboard against transformers' generate: SmolLM2-135M on this machine's CPU, in one process, in alternation.
 
-    python -m benchmarks.vs_transformers [--dtypes float32 bfloat16] [--batches 1 8] [--repeats 3] [--threads N]
+    python -m benchmarks.engine.vs_transformers [--dtypes float32 bfloat16] [--batches 1 8] [--repeats 3] [--threads N]
 
 Both run the same weights, greedy, over the same random prompts, with EOS off. Prefill is the time to every row's first
 token; decode counts the tokens after it. A line is the median of the repeats; ratios compare the medians of one run.

@@ -1,6 +1,6 @@
 """What the way from the engine to an HTTP client costs: a toy engine behind the real front.
 
-    python -m benchmarks.front_door [--streams 1 8 64 256] [--fronts 1] [--tick-ms 25]
+    python -m benchmarks.serving.front_door [--streams 1 8 64 256] [--fronts 1] [--tick-ms 25]
 
 A runner process samples one token a live request every tick and notes when. The same requests are read twice: over HTTP
 and SSE through HAProxy and the front replicas, and straight off an engine link, which is the bare engine. Token latency

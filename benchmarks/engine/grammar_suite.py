@@ -1,7 +1,7 @@
 """How many of a folder's JSON Schemas are taken, how fast, and whether an invalid instance is.
 
-python -m benchmarks.grammar_suite FOLDER ...          # each folder's *.json and *.jsonl, with its subfolders
-python -m benchmarks.grammar_suite --sample 500 FOLDER # so many of its schemas, drawn
+python -m benchmarks.engine.grammar_suite FOLDER ...          # each folder's *.json and *.jsonl, with its subfolders
+python -m benchmarks.engine.grammar_suite --sample 500 FOLDER # so many of its schemas, drawn
 
 Files are read in the forms of the public suites: JSON-Schema-Test-Suite (a list of schemas with tests), MaskBench (a
 schema with tests), plain schemas as in JSONSchemaBench, and lines of JSON with schema, valid and invalid as in
@@ -43,7 +43,7 @@ class Case:
 
 
 def main() -> None:
-    from benchmarks.measure import Results, new_parser  # with torch, which the children need not load
+    from benchmarks.library.measure import Results, new_parser  # with torch, which the children need not load
 
     parser = new_parser(__doc__, model=False)
     parser.add_argument("folders", type=Path, nargs="+")
@@ -146,6 +146,6 @@ def _fits(grammar: str, value: Any) -> bool:
 
 
 if __name__ == "__main__":
-    from benchmarks import grammar_suite  # a child finds functions by their module, and this one is __main__
+    from benchmarks.engine import grammar_suite  # a child finds functions by their module, and this one is __main__
 
     grammar_suite.main()
