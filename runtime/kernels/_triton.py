@@ -44,7 +44,7 @@ __all__ = ["INTERPRETED", "ROW_ARRAYS", "constexpr", "jit", "next_power_of_2", "
 
 
 def use_pdl(tensor: torch.Tensor) -> bool:
-    """Whether kernels on the tensor's device take part in programmatic dependent launch (Hopper and later).
+    """True if kernels on the tensor's device take part in programmatic dependent launch (Hopper and later).
 
     The rule for a kernel launched with `PDL=use_pdl(x), launch_pdl=use_pdl(x)`: every program runs
 
@@ -53,8 +53,8 @@ def use_pdl(tensor: torch.Tensor) -> bool:
             tl.extra.cuda.gdc_launch_dependents()
 
     in this order, exactly once, before any early return, any write, and any read of what earlier kernels of the step
-    wrote. What no kernel of a step writes (weights, tables) is better loaded before the wait. When a kernel passes its
-    wait its predecessor is complete, and so, as that one waited too, is everything before.
+    wrote. Tensors that no kernel of a step writes (weights, tables) are better loaded before the wait. When a kernel
+    passes its wait its predecessor is complete, and so, as that one waited too, is everything before.
 
     Norms and linear layers of few rows call gdc_launch_dependents first: a decode step is a chain of them, and the next
     ones then request their weights while two before them still run. A kernel that follows another kind may count on

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from runtime.core.plan import Int32s
 
 MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
-_MAX_SCORES = 1 << 22  # that exist at a time where a soft cap needs them
+_MAX_SCORES = 1 << 22  # scores held at a time by attention with a soft cap
 _CHUNK = 64  # positions in one fixed-shape piece of `attention_exact`
 _LOWEST = -1e30  # below all scores, yet finite: a window may hide a whole chunk
 _ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned, so `attention_exact` pads head_dim
@@ -91,7 +91,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a plan depends on beside the step: the model's heads and the cache's geometry."""
+    """The model's heads and the cache's geometry, which a plan depends on beside the step."""
 
     num_heads: int
     num_kv_heads: int
@@ -164,7 +164,7 @@ def _kv_view(tables: Int32s, length: int, shape: AttentionShape) -> KVView:
     span = -(-length // _CHUNK) * _CHUNK if shape.exact else length
     index = np.arange(-(-span // tile_size))
     block_of = index // tiles_per_block
-    table = np.zeros((num_rows, int(block_of[-1]) + 1), np.int64)  # what a chunk has beyond the table is the null block
+    table = np.zeros((num_rows, int(block_of[-1]) + 1), np.int64)  # a chunk reads the null block beyond the table
     table[:, : blocks.shape[1]] = blocks
     tiles = table[:, block_of] * tiles_per_block + index % tiles_per_block  # [num_rows, num_tiles]
     heads = np.arange(2 * shape.num_kv_heads).reshape(2, 1, -1, 1) * (shape.num_blocks * tiles_per_block)
@@ -231,7 +231,7 @@ def attention_exact(
 ) -> torch.Tensor:
     """`attention_torch` where a token's bits depend on nothing but its own q, k and v (EngineConfig.deterministic).
 
-    Each token walks over chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32: products
+    Each token attends to chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32: products
     of one fixed shape, sums of one fixed length, chunks in order. What is masked adds an exact zero, so neither the
     length of a batch mate nor where a chunk of the prompt ended can show."""
     head_dim = q.shape[-1]
@@ -240,8 +240,8 @@ def attention_exact(
     for span in plan.spans:
         rows = F.pad(q[span.start : span.stop].float() * scale, pad)
         k, v = F.pad(span.view.read(kv).float(), pad).unbind(0)
-        walk = _exact_decode if len(k) == len(rows) else _exact_prefill
-        outs.append(walk(rows, k, v, span.lengths, window, soft_cap)[..., :head_dim].flatten(1))
+        attend = _exact_decode if len(k) == len(rows) else _exact_prefill
+        outs.append(attend(rows, k, v, span.lengths, window, soft_cap)[..., :head_dim].flatten(1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.to(q.dtype)
 
@@ -255,7 +255,7 @@ def _exact_decode(
     q = q.reshape(num_rows * num_kv_heads, -1, head_dim)
     k, v = k.reshape(-1, length, head_dim), v.reshape(-1, length, head_dim)
     lengths = lengths.repeat_interleave(num_kv_heads)
-    return _walk_chunks(q, k, v, lengths, window, soft_cap).view(num_rows, num_heads, head_dim)
+    return _attend_chunks(q, k, v, lengths, window, soft_cap).view(num_rows, num_heads, head_dim)
 
 
 def _exact_prefill(
@@ -266,13 +266,13 @@ def _exact_prefill(
     num_kv_heads = k.shape[1]
     q, each = q.view(num_tokens, num_kv_heads, -1, head_dim), (num_tokens, -1, -1)
     heads = [
-        _walk_chunks(q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, window, soft_cap)
+        _attend_chunks(q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, window, soft_cap)
         for h in range(num_kv_heads)
     ]
     return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)
 
 
-def _walk_chunks(
+def _attend_chunks(
     q: torch.Tensor,  # [n, group, head_dim], scaled
     k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
     v: torch.Tensor,  # like k
@@ -284,7 +284,7 @@ def _walk_chunks(
     n, group, _ = q.shape
     if n == 1:  # a batch of one may be split over threads in another way
         q, k, v, lengths = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths))
-        return _walk_chunks(q, k, v, lengths, window, soft_cap)[:1]
+        return _attend_chunks(q, k, v, lengths, window, soft_cap)[:1]
     best = q.new_full((n, group, 1), _LOWEST)
     total = q.new_zeros((n, group, 1))
     out = torch.zeros_like(q)

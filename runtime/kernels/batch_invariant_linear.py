@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from runtime.kernels._triton import jit, tl, use_pdl
 
-_NUM_SMS = 132  # of an H100 or H200; on others the same cut is merely not the best
+_NUM_SMS = 132  # of an H100 or H200; on other cards the same tiling works, only slower
 _GROUP = 8  # tiles of x that neighbouring programs share a tile of the weight with
 
 
@@ -144,7 +144,7 @@ def _add_chunks_kernel(
 
 
 class Tiling(NamedTuple):
-    """How tiles are laid over a product; never what is summed in which order."""
+    """How tiles are laid over a product. It does not affect the order of any sum."""
 
     block_m: int
     block_n: int
@@ -193,7 +193,7 @@ def batch_invariant_linear_triton(
 
 
 def chunk_size(size_out: int, size_in: int) -> int:
-    """Columns of a chunk: what gives 64 rows about one program of 64 x 64 a multiprocessor, but at least 512."""
+    """Columns of a chunk, at least 512: with 64 rows, each multiprocessor has about one program of 64 x 64."""
     chunk = -(-size_in // 128) * 128
     while -(-size_out // 64) * -(-size_in // chunk) < _NUM_SMS * 3 // 4 and chunk >= 1024:
         chunk = -(-chunk // 256) * 128

@@ -1,4 +1,4 @@
-"""Rows of logits in which only some tokens are allowed: those whose bit is set."""
+"""Masks of logits: only tokens whose bit is set stay possible."""
 
 from __future__ import annotations
 

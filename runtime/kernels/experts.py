@@ -1,7 +1,7 @@
 """A mixture of experts in place of a feed-forward layer: each token goes to the `top_k` that its router prefers.
 
-The plain form runs the experts one after another over the tokens that chose them. On a GPU nothing may depend on how
-many those are, as a step can be a CUDA graph: tokens are sorted by expert on the device, and one product covers all
+`Experts` runs them one after another over the tokens that chose them. On a GPU no launch may depend on how many those
+are, as a step can be a CUDA graph: `GroupedExperts` sorts tokens by expert on the device, and one product covers all
 experts in a grid for the worst case, the most tiles that so many choices can make. Either way the results of a token's
 experts are added in the order of its preference, so that a row's bits do not depend on its batch mates.
 """
@@ -32,8 +32,8 @@ class ExpertLayer(Protocol):
 
 
 class Experts:
-    """The plain form, for weights of any kind that `product` takes: of each expert gate and up [2 * ffn, hidden] as
-    one, and down [hidden, ffn]."""
+    """One product after another, for weights of any kind that `product` takes: each expert has gate and up as one
+    weight [2 * ffn, hidden], and down [hidden, ffn]."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Experts:
             if len(choices):
                 results[choices] = down(self.activate(gate_up(x[choices // self.spec.top_k])))
         ordered = results.view(*ids.shape, -1).unbind(1)
-        # Products and sums are separate, hence each exactly rounded.
+        # Products and sums are separate operations, so that each is rounded exactly.
         total = reduce(torch.add, (y * w[:, None] for y, w in zip(ordered, weights.unbind(1), strict=True)))
         residual.add_(total.to(residual.dtype))
 

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: few rows stream the weight with everything around it folded in, many rows go to cuBLAS."""
+"""Linear layers on a GPU: up to 16 rows by kernels with the surrounding operations fused in, more rows by cuBLAS."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_triton
 
 
 class FusedLinear(Linear):
-    """The forms of `Linear` in the fewest launches. Up to MAX_ROWS rows each is one kernel or two; above, the product
-    itself adds the residual. Deterministic: one product for every number of rows, the rest row by row."""
+    """`Linear` in the fewest launches: up to MAX_ROWS rows each verb is one kernel or two; above, the product itself
+    adds the residual. In deterministic mode one product serves every number of rows, and all else goes row by row."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class FusedLinear(Linear):
     ) -> None:
         super().__init__(self._product, norm, partial(gated_activation_triton, activation=activation, gated=gated))
         self.weight, self.bias, self.deterministic = weight, bias, deterministic
-        self.folded = activation if gated else None  # what the kernel of few rows can do after the product
+        self.folded = activation if gated else None  # what the skinny kernel can do after the product
         self.skinny_gemm = partial(skinny_gemm_triton, weight=weight, bias=bias)
 
     def _is_skinny(self, x: torch.Tensor) -> bool:
@@ -74,7 +74,7 @@ class FusedLinear(Linear):
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """In fp32: rounded to bf16, the best two of 128,000 logits are often the same number."""
+        """In float32: rounded to bfloat16, the best two of 128,000 logits are often equal."""
         weight, bias, wide = self.weight, self.bias, torch.float32
         if self._is_skinny(x):
             return self._skinny_normed(x, norm_weight, eps, out_dtype=wide, out=out)

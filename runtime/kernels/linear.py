@@ -3,9 +3,9 @@
 There, weights are packed once into oneDNN's own blocked layout, with F.linear as the fallback: packed is far faster at
 few rows (fp32 1.8x at one row). The two calls are private to torch, so a build without them falls back.
 
-In which order a library sums is its own affair: it depends on the CPU's instructions, the library's version, the number
-of threads, and on the number of rows and a row's place among them. Deterministic mode therefore trusts no product, but
-measures (`batch_invariant_product`).
+The order in which a library sums depends on the CPU's instructions, the library's version, the number of threads, the
+number of rows and a row's place among them. Deterministic mode therefore uses only calls that were measured to give a
+row the same bits everywhere (`batch_invariant_product`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import torch.nn.functional as F
 Product = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, in] -> [num_tokens, out]
 Activate = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, 2 * ffn], or [num_tokens, ffn] -> [num_tokens, ffn]
 
-_ROWS_HINT = 64  # for what batch oneDNN picks the layout; measured flat from 8 to 256
-# Numbers of rows in a call of deterministic mode, as far as they agree.
-_SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 128, 256)
-_ENOUGH_COLUMNS = 8192  # of a weight for `agreeing_sizes`: more are more of the same work
-_STANDARD = 16  # the one of them that the others are compared with
+_EXPECTED_ROWS = 64  # rows for which oneDNN chooses its layout; 8 to 256 were measured to give the same speed
+# Candidate numbers of rows of a call in deterministic mode; `agreeing_sizes` keeps those that give the same bits.
+_CALL_SIZES = (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 128, 256)
+_MAX_MEASURED_ROWS = 8192  # rows of the weight that is measured: a longer one repeats the same work
+_REFERENCE_SIZE = 16  # the call size that the others are compared with
 
 
 class Norm(Protocol):
-    """norm(x) * weight of rows [num_tokens, hidden]; with a residual, added to it in place and that returned."""
+    """norm(x) * weight for rows x [num_tokens, hidden]. With a residual, the result is added to it in place, and the
+    residual is returned."""
 
     def __call__(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
@@ -36,9 +37,9 @@ class Norm(Protocol):
 
 
 class Linear:
-    """One weight with what surrounds it in a decoder: the norm before it, the activation or the residual after it.
+    """One weight with its neighbours in a decoder: the norm before it, the activation or the residual after it.
 
-    This is the plain form, from the separate operations; runtime.kernels.fused_linear has the one for GPUs."""
+    This class runs them as separate operations; runtime.kernels.fused_linear has the fused form for GPUs."""
 
     def __init__(self, product: Product, norm: Norm, activate: Activate) -> None:
         self.product, self.norm, self.activate = product, norm, activate
@@ -65,12 +66,12 @@ class Linear:
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`normed` for the output head; in fp32, and in `out` if given, where the form can."""
+        """`normed` for the output head. The fused form returns float32, and writes to `out` if it is given."""
         return self.normed(x, norm_weight, eps)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this torch build, dtype and device have packed linear layers."""
+    """True if this torch build has packed linear layers for the dtype and the device."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     ops = torch.ops.mkldnn
@@ -91,7 +92,7 @@ def cpu_product(weight: torch.Tensor, bias: torch.Tensor | None, packed: bool, d
 def packed_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """oneDNN's product with a copy of the weight in its layout, for a dtype that `can_pack`."""
     call = torch.ops.mkldnn._linear_pointwise.default
-    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _ROWS_HINT)
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _EXPECTED_ROWS)
     return lambda x: call(x, blocked, bias, "none", [], "")
 
 
@@ -103,15 +104,15 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 def batch_invariant_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """A product that gives a row the same bits whatever the other rows are, on this machine with this many threads.
 
-    Rows go through calls of few fixed sizes: those that were seen to give a row the same bits at every place. Where the
-    weight's dtype has no packed form, or none that is so regular (as with AMX, or with bfloat16 on many threads of a
-    CPU that lacks its instructions), it is float32 that multiplies."""
+    Rows go through calls of a few fixed sizes that were measured to give a row the same bits at every place. If no
+    packed form of the weight's dtype passes that measurement (with AMX, say, or with bfloat16 on many threads of a CPU
+    without its instructions), the product is computed in float32."""
     packed = [dtype for dtype in dict.fromkeys((weight.dtype, torch.float32)) if can_pack(dtype, weight.device)]
     for form, dtype in [*((packed_linear, dtype) for dtype in packed), (plain_linear, weight.dtype)]:
         if sizes := agreeing_sizes(form, *weight.shape, dtype, weight.device, torch.get_num_threads()):
             product = form(weight.to(dtype), None if bias is None else bias.to(dtype))
             return partial(_in_calls_of, sizes, product, dtype)
-    return lambda x: torch.cat([F.linear(row.clone(), weight, bias) for row in x.split(1)])  # a clone is aligned
+    return lambda x: torch.cat([F.linear(row.clone(), weight, bias) for row in x.split(1)])  # clones are aligned
 
 
 @cache
@@ -121,31 +122,32 @@ def agreeing_sizes(
     size_in: int,
     dtype: torch.dtype,
     device: torch.device,
-    num_threads: int,  # what the current number is; it decides how work is cut
+    num_threads: int,  # the current number: it decides how work is divided, so results are cached by it
 ) -> tuple[int, ...]:
-    """Numbers of rows in whose calls a row has the same bits at every place, and the same in all of them; or none.
+    """The call sizes in which a row has the same bits at every place, and the same bits in all of them; or none.
 
-    In which order a product sums depends on shapes, not on values. Here each column has its opposite elsewhere, so that
-    a result is what rounding has left of zero, and any other order gives other bits even after rounding to bfloat16."""
+    The order in which a product sums depends on shapes, not on values. The operands here have the opposite of each
+    column elsewhere: the exact sums are zero, so a result is nothing but rounding errors, and another order of sums
+    shows in its bits even after rounding to bfloat16."""
     generator = torch.Generator().manual_seed(0)
-    size_out = min(size_out, _ENOUGH_COLUMNS + size_out % 64)
+    size_out = min(size_out, _MAX_MEASURED_ROWS + size_out % 64)
     order, half = torch.randperm(size_in, generator=generator), size_in // 2
 
     def draw(num_rows: int, mirror: int) -> torch.Tensor:
         shape = num_rows, half
-        scales = torch.randint(-6, 7, shape, generator=generator).exp2()  # or short sums of bfloat16 are exact
+        scales = torch.randint(-6, 7, shape, generator=generator).exp2()  # else short sums of bfloat16 are exact
         drawn = torch.randn(shape, generator=generator) * scales
         rows = torch.cat((drawn, mirror * drawn, torch.zeros(num_rows, size_in % 2)), 1)[:, order]
         return rows.to(device, dtype)
 
     product, rows = form(draw(size_out, -1), None), draw(2, 1).split(1)
-    standard = [product(row.expand(_STANDARD, -1).contiguous())[:1] for row in rows]
+    standard = [product(row.expand(_REFERENCE_SIZE, -1).contiguous())[:1] for row in rows]
 
     def agrees(size: int) -> bool:
         pairs = zip(rows, standard, strict=True)
         return all(bool((product(row.expand(size, -1).contiguous()) == want).all()) for row, want in pairs)
 
-    return tuple(size for size in _SIZES if agrees(size)) if agrees(_STANDARD) else ()
+    return tuple(size for size in _CALL_SIZES if agrees(size)) if agrees(_REFERENCE_SIZE) else ()
 
 
 def _in_calls_of(sizes: tuple[int, ...], product: Product, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What attention kernels over the paged KV cache share: the rows of a step, how tiles find theirs, the torch twin.
+"""The common parts of attention over the paged KV cache: the rows of a step, how a tile finds its row, the torch twin.
 
 One layer's cache is kv [2, num_kv_heads, num_blocks, block_size, head_dim]. Position p of a row lies in block
 tables[slot, p // block_size] at offset p % block_size. A row is a run of new tokens of one request; its k and v are

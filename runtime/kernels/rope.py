@@ -18,12 +18,12 @@ _TILE = 2048  # elements of a program
 def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.dtype) -> torch.Tensor:
     """[2, num_positions, head_dim]: cos, and sin with its first half negated, so that rotate_half is a plain roll.
 
-    Dimension i turns with i + head_dim / 2; where only a share of the head turns, those that do come first in either
-    half (the decoder orders the weights so), and the others have cos 1 and sin 0."""
-    turning = int(head_dim * rope.partial)
+    Dimension i is rotated with dimension i + head_dim / 2. Where only a share of the head is rotated, its dimensions
+    come first in either half (the decoder orders the weights so), and the others have cos 1 and sin 0."""
+    rotary_dim = int(head_dim * rope.partial)
     positions = torch.arange(num_positions)
-    angles = positions.float()[:, None] * _frequencies(rope, turning, positions)
-    pad = (0, (head_dim - turning) // 2)
+    angles = positions.float()[:, None] * _frequencies(rope, rotary_dim, positions)
+    pad = (0, (head_dim - rotary_dim) // 2)
     cos = F.pad(angles.cos() * rope.attention_factor, pad, value=1.0)
     sin = F.pad(angles.sin() * rope.attention_factor, pad)
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).to(dtype)
@@ -49,7 +49,7 @@ def _frequencies(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Ten
             return freqs / rope.factor
         case "dynamic":
             lengths = (positions + 1).clamp(min=original)
-            # In float64: torch's powers differ in the last bit with a number's place among the others.
+            # In float64, as the last bit of torch's float32 powers depends on a number's place in the tensor.
             grown = (rope.factor * lengths.double() / original) - (rope.factor - 1)
             thetas = rope.theta * grown ** (dim / (dim - 2))
             return (1.0 / thetas[:, None] ** exponents.double()).float()
@@ -73,13 +73,13 @@ def _frequencies(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Ten
 
 
 def rope_rows_torch(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `rope_store_kv_torch` wants of a step: cos and sin of its tokens, gathered once for all layers."""
+    """The `rope` argument of `rope_store_kv_torch`: cos and sin of a step's tokens, gathered once for all layers."""
     cos, sin = table.index_select(1, positions).unsqueeze(2).unbind(0)
     return cos, sin
 
 
 def rope_rows_triton(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `rope_store_kv_triton` wants of a step: the kernel reads its rows of the table itself."""
+    """The `rope` argument of `rope_store_kv_triton`, whose kernel reads its rows of the table itself."""
     return table, positions
 
 
@@ -88,7 +88,7 @@ def rope_store_kv_torch(
     rope: tuple[torch.Tensor, torch.Tensor],  # cos and sin, each [num_tokens, 1, head_dim], sin's first half negated
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], one layer's cache
     kv_index: torch.Tensor,  # [num_tokens] block * block_size + offset; int64 is fastest here
-    q_norm: torch.Tensor | None = None,  # [head_dim] weight of an RMS norm of each head's q before it is turned
+    q_norm: torch.Tensor | None = None,  # [head_dim] weight of an RMS norm of each head's q before rotation
     k_norm: torch.Tensor | None = None,  # [head_dim], with q_norm
     eps: float = 0.0,  # of the norms
 ) -> torch.Tensor:
@@ -100,10 +100,10 @@ def rope_store_kv_torch(
     if q_norm is not None and k_norm is not None:
         for part, weight in ((qk[:, :num_heads], q_norm), (qk[:, num_heads:], k_norm)):
             part.copy_(rms_norm_torch(part, weight, eps))
-    # Products and sum are separate, hence each exactly rounded: bits depend on no vector width and no thread split.
+    # Products and sum are separate operations, so that each is rounded exactly whatever the vector width or threads.
     cos, sin = rope
-    turned = qk.roll(head_dim // 2, -1).mul_(sin)
-    qk.mul_(cos).add_(turned)
+    rotated = qk.roll(head_dim // 2, -1).mul_(sin)
+    qk.mul_(cos).add_(rotated)
     kv.view(2 * num_kv_heads, -1, head_dim).index_copy_(1, kv_index.long(), qkv[:, num_heads:].transpose(0, 1))
     return qkv[:, :num_heads]
 

@@ -1,4 +1,4 @@
-"""Linear layers over at most 16 rows: the products of a decode step, which do nothing but read weights.
+"""Linear layers over at most 16 rows: the products of a decode step, whose time goes into reading weights.
 
 Both kernels give a program a few rows of the weight and the whole of K, so results need no second pass and do not
 depend on timing, and both request their first weights before they wait for the kernel before them. One row is
@@ -231,7 +231,7 @@ def skinny_gemm_triton(
         "K": size_in, "BIAS": bias is not None, "RESIDUAL": residual is not None, "ACTIVATION": activation,
         "BLOCK_N": config.block_n, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl,
     }  # fmt: skip
-    bias = x if bias is None else bias  # any pointer will do
+    bias = x if bias is None else bias  # the kernel needs a pointer, but does not read it without BIAS
     if one_by_one:
         _vector_kernel[(grid_n, num_rows)](
             x, weight, bias, x if norm_weight is None else norm_weight, out, out, x.stride(0), num_rows, size_out, eps,
@@ -250,7 +250,7 @@ def skinny_gemm_triton(
 
 
 def skinny_gemm_config(size_out: int, size_in: int, num_rows: int) -> SkinnyGemmConfig:
-    """The measured configuration of a weight [size_out, size_in], or a rule for shapes that nobody measured."""
+    """The measured configuration of a weight [size_out, size_in], or a rule's for shapes without a measurement."""
     most = next(n for n in (1, 8, 16) if num_rows <= n)
     if (config := SKINNY_GEMM_CONFIGS.get((size_out, size_in, most))) is not None:
         return config

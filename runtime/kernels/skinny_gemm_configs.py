@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class SkinnyGemmConfig(NamedTuple):
-    """How `few_rows_linear` cuts a weight [N, K]; a program has block_n of its rows and the whole of K."""
+    """How `skinny_gemm` cuts a weight [N, K]; a program has block_n of its rows and the whole of K."""
 
     block_n: int
     block_k: int  # columns a step

@@ -192,7 +192,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """Walks over a mapped file; no step leaves it, and an error says where the walk was."""
+    """Reads a mapped file from start to end, never beyond it; errors name the place."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.at, self.where = path, 0, "the header"
@@ -221,7 +221,7 @@ class _Cursor:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        # Vocabularies and merges hold 10^5 strings and more: nothing but the necessary in this loop.
+        # Vocabularies and merges hold more than 10^5 strings: this loop does only what it must.
         data, at, size = self.data, self.at, self.size
         read_length = struct.Struct("<Q").unpack_from
         out = []

@@ -1,4 +1,4 @@
-"""What a GGUF file means: its tensors under their Hugging Face names and order, and its metadata as a config.json.
+"""The meaning of a GGUF file: its tensors under their Hugging Face names and order, and its metadata as a config.json.
 
 An architecture is one entry of `ARCHITECTURES`: a table of names, a config, and what llama.cpp's converter
 (convert_hf_to_gguf.py) did to the weights, which is undone here. Some facts that a config.json states are no metadata
@@ -177,7 +177,7 @@ def _tokens_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _decoder_config(file: GgufFile, hf_class: str, model_type: str) -> dict[str, Any]:
-    """What all architectures but GPT-2 have in common; `rope.` keys excepted, of which only the base."""
+    """The fields that all architectures but GPT-2 have in common; of the `rope.` keys only the base."""
     arch = file.value("general.architecture", str)
     num_heads = _count(file, f"{arch}.attention.head_count")
     hidden_size = _count(file, f"{arch}.embedding_length")

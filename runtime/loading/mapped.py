@@ -21,9 +21,9 @@ class MappedFile:
         self.data = memoryview(self._map or b"")
 
     def forget(self, start: int, size: int) -> None:
-        """Takes what was read of `size` bytes from `start` on out of this process' memory; the next look reads it anew.
+        """Drops the pages of `size` bytes from `start` on from this process' memory; a later access reads them again.
 
-        Else a model's files, once read through, would count as memory of the process as long as it lives."""
+        Without this, a model's files would count as memory of the process as long as it lives."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if self._map and size:
             self._map.madvise(mmap.MADV_DONTNEED, first, start + size - first)

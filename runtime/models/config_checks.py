@@ -1,4 +1,4 @@
-"""What a config.json may say: a table of the fields that become sizes, counts and factors, with their bounds.
+"""Checks of a config.json: a table of the fields that become sizes, counts and factors, with their bounds.
 
 A model's folder comes from anywhere. Without this, a wrong value is a traceback, or gigabytes of names of layers, or
 weights that load and give garbage.

@@ -43,7 +43,7 @@ class Layer:
     q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm
     k_norm: torch.Tensor | None
     qkv: Linear
-    rope: int  # which of the rotary tables
+    rope: int  # index of its rotary table
     attention: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]  # with the layer's scale, window and soft cap
     out: Linear
     ffn_norm: torch.Tensor
@@ -58,7 +58,7 @@ class Decoder:
         self,
         spec: DecoderSpec,
         numerics: Numerics,
-        num_positions: int,  # that a request may have
+        num_positions: int,  # the most positions of a request
         read: ReadWeight,
     ) -> None:
         self.spec, self.numerics, self.num_positions = spec, numerics, num_positions
@@ -126,7 +126,7 @@ class Decoder:
         return weight_format, weight_format.join([read(name) for name in names], self._row_order(name))
 
     def _row_order(self, name: str) -> torch.Tensor | None:
-        """Where only some dimensions of a head turn: the order of the rows of q and k that `rope_table` wants."""
+        """The order of the rows of q and k that `rope_table` needs if only some dimensions of a head are rotated."""
         if name != "qkv" or self.spec.rope.partial in (0.0, 1.0):
             return None
         heads = torch.arange(self.spec.num_heads + self.spec.num_kv_heads)
@@ -195,9 +195,10 @@ class Decoder:
 
 
 def rope_permutation(spec: DecoderSpec) -> torch.Tensor:
-    """[head_dim]: the dimensions of a head such that i turns with i + head_dim / 2 (see rope_table).
+    """[head_dim]: the order of a head's dimensions in which i is rotated with i + head_dim / 2 (see rope_table).
 
-    Checkpoints in which only the first ones turn pair those among themselves; q and k may be reordered alike."""
-    dims, turning = torch.arange(spec.head_dim), int(spec.head_dim * spec.rope.partial)
-    halves = zip(dims[:turning].tensor_split(2), dims[turning:].tensor_split(2), strict=True)
+    Checkpoints in which only the first dimensions are rotated pair those among themselves. Scores do not change when
+    q and k are reordered alike."""
+    dims, rotary_dim = torch.arange(spec.head_dim), int(spec.head_dim * spec.rope.partial)
+    halves = zip(dims[:rotary_dim].tensor_split(2), dims[rotary_dim:].tensor_split(2), strict=True)
     return torch.cat([part for half in halves for part in half])

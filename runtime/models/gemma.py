@@ -26,7 +26,7 @@ WEIGHT_MAP = WeightMap(
     norms_plus_one=True,
     ignored=r"(vision_tower|multi_modal_projector)\..*",
 )
-# What the configs of Gemma 3 leave out where it is the default.
+# Defaults that the configs of Gemma 3 leave out.
 _GEMMA_3: dict[str, Any] = {
     "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "max_position_embeddings": 131072, "sliding_window": 4096,
@@ -50,7 +50,7 @@ def gemma3_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def _spec(config: Mapping[str, Any], pattern: int) -> DecoderSpec:
-    """What both have in common; every `pattern`-th layer sees all."""
+    """The part that both have in common; every `pattern`-th layer has no window."""
     activation = config.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise CallboardError(f"The model's hidden_activation is {activation!r}; supported is gelu_pytorch_tanh.")

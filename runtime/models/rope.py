@@ -78,6 +78,6 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 
 
 def context(config: Mapping[str, Any], rope: RopeSpec) -> int:
-    """Positions that the model is made for; configs often state those before the stretch."""
+    """The model's context in positions; configs often state the one before it was extended."""
     stated = int(config.get("max_position_embeddings", 2048))
     return max(stated, int(rope.original_positions * rope.factor)) if rope.type in ("dynamic", "yarn") else stated

@@ -1,4 +1,4 @@
-"""How a family's checkpoints store a decoder: the names of their tensors, and what is stored otherwise than used."""
+"""How a family's checkpoints store a decoder: the names of their tensors, and how they differ from the parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class WeightMap:
     In a name the first {} is the layer, the second the expert; .weight or .bias follows a linear map's name."""
 
     names: Mapping[str, str]
-    base: str = ""  # what some exports put before the names
+    base: str = ""  # prefix that some exports have before all names
     transposed: bool = False  # linear maps are stored as [in, out]
     norms_plus_one: bool = False  # a norm multiplies by one more than is stored
-    ignored: str = r".*rotary_emb\.inv_freq"  # tensors without a place; old exports carry rotary frequencies
+    ignored: str = r".*rotary_emb\.inv_freq"  # tensors that are not read; old exports have rotary frequencies
 
     def names_of(self, spec: DecoderSpec) -> dict[str, str]:
         """Every parameter of the spec -> its tensor, without `base`."""

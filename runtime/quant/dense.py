@@ -74,7 +74,7 @@ def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:
 
 
 def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
-    """What all parameters take on the device."""
+    """The bytes of all parameters on the device."""
     format_of = weight_formats(spec)
     size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
     if numerics.packed and spec.tied_head:  # the packed head is a second copy of the embedding

@@ -1,4 +1,4 @@
-"""What a weight format is: how the weight of a linear map is stored in a checkpoint, held on a device, multiplied with.
+"""Weight formats: how the weight of a linear map is stored in a checkpoint, held on a device, multiplied with.
 
 From this are derived the checks at loading, the memory plan, random weights and what `callboard inspect` tells."""
 
@@ -58,7 +58,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        """What a weight of that shape takes on the device once it is read."""
+        """The bytes of a weight of that shape on the device once it is read."""
 
     @abstractmethod
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
@@ -66,7 +66,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def encode(self, dense: torch.Tensor) -> Weight:
-        """What `read` would give for a checkpoint with these weights, as near as the format can have them."""
+        """The weight that `read` would give for a checkpoint with these numbers, as near as the format gets."""
 
     def join(self, weights: Sequence[Weight], row_order: torch.Tensor | None = None) -> Weight:
         """Several maps' weights as that of one map with the rows of all; then its first rows in another order.

@@ -104,7 +104,7 @@ def form_of(cut: Callable[[int, int], int]) -> Callable[[torch.Tensor, torch.Ten
 )
 def test_only_calls_that_agree_are_used(dtype, cut, agrees):
     sizes = agreeing_sizes(form_of(cut), 30, 21, dtype, CPU, 1)
-    assert sizes == tuple(filter(agrees, linear._SIZES))
+    assert sizes == tuple(filter(agrees, linear._CALL_SIZES))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 17, 23, 70])
