@@ -12,16 +12,12 @@ parameters stay zero, so that padded rows compute into the null block.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from runtime.core.plan import MAX_STEPS, Int32s, StepPlan, StepResult, joined, last_tokens
-from runtime.core.speculation import MAX_DRAFT_TOKENS
+from runtime.core.plan import Int32s, StepPlan, StepResult, joined, last_tokens
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.scatter_writes import scatter_writes
@@ -30,26 +26,11 @@ from runtime.models.decoder import Decoder
 from runtime.worker.device_automata import DeviceAutomata
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.grammar_state import GrammarState
-from runtime.worker.graph_io import GraphIO
+from runtime.worker.graph_runner import NO_WRITES, Bucket, CapturedGraph, GraphRunner, wanted_samples
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
 from runtime.worker.steps import make_result
 from runtime.worker.transfers import Transfers
-
-_LARGEST_GRAPH = 512  # rows
-_LARGEST_VERIFIED = 128  # tokens of a step of guesses that has a graph; larger batches do not gain by guesses
-_NO_ROWS = StepPlan(0)
-_NO_WRITES: Int32s = np.zeros(1, np.int32)  # as kernels/scatter_writes.py has them
-
-
-@dataclass(slots=True)
-class DecodeGraph:
-    """A captured step of `size` rows of `count` tokens, each of which is followed by a sample."""
-
-    count: int
-    size: int
-    graph: torch.cuda.CUDAGraph
-    token_ids: torch.Tensor  # [size * count] int32, what the replay samples
 
 
 class GpuSteps:
@@ -78,13 +59,9 @@ class GpuSteps:
         self.tables = self.state[:, self.table_at : self.params_at]
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.transfers = Transfers(self.device)
-        most = max(num_slots, _LARGEST_VERIFIED)
-        self.graph_io = GraphIO(most * _most_ints_of_a_row(self.block_size), most * MAX_STEPS, self.device)
-        # The rows of a graph's input, as kernels/graph_io.py has them.
-        self.graph_rows = torch.zeros(6 * most, dtype=torch.int32, device=self.device)
-        self.graph_logits = torch.empty(0, device=self.device)
-        self.row_numbers = torch.arange(most + 1, dtype=torch.int32, device=self.device)
-        self.graphs: dict[int, list[DecodeGraph]] = {}  # tokens of a row -> by rising size
+        self.graph_runner = GraphRunner(self.state.view(-1), num_slots, max_model_len, self.block_size)
+        self.graph_logits = torch.empty(0, device=self.device)  # [num_tokens, vocab], of the last replay
+        self.row_numbers = torch.arange(self.graph_runner.max_rows + 1, dtype=torch.int32, device=self.device)
         self.reset()
 
     def reset(self) -> None:
@@ -113,10 +90,10 @@ class GpuSteps:
         prompts = None
         plain = self.sampler.is_plain(slots, positions)
         if graph := self._graph_for(plan):
-            output, count = self._replay(graph, plan, writes), graph.count
+            output, count = self.graph_runner.replay(graph, plan, writes), graph.bucket.row_len
             if plain:
-                return self._answered(plan, lambda: output[np.flatnonzero(_wanted(plan, count))])
-            wanted = np.flatnonzero(_wanted(plan, count)).astype(np.int32)
+                return self._answered(plan, lambda: output[np.flatnonzero(wanted_samples(plan, count))])
+            wanted = np.flatnonzero(wanted_samples(plan, count)).astype(np.int32)
             token_ids, logits = graph.token_ids[: len(wanted)], self.graph_logits[: len(wanted)]
             if len(wanted) < len(plan.slots) * count:
                 index = self.transfers.upload(wanted)
@@ -139,7 +116,7 @@ class GpuSteps:
         host, host_logprobs = self.transfers.download(token_ids), logprobs and logprobs.map(_to_host)
         wait = self.transfers.end(lambda: make_result(plan.step_id, host, host_logprobs, masks))
         if graph is not None:
-            self.graph_io.release_after(wait)
+            self.graph_runner.graph_io.release_after(wait)
         if masks is not None:
             self.grammar_state.sampled(masks, lambda: wait().token_ids)
         return wait
@@ -153,13 +130,14 @@ class GpuSteps:
             waits = [self.launch(one) for one in plan.expanded()]
             return lambda: joined([wait() for wait in waits])
         self.transfers.begin()
-        output = self._replay(graph, plan, self._state_writes(plan))[: plan.num_steps * graph.size]
+        output = self.graph_runner.replay(graph, plan, self._state_writes(plan))
+        output = output[: plan.num_steps * graph.bucket.num_rows]
         return self._answered(plan, lambda: output.reshape(plan.num_steps, -1)[:, : len(plan.slots)].T.flatten())
 
     def _answered(self, plan: StepPlan, read: Callable[[], Int32s]) -> Callable[[], StepResult]:
         """What waits for a replayed graph, and copies from its output."""
         wait = self.transfers.end(lambda: StepResult(plan.step_id, read()))
-        self.graph_io.release_after(wait)
+        self.graph_runner.graph_io.release_after(wait)
         return wait
 
     # ---- what plans change ----------------------------------------------------------------------------------------
@@ -168,7 +146,7 @@ class GpuSteps:
         """What the plan brings to the state: block tables, tokens and parameters of new requests, guesses; end to end
         they are what kernels/scatter_writes.py applies."""
         if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids)):
-            return [_NO_WRITES]
+            return [NO_WRITES]
         slots, index, blocks = plan.block_table_writes
         # A block may be replaced in the plan that wrote it: the last one counts, and kernels know no order.
         tables = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
@@ -231,32 +209,17 @@ class GpuSteps:
     # ---- as graphs ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture_graphs(self, counts: Sequence[int]) -> None:
-        """One graph a batch size, largest first, so that the smaller ones find their memory in the pool; and as many
-        for rows of each of `counts` tokens, of batches for which they may pay."""
-        largest = min(self.num_slots, _LARGEST_GRAPH)
-        shapes = [(1, size) for size in graph_sizes(largest)]
-        for count in counts:
-            shapes += [(count, size) for size in graph_sizes(min(largest, _LARGEST_VERIFIED // count))]
-        shapes.sort(key=lambda shape: -shape[0] * shape[1])
-        most, vocab = shapes[0][0] * shapes[0][1], self.decoder.spec.vocab_size
-        self.graph_logits = torch.empty((most, vocab), dtype=torch.float32, device=self.device)
-        pool = torch.cuda.graph_pool_handle()
-        for count, size in shapes:
-            self.graph_io.write_input(1, self._rows_of_graph(count, size), [_NO_WRITES])
-            self._decode(size, count)  # kernels are compiled and workspaces made outside of a capture
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                token_ids = self._decode(size, count)
-            self.graphs.setdefault(count, []).insert(0, DecodeGraph(count, size, graph, token_ids))
+    def capture_graphs(self, row_lens: Sequence[int]) -> None:
+        """Graphs for rows of one token and of each of `row_lens` tokens."""
+        buckets = self.graph_runner.buckets(row_lens)
+        shape = buckets[0].num_tokens, self.decoder.spec.vocab_size
+        self.graph_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self.graph_runner.capture(buckets, self.decode)
 
-    def _decode(self, size: int, count: int = 1) -> torch.Tensor:
-        """What a graph captures: a token after each of the `count` tokens of the `size` rows of a graph's input."""
-        num_tokens = size * count
-        graph_rows = self.graph_rows[: 2 * (2 * size + num_tokens)]
-        self.graph_io.read_input(graph_rows, self.state.view(-1))
-        slots, own_counts, sample_slots, starts, _, positions = graph_rows.split([size, size, num_tokens] * 2)
+    def decode(self, bucket: Bucket, graph_rows: torch.Tensor) -> torch.Tensor:
+        """The step of a graph: a token after each token of the rows of its input."""
+        (count, size), num_tokens = bucket, bucket.num_tokens
+        slots, own_counts, sample_slots, starts, _, positions = bucket.split(graph_rows)
         firsts = self.row_numbers[: size + 1]
         firsts = firsts if count == 1 else firsts * count
         inputs = build_inputs(
@@ -268,66 +231,14 @@ class GpuSteps:
         )
         hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
-        token_ids = self.sampler.sample(logits, sample_slots, positions, self.tokens, self.params)
-        self.graph_io.write_output(token_ids, graph_rows)
-        return token_ids
+        return self.sampler.sample(logits, sample_slots, positions, self.tokens, self.params)
 
-    def _graph_for(self, plan: StepPlan) -> DecodeGraph | None:
-        """The smallest graph whose rows have room for the plan's.
+    def _graph_for(self, plan: StepPlan) -> CapturedGraph | None:
+        """The graph that suits the plan, if it may have one.
 
         A graph's attention reads what it may before the step's own keys are there, and only a new request can share a
         prefix that this very step computes. Its rows score no token of a prompt."""
-        if plan.new or not self.graphs or self.scorer.is_wanted(plan):
-            return None
-        most = int(plan.num_tokens.max())
-        count = min((n for n in self.graphs if n >= most), default=None)
-        if count is None or len(plan.slots) > self.graphs[count][-1].size:
-            return None
-        if count > 1 and int(plan.num_computed.max()) + count > self.max_model_len:
-            return None  # a row's tokens that are nobody's have positions, too
-        graphs = self.graphs[count]
-        return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.size)]
-
-    def _rows_of_graph(self, count: int, size: int, plan: StepPlan = _NO_ROWS) -> Int32s:
-        """The rows of a graph's input for a plan, padded to `size`. What is sampled in places where nothing is wanted
-        goes to the slot of the padding."""
-        n = len(plan.slots)
-        rows = np.empty((2, size * (2 + count)), np.int32)
-        slots, starts = rows[:, :size]
-        samples = rows[:, 2 * size :].reshape(2, size, count)
-        slots[:n], slots[n:], starts[:n], starts[n:] = plan.slots, self.num_slots, plan.num_computed, 0
-        rows[0, size : size + n], rows[0, size + n : 2 * size], rows[1, size : 2 * size] = plan.num_tokens, 1, 0
-        samples[0], samples[1] = slots[:, None], starts[:, None] + np.arange(1, count + 1, dtype=np.int32)
-        if plan.num_samples.sum() < n * count:
-            samples[0, :n][~_wanted(plan, count)] = self.num_slots
-            np.minimum(samples[1], self.max_model_len - 1, out=samples[1])
-        return rows.reshape(-1)
-
-    def _replay(self, graph: DecodeGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
-        """Returns where its samples, and those of the padding, will be."""
-        rows = self._rows_of_graph(graph.count, graph.size, plan)
-        output = self.graph_io.write_input(plan.num_steps, rows, writes)
-        for _ in range(plan.num_steps):
-            graph.graph.replay()
-        return output
-
-
-def _wanted(plan: StepPlan, count: int) -> NDArray[np.bool_]:
-    """[num_rows, count] after which tokens of rows of `count` the plan samples."""
-    at, ends = np.arange(count, dtype=np.int32), plan.num_tokens[:, None]
-    return (at < ends) & (at >= ends - plan.num_samples[:, None])
-
-
-def _most_ints_of_a_row(block_size: int) -> int:
-    """The most ints of a graph's input for each row: with most guesses, and blocks for most repeats."""
-    count, num_blocks = MAX_DRAFT_TOKENS + 1, 2 + MAX_STEPS // block_size
-    return 2 * (2 + count) + 3 * num_blocks + 2 + count
-
-
-def graph_sizes(largest: int) -> list[int]:
-    """1, 2, 4, then eights up to 64, then sixteens; the largest batch always has its own."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest + 1, 16)]
-    return [*(s for s in sizes if s < largest), largest]
+        return None if plan.new or self.scorer.is_wanted(plan) else self.graph_runner.find(plan)
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,7 @@ class ModelRunner:
         warm_up.build_kernels(on_gpu)
         if isinstance(self.steps, GpuSteps) and self.config.cuda_graphs and on_gpu:
             self.steps.capture_graphs(self._counts())
-            logger.info("CUDA graphs: %d", sum(map(len, self.steps.graphs.values())))
+            logger.info("CUDA graphs: %d", len(self.steps.graph_runner))
         self.reset()  # what ran until now was not sampled plainly
         if on_gpu and not self.is_draft:
             self.grammar_state.step_us = warm_up.large_step_us()

@@ -36,6 +36,7 @@ from runtime.kernels.numerics import Numerics  # noqa: E402
 from runtime.models.decoder import Decoder  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.grammar_state import GrammarState  # noqa: E402
+from runtime.worker.graph_runner import Bucket  # noqa: E402
 
 META = torch.device("meta")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -118,9 +119,9 @@ def main() -> None:
         with torch.inference_mode():
             for rows in batches:
                 case = f"{name}, decode of {rows}"
-                steps._decode(rows)
+                steps.graph_runner.run(Bucket(1, rows), steps.decode)
             case = f"{name}, 7 guesses"
-            steps._decode(1, 8)
+            steps.graph_runner.run(Bucket(8, 1), steps.decode)
             for tokens, params in PREFILLS:
                 case = f"{name}, prefill of {tokens}"
                 new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, params)

@@ -4,15 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from runtime.core.config import EngineConfig
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Drafter, Speculation
 from runtime.core.types import FinishReason, Grammar, Request, SamplingParams, TokenLogprobs
 from runtime.structured.vocabulary import Vocabulary
-from runtime.worker.gpu_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.grammar.test_structured_walks import SMALL
@@ -53,12 +50,8 @@ def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
         deterministic=True,
     )
     runner = ModelRunner(config, DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL))
-    steps = runner.steps
     if graphs:
-        steps.graph_logits = torch.full((4 * max(graphs), spec.vocab_size), torch.nan)
-    for count in graphs:
-        replays = [triton_engine.Replay(steps, size, count) for size in (1, 4)]
-        steps.graphs[count] = [DecodeGraph(r.tokens, r.size, r, r.token_ids) for r in replays]
+        triton_engine.replayed_graphs(runner.steps, *((row_len, size) for row_len in graphs for size in (1, 4)))
     return runner
 
 

@@ -14,7 +14,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Speculation
 from runtime.core.types import Request, SamplingParams
-from runtime.worker.gpu_steps import DecodeGraph
+from runtime.worker.graph_runner import Bucket, CapturedGraph
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.fake_runner import Recorded
@@ -53,14 +53,25 @@ PARAMS = [
 class Replay:
     """In a CUDA graph's place: computes what it would have captured, on what is in the buffers now."""
 
-    def __init__(self, steps, size, count=1):
-        self.steps, self.size, self.tokens = steps, size, count
-        self.token_ids = torch.zeros(size * count, dtype=torch.int32)
+    def __init__(self, steps, bucket):
+        self.steps, self.bucket = steps, bucket
+        self.token_ids = torch.zeros(bucket.num_tokens, dtype=torch.int32)
         self.count = 0
 
     def replay(self):
-        self.token_ids.copy_(self.steps._decode(self.size, self.tokens))
+        self.token_ids.copy_(self.steps.graph_runner.run(self.bucket, self.steps.decode))
         self.count += 1
+
+
+def replayed_graphs(steps, *buckets):
+    """Graphs of these buckets (tokens of a row, rising numbers of rows); their replays, which count."""
+    replays = [Replay(steps, Bucket(*bucket)) for bucket in buckets]
+    most = max(replay.bucket.num_tokens for replay in replays)
+    steps.graph_logits = torch.full((most, steps.decoder.spec.vocab_size), torch.nan)
+    for replay in replays:
+        graphs = steps.graph_runner.graphs.setdefault(replay.bucket.row_len, [])
+        graphs.append(CapturedGraph(replay.bucket, replay, replay.token_ids))
+    return replays
 
 
 def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats=0, **config):
@@ -80,15 +91,9 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
     runner = ModelRunner(EngineConfig(**settings), DummySource(SHALLOW if repeats else SPEC))
     replays = []
     if graphs and backend == "triton":
-        steps = runner.steps
-        steps.graph_logits = torch.full((4, SPEC.vocab_size), torch.nan)
-        replays = [Replay(steps, size) for size in (1, 4)]  # of 4: a batch of 2 or 3 is padded
-        steps.graphs = {1: [DecodeGraph(r.tokens, r.size, r, r.token_ids) for r in replays]}
-        if guesses:
-            steps.graph_logits = torch.full((4 * (guesses + 1), SPEC.vocab_size), torch.nan)
-            verifying = [Replay(steps, size, guesses + 1) for size in (1, 4)]
-            steps.graphs[guesses + 1] = [DecodeGraph(r.tokens, r.size, r, r.token_ids) for r in verifying]
-            replays = verifying
+        row_lens = (1, guesses + 1) if guesses else (1,)
+        # Of 4 rows: a batch of 2 or 3 is padded.
+        replays = replayed_graphs(runner.steps, *((row_len, size) for row_len in row_lens for size in (1, 4)))[-2:]
     speculation = None
     if guesses:
         drafter = Recorded(
@@ -136,10 +141,7 @@ def chains(backend):
         runner = ModelRunner(config, DummySource(SHALLOW), is_draft=True)
     replays = []
     if backend == "triton":
-        runner.steps.graph_logits = torch.full((8, SPEC.vocab_size), torch.nan)
-        replays = [Replay(runner.steps, 2, count) for count in (1, 2)]
-        for r in replays:
-            runner.steps.graphs.setdefault(r.tokens, []).append(DecodeGraph(r.tokens, r.size, r, r.token_ids))
+        replays = replayed_graphs(runner.steps, (1, 2), (2, 2))
     core, answers = DraftCore(runner.config, runner.info, InProcess(runner), 0), []
 
     def tell(**told):
@@ -171,9 +173,7 @@ def logits_after_chunks(backend):
     runner = tiny_runner(SHALLOW, dtype="float32", **config)
     replays = []
     if backend == "triton":
-        runner.steps.graph_logits = torch.full((3, SPEC.vocab_size), torch.nan)
-        replays = [Replay(runner.steps, 1, count) for count in (1, 3)]
-        runner.steps.graphs = {r.tokens: [DecodeGraph(r.tokens, r.size, r, r.token_ids)] for r in replays}
+        replays = replayed_graphs(runner.steps, (1, 1), (3, 1))
     driver, prompt = Driver(runner), np.random.default_rng(0).integers(0, SPEC.vocab_size, 12).tolist()
     driver.open(0, prompt)
     logits = driver.prefill(0, prompt, cuts=(5, 6, 8, 11))

@@ -11,13 +11,12 @@ from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.experts import Experts, GroupedExperts
 from runtime.kernels.gated_activation import gated_activation_torch
-from runtime.worker.gpu_steps import DecodeGraph
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.family_cases import spec_of
 from tests.support.family_steps import logits_of
 from tests.support.runner_driver import Driver
-from tests.support.triton_engine import Replay
+from tests.support.triton_engine import replayed_graphs
 
 KERNEL_CASES = {  # those whose kernels differ -> what makes them shorter
     "mixtral": {"num_hidden_layers": 1},
@@ -37,9 +36,7 @@ def logits(spec: DecoderSpec, backend: str, deterministic: bool, graphs: bool) -
         runner = ModelRunner(config, DummySource(spec))
     driver = Driver(runner)
     if graphs:
-        replay = Replay(runner.steps, 2)
-        runner.steps.graph_logits = torch.full((2, spec.vocab_size), torch.nan)
-        runner.steps.graphs = {1: [DecodeGraph(1, 2, replay, replay.token_ids)]}
+        replayed_graphs(runner.steps, (1, 2))
     tokens = torch.randint(0, spec.vocab_size, (34,), generator=torch.Generator().manual_seed(5)).tolist()
     return logits_of(driver, tokens[:24], tokens[24:])
 

@@ -31,7 +31,8 @@ def test_the_triton_path_gives_the_tokens_of_the_torch_path(monkeypatch):
     assert isinstance(runner.steps, GpuSteps)
     assert tokens_and_reasons(answers(runner, params)) == want
     assert tokens_and_reasons(answers(runner, params, recorded(found, 0.8), guesses=2)) == want
-    assert all(g.graph.count for graphs in runner.steps.graphs.values() for g in graphs if g.size == 4)
+    graphs = [g for graphs in runner.steps.graph_runner.graphs.values() for g in graphs]
+    assert all(g.graph.count for g in graphs if g.bucket.num_rows == 4)
 
     # Once more with automata, which take their outputs from the host after the first token.
     engines = runner.grammar_state._engines.result()
