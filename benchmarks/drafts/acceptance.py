@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
 from runtime.core.types import SamplingParams
@@ -18,6 +17,7 @@ from runtime.models.decoder import Decoder
 from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState
+from runtime.worker.kv_cache import KVCache
 
 _BLOCK_SIZE = 16  # as served
 
@@ -93,10 +93,9 @@ def tokens_a_round(matches: Sequence[np.ndarray], num_guesses: int) -> float:
 
 def _steps(decoder: Decoder, num_slots: int, max_len: int) -> GpuSteps | CpuSteps:
     """With a KV cache in which every slot has room for `max_len` tokens."""
-    spec, numerics = decoder.spec, decoder.numerics
+    numerics = decoder.numerics
     num_blocks = 1 + num_slots * -(-max_len // _BLOCK_SIZE)
-    shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, _BLOCK_SIZE, spec.head_dim)
-    cache = torch.zeros(shape, dtype=numerics.dtype, device=numerics.device)
+    cache = KVCache(decoder.spec.kv_cache(numerics.dtype_name), num_blocks, _BLOCK_SIZE, numerics.device)
     kind = GpuSteps if numerics.backend == "triton" else CpuSteps
     return kind(decoder, cache, num_slots, max_len, (), GrammarState(decoder.spec.vocab_size))
 

@@ -24,7 +24,7 @@ from runtime.kernels.gated_activation import (
 from runtime.kernels.layer_norm import layer_norm_torch, layer_norm_triton
 from runtime.kernels.linear import Activate, Linear, Norm, Product, cpu_product
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.paged_attention import PagedRows
+from runtime.kernels.paged_attention import PagedBatch
 from runtime.kernels.prefill_attention import prefill_attention
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
@@ -110,7 +110,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
 def _attend(
     q: torch.Tensor,
     kv: torch.Tensor,
-    parts: list[PagedRows],
+    batch: PagedBatch,
     *,
     scale: float,
     window: int,
@@ -121,7 +121,7 @@ def _attend(
     tokens follow each other in q. Other short rows do not take the first kernel: each length would compile it anew."""
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])
     at = 0
-    for rows in parts:
+    for rows in batch.parts:
         end = at + rows.num_tokens
         attend = decode_attention if rows.max_count == 1 or rows.prefix_ready else prefill_attention
         attend(

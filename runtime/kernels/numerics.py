@@ -17,3 +17,8 @@ class Numerics:
     backend: Literal["torch", "triton"]
     packed: bool  # linear layers pre-packed for oneDNN
     deterministic: bool
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype without Torch's prefix, as configurations have it."""
+        return str(self.dtype).removeprefix("torch.")

@@ -32,6 +32,14 @@ class PagedRows:
     prefix_ready: bool = False
 
 
+@dataclass(slots=True)
+class PagedBatch:
+    """A step's rows in parts, each of which attends by one call; they cover its tokens in order."""
+
+    num_tokens: int
+    parts: list[PagedRows]
+
+
 def paged_attention_torch(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim]

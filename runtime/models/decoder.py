@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels import select
-from runtime.kernels.attention import AttentionPlan
 from runtime.kernels.experts import ExpertLayer
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.rope import rope_table
+from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import ReadWeight, draw, read_from
 from runtime.quant.dense import DENSE, weight_bytes, weight_formats
@@ -44,7 +44,8 @@ class Layer:
     k_norm: torch.Tensor | None
     qkv: Linear
     rope: int  # index of its rotary table
-    attention: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]  # with the layer's scale, window and soft cap
+    # Of q, the layer's cache and the step's metadata, with the layer's scale, window and soft cap.
+    attention: Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
     out: Linear
     ffn_norm: torch.Tensor
     post_ffn_norm: torch.Tensor | None
@@ -162,25 +163,22 @@ class Decoder:
 
     def forward(
         self,
-        token_ids: torch.Tensor,  # [num_tokens] int64
-        positions: torch.Tensor,  # [num_tokens] int64
-        kv_index: torch.Tensor,  # [num_tokens] int64, where each token's k and v go: block * block_size + offset
-        plan: AttentionPlan,
-        caches: list[torch.Tensor],  # per layer, [2, num_kv_heads, num_blocks, block_size, head_dim]
+        batch: ForwardBatch,
+        caches: list[torch.Tensor],  # of each layer, as runtime.worker.kv_cache has them
     ) -> torch.Tensor:
         """[num_tokens, hidden] before the final norm; writes the tokens' keys and values."""
         spec, kernels = self.spec, self.kernels
-        eps, heads = spec.norm_eps, (len(token_ids), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        ropes = [kernels.rope_rows(table, positions) for table in self.ropes]
-        h = F.embedding(token_ids, self.embed)
+        eps, heads = spec.norm_eps, (len(batch.token_ids), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        ropes = [kernels.rope_rows(table, batch.positions) for table in self.ropes]
+        h = F.embedding(batch.token_ids, self.embed)
         if self.embed_scale != 1.0:
             h.mul_(self.embed_scale)
         if self.position_embed is not None:
-            h.add_(F.embedding(positions, self.position_embed))
+            h.add_(F.embedding(batch.positions, self.position_embed))
         for layer, kv in zip(self.layers, caches, strict=True):
             qkv = layer.qkv.normed(h, layer.attn_norm, eps).view(heads)
-            q = kernels.rope_store_kv(qkv, ropes[layer.rope], kv, kv_index, layer.q_norm, layer.k_norm, eps)
-            layer.out.add_to(h, layer.attention(q, kv, plan), layer.post_attn_norm, eps)
+            q = kernels.rope_store_kv(qkv, ropes[layer.rope], kv, batch.kv_index, layer.q_norm, layer.k_norm, eps)
+            layer.out.add_to(h, layer.attention(q, kv, batch.attention), layer.post_attn_norm, eps)
             if isinstance(layer.feed_forward, Mlp):
                 gate_up, down = layer.feed_forward
                 down.add_to(h, gate_up.gated(h, layer.ffn_norm, eps), layer.post_ffn_norm, eps)

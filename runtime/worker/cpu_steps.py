@@ -16,6 +16,7 @@ from runtime.kernels.attention import AttentionShape
 from runtime.models.decoder import Decoder
 from runtime.worker.grammar_state import GrammarState, Masks
 from runtime.worker.inputs import StepInput, build_input
+from runtime.worker.kv_cache import KVCache
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs, Sampler
 from runtime.worker.slots import Slots
@@ -30,21 +31,20 @@ class CpuSteps:
     def __init__(
         self,
         decoder: Decoder,
-        cache: torch.Tensor,  # [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]
+        cache: KVCache,
         num_slots: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         grammar_state: GrammarState,
     ) -> None:
-        self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
+        self.decoder, self.cache = decoder, cache
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
         self.grammar_state = grammar_state
-        _, _, num_kv_heads, num_blocks, self.block_size, _ = cache.shape
         self.attention_shape = AttentionShape(
             num_heads=decoder.spec.num_heads,
-            num_kv_heads=num_kv_heads,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
+            num_kv_heads=cache.num_kv_heads,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
             dtype=cache.dtype,
             device=cache.device,
             exact=decoder.numerics.deterministic,
@@ -54,7 +54,7 @@ class CpuSteps:
     def reset(self) -> None:
         """Forget all requests."""
         device = self.cache.device
-        max_blocks = -(-self.max_model_len // self.block_size)
+        max_blocks = -(-self.max_model_len // self.cache.block_size)
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, device)
         self.sampler = Sampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, device)
         self.scorer = PromptScorer(self.decoder, self.num_slots)
@@ -84,7 +84,7 @@ class CpuSteps:
         if self.poisoned:
             self._clear_fresh_blocks(plan)
         step = build_input(plan, self.slots, self.attention_shape)
-        hidden = self.decoder.forward(step.token_ids, step.positions, step.kv_index, step.attention, self.layer_caches)
+        hidden = self.decoder.forward(step.batch, self.cache.layers)
         if not hidden.sum(dtype=torch.float32).isfinite():
             self.poisoned = True
         where = self.scorer.find(plan, step.last, self.max_model_len)
@@ -116,5 +116,5 @@ class CpuSteps:
         starts = np.full(self.num_slots, np.iinfo(np.int32).max, np.int32)
         starts[plan.slots] = plan.num_computed
         slots, index, blocks = plan.block_table_writes
-        fresh = blocks[index >= -(-starts[slots] // self.block_size)]
-        self.cache[:, :, :, torch.from_numpy(fresh.astype(np.int64)).to(self.cache.device)] = 0
+        fresh = blocks[index >= -(-starts[slots] // self.cache.block_size)]
+        self.cache.clear(torch.from_numpy(fresh.astype(np.int64)).to(self.cache.device))

@@ -18,15 +18,17 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult, joined, last_tokens
-from runtime.kernels.paged_attention import PagedRows
+from runtime.kernels.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.scatter_writes import scatter_writes
 from runtime.kernels.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
+from runtime.models.forward_batch import ForwardBatch
 from runtime.worker.device_automata import DeviceAutomata
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.grammar_state import GrammarState
 from runtime.worker.graph_runner import NO_WRITES, Bucket, CapturedGraph, GraphRunner, wanted_samples
+from runtime.worker.kv_cache import KVCache
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
 from runtime.worker.steps import make_result
@@ -41,16 +43,16 @@ class GpuSteps:
     def __init__(
         self,
         decoder: Decoder,
-        cache: torch.Tensor,  # [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]
+        cache: KVCache,
         num_slots: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         grammar_state: GrammarState,
     ) -> None:
-        self.decoder, self.cache, self.layer_caches = decoder, cache, list(cache.unbind(0))
+        self.decoder, self.cache = decoder, cache
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
         self.grammar_state = grammar_state
-        self.device, self.block_size = cache.device, cache.shape[4]
+        self.device, self.block_size = cache.device, cache.block_size
         self.max_blocks = -(-max_model_len // self.block_size)
         self.table_at, self.params_at = max_model_len, max_model_len + self.max_blocks
         self.stride = -(-(self.params_at + NUM_PARAMS) // 4) * 4
@@ -184,7 +186,7 @@ class GpuSteps:
         first[order] = ends - (starts + counts)
         sampled = first[sampling] + positions - 1
         arrays = [rows, starts, firsts, firsts[num_short:] - firsts[num_short], sampled, slots, positions]
-        parts = self.transfers.upload(*arrays).split([len(a) for a in arrays])
+        parts = self.transfers.upload(*arrays).split_with_sizes([len(a) for a in arrays])
         d_rows, d_starts, d_firsts, d_firsts_long, d_sampled, d_slots, d_positions = parts
         inputs = build_inputs(d_rows, d_starts, d_firsts, self.tokens, self.tables, self.block_size, num_tokens, most)
         attending = []
@@ -195,7 +197,7 @@ class GpuSteps:
                     num_rows=len(counts[part]), num_tokens=int(counts[part].sum()), max_count=int(counts[part].max()),
                     max_len=int((starts + counts)[part].max()),
                 ))  # fmt: skip
-        hidden = self.decoder.forward(*inputs, attending, self.layer_caches)
+        hidden = self.decoder.forward(ForwardBatch(*inputs, PagedBatch(num_tokens, attending)), self.cache.layers)
         scored, prompts = self.scorer.find(plan, first + plan.ends - 1, self.stride), None
         if scored.size:
             prompts = self.scorer.score(hidden, self.state.view(-1), self.transfers.upload(scored))
@@ -229,7 +231,7 @@ class GpuSteps:
         rows = PagedRows(
             slots, starts, firsts, self.tables, size, num_tokens, count, self.max_model_len, prefix_ready=True
         )
-        hidden = self.decoder.forward(*inputs, [rows], self.layer_caches)
+        hidden = self.decoder.forward(ForwardBatch(*inputs, PagedBatch(num_tokens, [rows])), self.cache.layers)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         return self.sampler.sample(logits, sample_slots, positions, self.tokens, self.params)
 

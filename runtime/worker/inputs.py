@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, StepPlan, last_tokens
-from runtime.kernels.attention import AttentionPlan, AttentionShape, decode_bucket, plan_attention
+from runtime.kernels.attention import AttentionShape, decode_bucket, plan_attention
+from runtime.models.forward_batch import ForwardBatch
 from runtime.worker.slots import Slots
 
 
@@ -18,10 +19,7 @@ class StepInput:
     """One step's tokens, row after row. Decode rows come first, sorted so that those attending together are
     neighbours; `sampled` maps back to the plan's order."""
 
-    token_ids: torch.Tensor  # [num_tokens] int64
-    positions: torch.Tensor  # [num_tokens] int64
-    kv_index: torch.Tensor  # [num_tokens] int64, block * block_size + offset
-    attention: AttentionPlan
+    batch: ForwardBatch
     last: NDArray[np.int64]  # [num_rows] index of each row's last token, in the plan's order
     sampled: NDArray[np.int64]  # [num_sampled] index of each token that a sample follows, in the plan's order
     sampled_slots: Int32s  # [num_sampled]
@@ -43,11 +41,14 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
     first = np.empty(len(rows), np.int64)  # index of each row's token at position 0, were it there
     first[order] = ends - (starts + counts)
     sampling, sampled_after = last_tokens(plan, plan.num_samples)
-    return StepInput(
+    batch = ForwardBatch(
         token_ids=slots.flat_tokens.index_select(0, token_index).long(),
         positions=torch.from_numpy(positions).to(shape.device),
         kv_index=torch.from_numpy(kv_index).to(shape.device),
         attention=plan_attention(slots.tables[rows], starts, counts, shape),
+    )
+    return StepInput(
+        batch,
         last=first + plan.ends - 1,
         sampled=first[sampling] + sampled_after,
         sampled_slots=plan.slots[sampling],

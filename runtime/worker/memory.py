@@ -11,6 +11,7 @@ import torch
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
@@ -28,6 +29,7 @@ class MemoryPlan:
 
     weights: int
     kv: int
+    kv_cache: KVCacheSpec
     working: int  # activations, logits and gathered KV of the largest step
     available: int
     block_size: int  # tokens
@@ -56,7 +58,8 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     assert max_num_seqs is not None, "`config` is not sized for a device"
     assert max_num_tokens is not None, "`config` is not sized for a device"
     weights = weight_bytes(spec, numerics)
-    token_bytes = _token_bytes(spec, numerics)
+    kv_cache = spec.kv_cache(numerics.dtype_name)
+    token_bytes = kv_cache.bytes_per_token
     wanted = config.max_model_len
     working = _working_bytes(config, spec, numerics, wanted or spec.max_positions)
     room = available - weights - working
@@ -73,17 +76,17 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
         max_model_len = block_size
     else:
         block_size = config.block_size
-        block_bytes = token_bytes * block_size
+        block_bytes = kv_cache.bytes_per_block(block_size)
         context_blocks = -(-(wanted or spec.max_positions) // block_size)
         num_blocks = config.num_kv_blocks
         if num_blocks is None:
             num_blocks = min(budget // block_bytes, max_num_seqs * context_blocks + 1)
         max_model_len = wanted or min(spec.max_positions, (num_blocks - 1) * block_size)
-    kv = num_blocks * block_size * token_bytes
+    kv = kv_cache.total_bytes(num_blocks, block_size)
     capacity = block_size if config.kv_layout == "contiguous" else (num_blocks - 1) * block_size
     largest = max(min(spec.max_positions, room // token_bytes - block_size), 0)
     limits = max_num_seqs, max_num_tokens, max_model_len
-    plan = MemoryPlan(weights, kv, working, available, block_size, num_blocks, *limits, largest)
+    plan = MemoryPlan(weights, kv, kv_cache, working, available, block_size, num_blocks, *limits, largest)
     if weights + working + kv > available:
         lower = "num_kv_blocks" if config.num_kv_blocks else flag
         raise CallboardError(
@@ -112,10 +115,10 @@ def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) 
     return min(free)
 
 
-def resize_kv(plan: MemoryPlan, config: EngineConfig, spec: DecoderSpec, numerics: Numerics, room: int) -> MemoryPlan:
+def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     """The plan with a KV cache for `room` bytes, which is what the largest step has left. Raises CallboardError if
     that is less than the plan needs."""
-    block_bytes = _token_bytes(spec, numerics) * plan.block_size
+    block_bytes = plan.kv_cache.bytes_per_block(plan.block_size)
     fits = (room - _GRAPH_BYTES) // block_bytes
     fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
     context_blocks = -(-plan.max_model_len // plan.block_size)
@@ -128,10 +131,6 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, spec: DecoderSpec, numeric
             f"max_model_len, or raise gpu_memory_utilization: {plan}."
         )
     return plan
-
-
-def _token_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * numerics.dtype.itemsize
 
 
 def _working_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> int:

@@ -25,6 +25,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState
+from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
 from runtime.worker.sources import ModelSource
 from runtime.worker.warmup import WarmUp
@@ -73,8 +74,7 @@ class ModelRunner:
 
     def _describe(self, weights_fingerprint: str) -> ModelInfo:
         numerics, memory = self.numerics, self.memory
-        dtype_name = str(numerics.dtype).removeprefix("torch.")
-        identity = (weights_fingerprint, dtype_name, numerics.backend, numerics.deterministic)
+        identity = (weights_fingerprint, numerics.dtype_name, numerics.backend, numerics.deterministic)
         return ModelInfo(
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
             vocab_size=self.decoder.spec.vocab_size,
@@ -82,16 +82,15 @@ class ModelRunner:
             eos_token_ids=self.eos_token_ids,
             num_kv_blocks=memory.num_kv_blocks,
             block_size=memory.block_size,
-            dtype=dtype_name,
+            dtype=numerics.dtype_name,
             device=numerics.device.type,
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
         )
 
     def _make_steps(self, num_blocks: int) -> CpuSteps | GpuSteps:
-        spec, memory, numerics = self.decoder.spec, self.memory, self.numerics
-        shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, memory.block_size, spec.head_dim)
-        cache = torch.zeros(shape, dtype=numerics.dtype, device=numerics.device)
+        memory, numerics = self.memory, self.numerics
+        cache = KVCache(memory.kv_cache, num_blocks, memory.block_size, numerics.device)
         num_slots, max_len = memory.max_num_seqs, memory.max_model_len
         kind = GpuSteps if numerics.backend == "triton" else CpuSteps
         return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.grammar_state)
@@ -101,7 +100,7 @@ class ModelRunner:
         numerics, config = self.numerics, self.config
         WarmUp(self._make_steps(1), self.memory).run_largest_steps()
         room = available_memory(numerics.device, config.gpu_memory_utilization)
-        self.memory = resize_kv(self.memory, config, self.decoder.spec, numerics, room)
+        self.memory = resize_kv(self.memory, config, room)
 
     def _warm_up(self) -> None:
         """Build all kernels, then capture graphs, which need the place of the cache, and time steps."""
@@ -116,7 +115,7 @@ class ModelRunner:
             self.grammar_state.step_us = warm_up.large_step_us()
         if self.config.draft is not None or self.is_draft:
             self._time_steps(warm_up)
-        self.steps.cache[:, :, :, 0] = 0
+        self.steps.cache.clear(0)
         self.reset()
 
     def _counts(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 
 from runtime.core.plan import StepPlan, StepResult
 from runtime.worker.grammar_state import Masks
+from runtime.worker.kv_cache import KVCache
 from runtime.worker.sampler import Logprobs
 
 
@@ -20,7 +21,7 @@ class Steps(Protocol):
     """
 
     asynchronous: bool  # a step runs while the host does something else
-    cache: torch.Tensor
+    cache: KVCache
 
     def reset(self) -> None:
         """Forget all requests."""

@@ -37,6 +37,7 @@ from runtime.models.decoder import Decoder  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.grammar_state import GrammarState  # noqa: E402
 from runtime.worker.graph_runner import Bucket  # noqa: E402
+from runtime.worker.kv_cache import KVCache  # noqa: E402
 
 META = torch.device("meta")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -113,7 +114,7 @@ def main() -> None:
         numerics = Numerics(dtype, META, "triton", packed=False, deterministic=deterministic)
         shapes = spec.shapes()
         decoder = Decoder(spec, numerics, 16384, lambda name: (torch.empty(shapes[name], dtype=dtype, device=META),))  # noqa: B023
-        cache = torch.empty((1, 2, spec.num_kv_heads, 4096, 16, spec.head_dim), dtype=dtype, device=META)
+        cache = KVCache(spec.kv_cache(numerics.dtype_name), 4096, 16, META)
         steps = GpuSteps(decoder, cache, 256, 16384, (), GrammarState(decoder.spec.vocab_size))
         steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
         with torch.inference_mode():
