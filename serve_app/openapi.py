@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from pydantic.json_schema import models_json_schema
 
 from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest
@@ -17,9 +17,19 @@ from serve_app.tokenization import DetokenizeRequest, TokenizeChatRequest, Token
 # ---- answers: what a client can rely on; each may hold more ---------------------------------------------------------
 
 
-class Aborted(BaseModel):
-    request_id: str
-    object: Literal["request.abort"]
+def _answer(name: str, **types: Any) -> type[BaseModel]:
+    fields: dict[str, Any] = {field: (kind, ...) for field, kind in types.items()}
+    return create_model(name, **fields)
+
+
+Aborted = _answer("Aborted", request_id=str, object=Literal["request.abort"])
+Tokenized = _answer("Tokenized", count=int, max_model_len=int, tokens=list[int], token_strs=list[str | None] | None)
+Detokenized = _answer("Detokenized", prompt=str)
+TokenizerInfo = _answer("TokenizerInfo", tokenizer_class=str, chat_template=str | None, model_max_length=int)
+Health = _answer("Health", status=Literal["ok"])
+Ready = _answer("Ready", status=Literal["ready"])
+Version = _answer("Version", version=str)
+Document = _answer("Document", openapi=str)
 
 
 class ModelCard(BaseModel):
@@ -85,27 +95,6 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
-class Tokenized(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str | None] | None
-
-
-class Detokenized(BaseModel):
-    prompt: str
-
-
-class TokenizerInfo(BaseModel):
-    tokenizer_class: str
-    chat_template: str | None
-    model_max_length: int
-
-
-class Health(BaseModel):
-    status: Literal["ok"]
-
-
 class ErrorObject(BaseModel):
     message: str
     type: str
@@ -122,21 +111,9 @@ class Unhealthy(Error):
     reason: str
 
 
-class Ready(BaseModel):
-    status: Literal["ready"]
-
-
 class NotReady(Error):
     status: Literal["loading", "unavailable"]
     phase: str
-
-
-class Version(BaseModel):
-    version: str
-
-
-class Document(BaseModel):
-    openapi: str
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------
