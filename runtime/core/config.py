@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from runtime.core.types import CallboardError
 
@@ -148,16 +148,7 @@ class EngineConfig:
         )
 
 
-_CHOICES = {
-    "generation_config": ("auto", "none"),
-    "device": ("auto", "cpu", "cuda"),
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "kernel_backend": ("auto", "triton", "torch"),
-    "batching": ("continuous", "static"),
-    "kv_layout": ("paged", "contiguous"),
-    "policy": ("fcfs", "sjf"),
-    "draft_device": ("auto", "shared", "own", "cpu"),
-}
+_CHOICES = {name: get_args(kind) for name, kind in get_type_hints(EngineConfig).items() if get_origin(kind) is Literal}
 
 
 @dataclass(frozen=True, slots=True)
