@@ -32,16 +32,16 @@ class Admission:
         pool = self._kv_cache.pool
         room = pool.num_available - sum(pool.refs(b) == 0 for b in hits) + len(hits)
         if not running:
-            return self._kv_cache.blocks_for(len(state.tokens)) <= room
+            return self._kv_cache.most_blocks_for(len(state.tokens)) <= room
         self._expect(state)
         needed = state.expected_blocks
         if not state.params.ignore_eos:
-            needed += int(_MARGIN * (needed - self._kv_cache.blocks_for(len(state.tokens))))
-        room -= min(needed, self._kv_cache.blocks_for(state.max_len))
+            needed += int(_MARGIN * (needed - self._kv_cache.most_blocks_for(len(state.tokens))))
+        room -= min(needed, self._kv_cache.most_blocks_for(state.max_len))
         for other in running:
             if other.num_total >= other.revise_at:
                 self._expect(other)
-            missing = other.expected_blocks - len(other.blocks)
+            missing = other.expected_blocks - other.num_blocks
             if missing > 0:
                 room -= missing
         return room >= 0
@@ -58,7 +58,7 @@ class Admission:
             more, revise_at = self.lengths.expect(params.max_tokens, reached)
             length = min(length, max(state.prompt_len + reached + ceil(more), state.num_total + 1))
             revise_at += state.prompt_len + 1
-        state.expected_blocks, state.revise_at = self._kv_cache.blocks_for(length), revise_at
+        state.expected_blocks, state.revise_at = self._kv_cache.most_blocks_for(length), revise_at
 
     def _observe(self, state: RequestState) -> int:
         """Tell the estimate how far the output has come; returns its length."""

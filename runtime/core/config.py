@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.types import CallboardError
 
 _SHARING = 4  # engines for whose requests a shared draft has slots
@@ -166,4 +167,5 @@ class ModelInfo:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     step_us: tuple[tuple[int, float], ...] = ()  # (tokens, time of a decode step of so many), measured at the start
+    kv_cache: KVCacheSpec | None = None  # its groups; None: one, which keeps everything
     latency_us: float = 0.0  # what a step takes beyond that if the next one is not planned before it ends

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from runtime.core.block_pool import BlockPool
+from runtime.core.block_pool import NULL_BLOCK, BlockPool
 from runtime.core.config import ModelInfo
 from runtime.core.plan import EMPTY_TABLE, Int32s
 from runtime.core.prefix_cache import PrefixCache, block_hash, root_hash
@@ -16,10 +16,23 @@ from runtime.core.request_state import NEVER, RequestState
 
 
 class KVCacheManager:
-    """Works on `RequestState.blocks`; the scheduler decides who gets blocks."""
+    """Works on `RequestState.tables`; the scheduler decides who gets blocks.
 
-    def __init__(self, info: ModelInfo, prefix_cache: bool) -> None:
-        self._fingerprint, self._size, self._shares = info.fingerprint, info.block_size, prefix_cache
+    Every group of the KV cache has a table of its own for each request, all of one length. In a slot's table, as plans
+    write it, those of the groups stand one after another, each with room for the longest request. Blocks of a window
+    group are freed when no later row can read them. Prefixes are then gone from that group, so that only a cache of one
+    full group shares them."""
+
+    def __init__(self, info: ModelInfo, prefix_cache: bool, max_chunk: int) -> None:
+        """No row has more than `max_chunk` tokens."""
+        self._fingerprint, self._size = info.fingerprint, info.block_size
+        self._groups = info.kv_cache.groups if info.kv_cache is not None else ()
+        self._num_groups = max(1, len(self._groups))
+        self._windows = [(i, group) for i, group in enumerate(self._groups) if group.window is not None]
+        # Most blocks of a request in each window group: what its largest row reads and writes.
+        self._caps = [self.blocks_for(group.window - 1 + max_chunk) + 1 for _, group in self._windows if group.window]
+        self._table_len = self.blocks_for(info.max_model_len)
+        self._shares = prefix_cache and self._num_groups == 1 and not self._windows
         self.cache = PrefixCache()
         self.pool = BlockPool(info.num_kv_blocks, self.cache.evict)
         self._writes: list[tuple[int | None, int, int]] = []  # slot, index in its table, block: not sent yet
@@ -36,18 +49,41 @@ class KVCacheManager:
         return np.array(writes, np.int32).T.copy() if writes else EMPTY_TABLE
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Entries of a table that hold so many tokens."""
         return -(-num_tokens // self._size)
+
+    def most_blocks_for(self, num_tokens: int) -> int:
+        """Blocks, of all groups, that a request of so many tokens holds at most."""
+        size = self.blocks_for(num_tokens)
+        return size * (self._num_groups - len(self._caps)) + sum(min(size, cap) for cap in self._caps)
+
+    def max_tokens(self) -> int:
+        """The longest request that the pool can hold."""
+        sizes = range(self.pool.num_blocks - 1, 0, -1)
+        fitting = (n for n in sizes if self.most_blocks_for(n * self._size) < self.pool.num_blocks)
+        return next(fitting, 0) * self._size
+
+    @property
+    def num_free_tokens(self) -> int:
+        """Tokens for which one request could get blocks."""
+        return self.pool.num_available // self._num_groups * self._size
 
     def num_missing(self, state: RequestState, num_tokens: int) -> int:
         """Blocks that a request lacks to hold so many tokens."""
-        return max(0, self.blocks_for(num_tokens) - len(state.blocks))
+        return self._num_groups * self.blocks_for(max(0, num_tokens - state.capacity))
+
+    def take_prefix(self, state: RequestState, hits: list[int]) -> None:
+        """A request is admitted with these cached blocks."""
+        self.pool.acquire(hits)
+        state.tables = [hits, *([] for _ in self._groups[1:])]
+        state.num_blocks = len(hits)
+        state.num_computed = state.capacity = len(hits) * self._size
 
     def open(self, state: RequestState) -> None:
         """A request has got a slot, with its cached prefix as blocks."""
-        self._writes += [(state.slot, i, b) for i, b in enumerate(state.blocks)]
+        self._writes += [(state.slot, i, b) for i, b in enumerate(state.tables[0])]
         if self._shares:
-            state.next_block_end = (len(state.blocks) + 1) * self._size
+            state.next_block_end = state.capacity + self._size
 
     def close(self, state: RequestState, spoilt: bool = False) -> None:
         """A request leaves its slot; full blocks stay in the cache as long as nobody needs their place.
@@ -55,18 +91,37 @@ class KVCacheManager:
         Of one that failed (`spoilt`) none stays, not even what it shares: any of them may hold the value that is not
         finite, and would fail whoever comes with the same prefix."""
         if spoilt:
-            self.pool.mark_spoilt(state.blocks)
+            self.pool.mark_spoilt(state.tables[0])
         else:
             self.cache_full_blocks(state, move=False)
-        self.pool.release(state.blocks)
+        for table in state.tables:
+            self.pool.release(_held(table))
         if self._writes:
             self._writes = [w for w in self._writes if w[0] != state.slot]
 
     def extend(self, state: RequestState, num_tokens: int) -> None:
         """Blocks for so many tokens in all; there must be as many available."""
-        blocks, at = self.pool.allocate(self.num_missing(state, num_tokens)), len(state.blocks)
-        self._writes += [(state.slot, at + i, b) for i, b in enumerate(blocks)]
-        state.blocks += blocks
+        count = self.blocks_for(max(0, num_tokens - state.capacity))
+        if count == 0:
+            return
+        for group, table in enumerate(state.tables):
+            blocks, at = self.pool.allocate(count), group * self._table_len + len(table)
+            self._writes += [(state.slot, at + i, b) for i, b in enumerate(blocks)]
+            table += blocks
+            state.num_blocks += count
+        state.capacity += count * self._size
+
+    def free_below_windows(self, state: RequestState) -> None:
+        """Free the blocks that no row reads any more which starts at `num_computed` or later, where tokens are final.
+
+        Steps in flight may still read them: plans are executed in order, so whoever gets a block writes it later."""
+        for number, group in self._windows:
+            table = state.tables[number]
+            num_dead = group.num_dead_blocks(min(state.num_computed, state.num_final), self._size)
+            dead = _held(table[:num_dead])
+            self.pool.release(dead)
+            state.num_blocks -= len(dead)
+            table[:num_dead] = [NULL_BLOCK] * num_dead
 
     def match_prefix(self, state: RequestState) -> list[int]:
         """Cached blocks of the request's known prefix; never its last token, which must be computed to sample, and none
@@ -88,25 +143,28 @@ class KVCacheManager:
         num_full = min(state.num_computed, len(state.tokens), state.num_final) // size
         block_hashes = self._hash_blocks(state, num_full)
         for at in range(state.next_block_end // size - 1, num_full):
-            block = state.blocks[at]
+            block = state.tables[0][at]
             holder = self.cache.insert(block_hashes[at], block)
             if holder == block:
                 self.pool.mark_cached(block)
             else:
                 self.pool.acquire([holder])
                 self.pool.release([block])
-                state.blocks[at] = holder
+                state.tables[0][at] = holder
                 if move:
                     self._writes.append((state.slot, at, holder))
         state.next_block_end = max(state.next_block_end, (num_full + 1) * size)
 
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
         """One sentence for each block whose bookkeeping is wrong, and for each request that lacks blocks."""
-        held = Counter(block for state in running for block in state.blocks)
+        held = Counter(block for state in running for table in state.tables for block in _held(table))
         faults = self.pool.find_faults(held) + self.cache.find_faults(self.pool.is_cached)
         for state in running:
-            if missing := self.num_missing(state, state.num_computed):
-                faults.append(f"Request {state.request.request_id!r} lacks {missing} blocks of what is computed.")
+            name, num_blocks = state.request.request_id, sum(len(_held(table)) for table in state.tables)
+            if state.capacity < state.num_computed or any(len(t) * self._size != state.capacity for t in state.tables):
+                faults.append(f"Request {name!r} lacks blocks of its {state.num_computed} computed tokens.")
+            if num_blocks != state.num_blocks:
+                faults.append(f"Request {name!r} counts {state.num_blocks} blocks, but holds {num_blocks}.")
         return faults
 
     def _hash_blocks(self, state: RequestState, num_blocks: int) -> list[bytes]:
@@ -117,3 +175,8 @@ class KVCacheManager:
             parent = block_hash(parent, state.tokens[i * size : (i + 1) * size])
             block_hashes.append(parent)
         return block_hashes
+
+
+def _held(table: list[int]) -> list[int]:
+    """The blocks of a table, without what was freed below a window: its first entries."""
+    return table if not table or table[0] != NULL_BLOCK else [block for block in table if block != NULL_BLOCK]

@@ -15,11 +15,11 @@ class RequestState:
     """One live request: the scheduler's only mutable record of it."""
 
     __slots__ = (
-        "acceptance", "block_hashes", "blocks", "drafts_in_flight", "epoch", "expected_blocks", "failure",
-        "first_unsent", "has_ended", "lost_at", "max_len", "next_block_end", "num_accepted", "num_cached",
+        "acceptance", "block_hashes", "capacity", "drafts_in_flight", "epoch", "expected_blocks", "failure",
+        "first_unsent", "has_ended", "lost_at", "max_len", "next_block_end", "num_accepted", "num_blocks", "num_cached",
         "num_computed", "num_final", "num_guessed", "num_losses", "num_observed", "num_right", "num_total",
         "only_scores", "owner", "params", "plan_limit", "prompt_len", "prompt_logprobs", "request", "revise_at", "slot",
-        "sort_key", "stop_ids", "tokens",
+        "sort_key", "stop_ids", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, max_len: int, stop_ids: frozenset[int], sort_key: SortKey) -> None:
@@ -42,7 +42,9 @@ class RequestState:
         self.first_unsent: int | None = None
         # Prompt tokens that the prefix cache gave at first admission; None: it was not admitted yet.
         self.num_cached: int | None = None
-        self.blocks: list[int] = []
+        self.tables: list[list[int]] = []  # of each KV group its blocks by position, NULL_BLOCK below a window
+        self.num_blocks = 0  # that it holds, of all groups
+        self.capacity = 0  # tokens that its tables have blocks for
         self.block_hashes: list[bytes] = []  # of the leading full blocks, as far as computed
         self.next_block_end = NEVER  # num_computed that completes the next block to register
         self.expected_blocks = 0  # that it holds in the end, by the estimate
@@ -64,7 +66,8 @@ class RequestState:
         """Forget what a request has in a slot; its known tokens and their hashes stay."""
         self.epoch += 1
         self.slot = None
-        self.blocks = []
+        self.tables = []
+        self.num_blocks = self.capacity = 0
         self.num_computed = 0
         self.num_total = len(self.tokens)
         self.next_block_end = NEVER

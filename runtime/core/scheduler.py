@@ -54,13 +54,14 @@ class Scheduler:
     def __init__(self, config: EngineConfig, info: ModelInfo, speculation: Speculation | None = None) -> None:
         self.config, self.info, self.speculation = config, info, speculation
         self.block_size = info.block_size
-        self.max_len = min(info.max_model_len, (info.num_kv_blocks - 1) * info.block_size)
         self.max_num_seqs = config.max_num_seqs or info.max_num_seqs
         self.budget = config.max_num_batched_tokens or info.max_num_batched_tokens
+        max_chunk = self.budget if config.chunked_prefill else max(self.budget, info.max_model_len)
+        self.kv_cache = KVCacheManager(info, config.prefix_cache, max_chunk)
+        self.pool = self.kv_cache.pool
+        self.max_len = min(info.max_model_len, self.kv_cache.max_tokens())
         if not config.chunked_prefill:
             self.budget = max(self.budget, self.max_len)
-        self.kv_cache = KVCacheManager(info, config.prefix_cache)
-        self.pool = self.kv_cache.pool
         self.requests: dict[str, RequestState] = {}
         self.running: list[RequestState] = []  # in order of admission
         self.waiting = WaitingQueue()  # the requests that hold no slot
@@ -223,7 +224,7 @@ class Scheduler:
                     continue
                 speculation = None
             end = state.num_computed + count
-            if end > len(state.blocks) * self.block_size and not self._grow(state, end, builder.rows):
+            if end > state.capacity and not self._grow(state, end, builder.rows):
                 continue
             builder.add_row(
                 state, count, () if speculation is None else self._draft(speculation, state, builder.budget)
@@ -263,7 +264,7 @@ class Scheduler:
 
     def _draft(self, speculation: Speculation, state: RequestState, budget: int) -> list[int]:
         """Draft tokens after a request's known ones, with blocks for them: no more than fit without taking others'."""
-        free = len(state.blocks) * self.block_size - state.num_total + self.pool.num_available * self.block_size
+        free = state.capacity - state.num_total + self.kv_cache.num_free_tokens
         most = min(budget - 1, state.max_len - state.num_total - 1, free)
         drafts = speculation.guess(state, most) if most > 0 else []
         if drafts:
@@ -271,6 +272,7 @@ class Scheduler:
             self.stats.draft_tokens += len(drafts)
             state.num_guessed += len(drafts)
             state.num_right = 0
+            self.kv_cache.free_below_windows(state)
             self.kv_cache.extend(state, state.num_total + len(drafts))
         return drafts
 
@@ -290,9 +292,7 @@ class Scheduler:
         if not self.admission.allows(state, hits, self.running):
             return None
         self.waiting.remove(state)
-        self.pool.acquire(hits)
-        state.blocks = hits
-        state.num_computed = start
+        self.kv_cache.take_prefix(state, hits)
         return state
 
     def _open_slot(self, state: RequestState) -> NewSlot:
@@ -310,6 +310,7 @@ class Scheduler:
     def _grow(self, state: RequestState, num_tokens: int, rows: list[RequestState]) -> bool:
         """Blocks for a running request's first `num_tokens` tokens, if need be by preempting requests without a row in
         this step, last in the order of service first. False: it goes without a row this time."""
+        self.kv_cache.free_below_windows(state)
         while self.kv_cache.num_missing(state, num_tokens) > self.pool.num_available:
             victim = max((s for s in self.running if s not in rows), key=lambda s: s.sort_key)
             if victim is state:
@@ -394,8 +395,8 @@ class Scheduler:
         faults = self.slots.find_faults([state.slot for state in self.running])
         faults += self.kv_cache.find_faults(self.running)
         for state in self.requests.values():
-            if state.slot is None and state.blocks:
-                faults.append(f"Request {state.request.request_id!r} waits, but holds {len(state.blocks)} blocks.")
+            if state.slot is None and state.num_blocks:
+                faults.append(f"Request {state.request.request_id!r} waits, but holds {state.num_blocks} blocks.")
         num_live = len(self.running) + len(self.waiting)
         if num_live != len(self.requests):
             faults.append(f"{num_live} requests run or wait, but {len(self.requests)} are live.")

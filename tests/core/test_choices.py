@@ -35,11 +35,11 @@ def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int
     session = Session(block_size=4, max_num_batched_tokens=64, pipeline_depth=depth)
     prepared = prepare(n=4)
     states = submit(session, prepared.requests)
-    tables = [state.blocks[:5] for state in states]  # of 22 tokens, those of 5 blocks
+    tables = [state.tables[0][:5] for state in states]  # of 22 tokens, those of 5 blocks
     assert tables == [tables[0]] * 4
     pool = session.core.scheduler.pool
     assert [pool.refs(block) for block in tables[0]] == [4] * 5
-    held = Counter(block for state in states for block in state.blocks)
+    held = Counter(block for state in states for block in state.tables[0])
     assert len(held) == 5 + 4  # alone, each would hold 6
     assert [state.num_cached for state in states] == [0, 20, 20, 20]
     assert prepared.usage([6] * 4, [state.num_cached for state in states], Guesses()) == {

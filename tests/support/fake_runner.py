@@ -143,6 +143,9 @@ class FakeRunner:
     def sample(self, state: int) -> int:
         return sample(state)
 
+    def attend(self, slot: int, position: int) -> None:
+        """What other groups of the KV cache store and read at a position."""
+
     def collect(self) -> StepResult:
         plan = decode_plan(self.queue.pop(0))
         for slot in plan.freed.tolist():
@@ -177,6 +180,7 @@ class FakeRunner:
                 state = 0 if before < 0 else int(self.memory[table[before // self.size], before % self.size])
                 state = mix(state, tokens[position])
                 self.memory[table[position // self.size], position % self.size] = state
+                self.attend(slot, position)
                 if slot in self.prompts and position + 1 < self.prompts[slot][0]:
                     scores.append(score(state, num_top))
                 if position >= start + count - samples:

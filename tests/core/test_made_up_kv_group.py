@@ -1,0 +1,93 @@
+"""A group of the KV cache is added by describing it: here one with a window, beside one that keeps everything."""
+
+from collections import Counter
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runtime.core.block_pool import NULL_BLOCK
+from runtime.core.kv_cache_spec import KVCacheSpec, KVGroupSpec
+from runtime.core.types import SamplingParams
+from tests.core.test_scheduler import Session, configs, events
+from tests.support.fake_runner import FakeRunner, FixedShare, mix
+
+
+def groups(window: int) -> KVCacheSpec:
+    full = KVGroupSpec((0, 2), num_kv_heads=1, head_dim=8, dtype="float32")
+    return KVCacheSpec((full, KVGroupSpec((1, 3), num_kv_heads=1, head_dim=8, dtype="float32", window=window)))
+
+
+class WindowRunner(FakeRunner):
+    """A runner whose second group attends to a window: it checks all that a row reads there."""
+
+    def __init__(self, config, info) -> None:
+        super().__init__(config, info)
+        self.window = info.kv_cache.groups[1].window
+        self.table_len = -(-info.max_model_len // self.size)
+
+    def attend(self, slot: int, position: int) -> None:
+        tokens, table = self.tokens[slot], self.tables[slot]
+        for at in range(position, max(-1, position - self.window), -1):
+            place = table[self.table_len + at // self.size], at % self.size
+            if at == position:
+                self.memory[place] = mix(at, tokens[at])
+            assert self.memory[place] == mix(at, tokens[at]), "what is still read was freed, or never written"
+
+
+class WindowSession(Session):
+    """A Session of a model that has both groups."""
+
+    runner_type = WindowRunner
+
+    def __init__(self, window: int, **kw) -> None:
+        super().__init__(kv_cache=groups(window), **kw)
+        self.num_freed = self.most_held = 0
+
+    def step(self) -> None:
+        super().step()
+        scheduler = self.core.scheduler
+        for state in scheduler.running:
+            full, window = state.tables
+            num_freed = window.count(NULL_BLOCK)
+            assert NULL_BLOCK not in full
+            assert window[:num_freed] == [NULL_BLOCK] * num_freed
+            assert state.num_blocks == len(full) + len(window) - num_freed
+            assert state.num_blocks <= scheduler.kv_cache.most_blocks_for(state.capacity)
+            self.num_freed = max(self.num_freed, num_freed)
+            self.most_held = max(self.most_held, len(window) - num_freed)
+
+
+def test_any_history_keeps_what_windows_read_and_frees_the_rest():
+    seen = Counter()
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+    @given(configs, events, st.sampled_from([1, 2, 5, 9, 40]))
+    def run(config, history, window):
+        session = WindowSession(window, **config | {"kv_layout": "paged"})
+        session.core.scheduler.admission.lengths = FixedShare(0.0)  # it admits too many
+        session.play(history)
+        session.finish()
+        seen["steps"] += session.steps
+        seen["freed"] += session.num_freed
+        seen["preemptions"] += session.core.scheduler.stats.preemptions
+        seen["accepted"] += session.accepted
+        assert session.core.scheduler.stats.prompt_tokens_cached == 0, "a prefix is shared in one full group only"
+
+    run()
+    assert seen["steps"] > 4000, seen
+    assert seen["freed"] > 100, seen
+    assert seen["preemptions"] > 10, seen
+    assert seen["accepted"] > 300, seen
+
+
+def test_a_long_answer_holds_no_more_than_its_window():
+    session = WindowSession(8, block_size=4, num_kv_blocks=40, max_model_len=64, max_num_batched_tokens=8)
+    session.add(range(1, 11), SamplingParams(max_tokens=50, ignore_eos=True))
+    session.finish()
+    assert session.num_freed == 13 - 1, "of 15 blocks but those that the last row still reads"
+    assert session.most_held <= 5, "the window and the largest chunk"
+
+
+def test_windows_make_room_for_longer_requests():
+    small = {"block_size": 4, "num_kv_blocks": 20, "max_model_len": 64, "max_num_batched_tokens": 4}
+    assert WindowSession(4, **small).core.scheduler.max_len > WindowSession(64, **small).core.scheduler.max_len
