@@ -128,7 +128,7 @@ def main() -> None:
                 new = NewSlot(0, np.zeros(tokens, np.int32), tokens, 0, params)
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, num_computed=start, num_tokens=count, num_samples=one)
-                steps._write(steps._staged(plan))
+                steps._apply_writes(steps._state_writes(plan))
                 token_ids, logits, _ = steps._run(plan, np.zeros(1, np.int64), slot, count)
                 steps.sampler.resample(logits, token_ids, slot, count, steps.tokens, steps.params)
             case = f"{name}, grammars"
