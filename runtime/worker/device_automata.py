@@ -71,6 +71,6 @@ class DeviceAutomata:
         return place
 
     def _write(self, target: torch.Tensor, values: np.ndarray) -> None:
-        """By a copy that the host does not wait for."""
+        """Copy to the device; the host does not wait for it."""
         host = torch.from_numpy(values)
         target.copy_(host.pin_memory() if self.device.type == "cuda" else host, non_blocking=True)

@@ -90,7 +90,7 @@ class DeviceSampler(SlotSampling):
         params: torch.Tensor,
         masks: Masks,
     ) -> None:
-        """The same, and less to read and to launch: no copy of the logits."""
+        """Resample rows that want nothing but their mask: in place, without a copy of the logits."""
         of_rows = rows.astype(np.int32), host_slots[rows], host_positions[rows]
         parts = [*of_rows, masks.numbers, masks.failed, masks.tracked.reshape(-1), masks.words.reshape(-1)]
         sent = self._upload(*parts).split([len(part) for part in parts])
@@ -143,8 +143,8 @@ class DeviceSampler(SlotSampling):
             if held[row]:
                 stopped.append(row * self.vocab_size + self.stops[slot])
         if biased:
-            at, values = (self._upload(np.concatenate(parts)) for parts in zip(*biased, strict=True))
-            logits.view(-1).index_add_(0, at, values)
+            at, added = (self._upload(np.concatenate(parts)) for parts in zip(*biased, strict=True))
+            logits.view(-1).index_add_(0, at, added)
         if stopped:
             logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), MASKED_LOGIT)
 

@@ -137,7 +137,7 @@ class GpuSteps:
         return self._answered(plan, lambda: output.reshape(plan.num_steps, -1)[:, : len(plan.slots)].T.flatten())
 
     def _answered(self, plan: StepPlan, read: Callable[[], Int32s]) -> Callable[[], StepResult]:
-        """What waits for a replayed graph, and copies from its output."""
+        """The wait for a replayed graph, which copies from its output."""
         wait = self.transfers.end(lambda: StepResult(plan.step_id, read()))
         self.graph_runner.graph_io.release_after(wait)
         return wait
@@ -145,8 +145,8 @@ class GpuSteps:
     # ---- what plans change ----------------------------------------------------------------------------------------
 
     def _state_writes(self, plan: StepPlan) -> list[Int32s]:
-        """What the plan brings to the state: block tables, tokens and parameters of new requests, guesses; end to end
-        they are what kernels/scatter_writes.py applies."""
+        """The plan's changes of the state: block tables, tokens and parameters of new requests, drafts; end to end as
+        kernels/scatter_writes.py has them."""
         if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids)):
             return [NO_WRITES]
         slots, index, blocks = plan.block_table_writes

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Output:
-    """One request's, in its slot."""
+    """The output of the request in a slot."""
 
     grammar: Grammar
     prompt_len: int
@@ -80,12 +80,12 @@ class _Row:
 
 @dataclass(slots=True)
 class Masks:
-    """Which tokens a step may sample; samples that are not in `numbers`, nor tracked, may be any."""
+    """The tokens that a step may sample; samples that are not in `numbers`, nor tracked, may be any."""
 
     numbers: Int32s  # [n] of samples of the step, rising
     words: Int32s  # [n, num_words], as Matcher.fill has them
     failed: Int32s  # numbers of the samples whose grammar cannot go on: their requests fail (C9)
-    rows: list[_Row]  # that these are of
+    rows: list[_Row]  # the rows that have these samples
     tracked: Int32s  # [n, GUESSES + most guesses], rows of outputs on the device, as kernels/automata.py has them
     automata: DeviceAutomata | None
     begun: tuple[int, int]  # outputs for the first time here, by the engine that serves them: lazy, eager
@@ -139,8 +139,8 @@ class GrammarState:
             self._made_engines().spent(output.grammar, output.host_s)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Of the plan's samples; None if all of them may be any token. If some are the host's to make, it waits for the
-        samples of the last plan that had such."""
+        """The masks of the plan's samples; None if all of them may be any token. If some are the host's to make, it
+        waits for the samples of the last plan that had such."""
         if not self._outputs:
             return None
         if self._is_draft:
@@ -176,7 +176,7 @@ class GrammarState:
             self._last = masks, tokens
 
     def _rewrite(self, plan: StepPlan) -> None:
-        """What a draft's plans bring is final, in the place of what was sampled there (core/draft.py)."""
+        """The tokens that a draft's plan brings are final (core/draft.py): they replace those sampled there."""
         if not len(plan.draft_token_ids):
             return
         self._take_last()
@@ -203,7 +203,7 @@ class GrammarState:
         return rows
 
     def _moves(self, slot: int, output: _Output) -> bool:
-        """Whether the output goes on on the device."""
+        """Move the output to the device, if an automaton there can follow it; True if it goes on there."""
         matcher = output.matcher
         if self._automata is None or output.failed or not isinstance(matcher, EagerMatcher) or matcher.is_finished:
             return False
@@ -230,7 +230,8 @@ class GrammarState:
 
     def _fill(self, rows: list[_Row], words: Int32s) -> None:
         """A mask after a guess that is not allowed stays open: no sample equals that guess, so none there counts."""
-        started, begin, spans, together = time.perf_counter(), 0, [], []
+        started, begin, spans = time.perf_counter(), 0, []
+        together: list[tuple[_Output, LazyMatcher, int]] = []
         for row in rows:
             output, span = row.output, slice(begin, begin + len(row.guesses) + 1)
             begin = span.stop
@@ -243,19 +244,19 @@ class GrammarState:
                 if output.matcher is not None and not output.failed:
                     output.take()
                     if not row.guesses and isinstance(output.matcher, LazyMatcher):
-                        together.append((output, span.start))
+                        together.append((output, output.matcher, span.start))
                     else:
                         words[span] = -1
                         output.matcher.fill_ahead(words[span], row.guesses)
             except CallboardError as e:
                 output.fail(e)
         if together:
-            matchers, numbers = [output.matcher for output, _ in together], [number for _, number in together]
+            outputs, matchers, numbers = zip(*together, strict=True)
             errors = self._made_engines().fill(matchers, words, numbers)
-            for (output, _), error in zip(together, errors, strict=True):
+            for output, error in zip(outputs, errors, strict=True):
                 if error is not None:
                     output.fail(error)
-        allowed = words.any(1)
+        allowed = np.asarray(words.any(1))
         all_go_on = bool(allowed.all())
         share = (time.perf_counter() - started) / max(1, len(rows))
         for row, span in zip(rows, spans, strict=True):

@@ -19,9 +19,9 @@ class GraphIO:
 
     def __init__(self, input_size: int, output_size: int, device: torch.device) -> None:
         """Sizes of the longest input, without its head, and output, in ints."""
-        on_host = {"dtype": torch.int32, "pin_memory": device.type == "cuda"}
-        self.input_ring = torch.zeros((_NUM_ENTRIES, HEAD + input_size), **on_host)
-        self.output_ring = torch.zeros((_NUM_ENTRIES, output_size), **on_host)
+        pinned = device.type == "cuda"
+        self.input_ring = torch.zeros((_NUM_ENTRIES, HEAD + input_size), dtype=torch.int32, pin_memory=pinned)
+        self.output_ring = torch.zeros((_NUM_ENTRIES, output_size), dtype=torch.int32, pin_memory=pinned)
         self.control = torch.zeros(3, dtype=torch.int32, device=device)
         self._inputs: NDArray[np.int32] = self.input_ring.numpy()
         self._outputs: NDArray[np.int32] = self.output_ring.numpy()
@@ -38,7 +38,8 @@ class GraphIO:
         entry[0], entry[1] = repeats, writes[0][0]
         entry[HEAD : HEAD + len(rows)] = rows
         np.concatenate((writes[0][1:], *writes[1:]), out=entry[HEAD + len(rows) :][: sum(map(len, writes)) - 1])
-        return self._outputs[self._entry]
+        output: Int32s = self._outputs[self._entry]
+        return output
 
     def release_after(self, wait: Callable[[], object]) -> None:
         """The step of the last input is over when `wait()` returns."""

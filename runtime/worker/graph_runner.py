@@ -91,7 +91,7 @@ class GraphRunner:
             self.graphs.setdefault(bucket.row_len, []).insert(0, CapturedGraph(bucket, graph, token_ids))
 
     def run(self, bucket: Bucket, step: Callable[[Bucket, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """What a graph captures: `step` between the reading of its input and the writing of its output."""
+        """Read the input, run `step`, write the output: all that a graph captures."""
         rows = self.rows[: 2 * (2 * bucket.num_rows + bucket.num_tokens)]
         self.graph_io.read_input(rows, self.state)
         token_ids = step(bucket, rows)

@@ -61,7 +61,9 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     kv_cache = spec.kv_cache(numerics.dtype_name)
     token_bytes = kv_cache.bytes_per_token
     wanted = config.max_model_len
-    working = _working_bytes(config, spec, numerics, wanted or spec.max_positions)
+    longest = wanted or spec.max_positions
+    num_tokens = max_num_tokens if config.chunked_prefill else max(max_num_tokens, longest)
+    working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
     room = available - weights - working
     budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB)
     if config.kv_cache_memory is not None:
@@ -78,9 +80,8 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
         block_size = config.block_size
         block_bytes = kv_cache.bytes_per_block(block_size)
         context_blocks = -(-(wanted or spec.max_positions) // block_size)
-        num_blocks = config.num_kv_blocks
-        if num_blocks is None:
-            num_blocks = min(budget // block_bytes, max_num_seqs * context_blocks + 1)
+        fits = min(budget // block_bytes, max_num_seqs * context_blocks + 1)
+        num_blocks = fits if config.num_kv_blocks is None else config.num_kv_blocks
         max_model_len = wanted or min(spec.max_positions, (num_blocks - 1) * block_size)
     kv = kv_cache.total_bytes(num_blocks, block_size)
     capacity = block_size if config.kv_layout == "contiguous" else (num_blocks - 1) * block_size
@@ -105,14 +106,14 @@ def available_memory(device: torch.device, gpu_memory_utilization: float = 1.0) 
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, free - int((1.0 - gpu_memory_utilization) * total))
-    free = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
-        free.append(int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024)
+        limits.append(int(meminfo.read_text().split("MemAvailable:")[1].split()[0]) * 1024)
     group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # no cgroup v2 here, or no limit ("max")
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return min(free)
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return min(limits)
 
 
 def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
@@ -133,18 +134,15 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     return plan
 
 
-def _working_bytes(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> int:
+def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_seqs: int, max_model_len: int) -> int:
     """An upper bound for the largest step: activations of one layer, fp32 logits with three copies, gathered KV."""
     heads = spec.num_heads + 2 * spec.num_kv_heads
-    tokens = config.max_num_batched_tokens
-    if not config.chunked_prefill:
-        tokens = max(tokens, max_model_len)
     size = numerics.dtype.itemsize
     ffn = 3 * spec.ffn_size
     if spec.experts is not None:  # each token's choices have an intermediate and a result of their own
         ffn = spec.experts.top_k * (ffn + 2 * spec.hidden_size)
     activations = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * size
-    logits = min(max(config.max_num_seqs, MIN_SLICE), tokens) * spec.vocab_size * 4 * 4
+    logits = min(max(max_num_seqs, MIN_SLICE), tokens) * spec.vocab_size * 4 * 4
     if numerics.backend == "triton":
         return activations + logits + _GRAPH_BYTES
     mask = min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)  # sliding layers' is another

@@ -37,7 +37,7 @@ class PromptScorer:
         self.prompts.pop(slot, None)
 
     def is_wanted(self, plan: StepPlan) -> bool:
-        """Whether a row of the plan gives log-probabilities of a prompt."""
+        """True if a row of the plan gives log-probabilities of a prompt."""
         rows = zip(plan.slots.tolist(), plan.num_computed.tolist(), strict=True) if self.prompts else ()
         return any(slot in self.prompts and num_targets(start, 1, self.prompts[slot][0]) for slot, start in rows)
 
@@ -59,7 +59,7 @@ class PromptScorer:
         tokens: torch.Tensor,  # the slots', flat, int32
         where: torch.Tensor,  # [2, n] int32, of `find`
     ) -> Logprobs:
-        """Of the n tokens."""
+        """The log-probabilities of the n tokens."""
         num_top = max(n for _, n in self.prompts.values())
         slices = []
         for rows, follow in zip(*(w.split(self.slice_len) for w in where), strict=True):

@@ -145,7 +145,9 @@ class ModelRunner:
 
 
 def choose_numerics(config: EngineConfig) -> Numerics:
-    """What `auto` stands for on this machine. Raises CallboardError for a device or backend that it does not have."""
+    """The numerics of a configuration, with `auto` resolved for this machine.
+
+    Raises CallboardError for a device or backend that the machine does not have."""
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise CallboardError("device is cuda, but torch sees no GPU; use device=cpu, or install a CUDA build of torch.")

@@ -23,7 +23,7 @@ from runtime.worker.slots import Slots
 
 @dataclass(slots=True)
 class Logprobs:
-    """Of the rows that asked for them, and of prompt tokens; see StepResult."""
+    """Log-probabilities of the rows that asked for them, and of prompt tokens; see StepResult."""
 
     rows: Int32s
     ranks: torch.Tensor
@@ -144,7 +144,8 @@ class Sampler(SlotSampling):
         return Logprobs(rows.astype(np.int32), ranks, own, top_ids, top)
 
     def _float(self, column: int, slots: Int32s) -> NDArray[np.float32]:
-        return self.rows[slots, column].view(np.float32)
+        values: NDArray[np.float32] = self.rows[slots, column].view(np.float32)
+        return values
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -1,4 +1,4 @@
-"""What runs a runner's plans: the interface of CpuSteps and GpuSteps, and the result that both make."""
+"""Steps: the interface of CpuSteps and GpuSteps, which run a runner's plans, and the result that both make."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Transfers:
         self._now = PinnedBuffer(device)
 
     def begin(self) -> None:
-        """What is copied from now on belongs to another step."""
+        """Begin a step: all that is copied from now on belongs to it."""
         self._now = self._free.pop() if self._free else PinnedBuffer(self.device)
         self._now.clear()
 
@@ -82,7 +82,7 @@ class Transfers:
 
 
 class PendingResult(Generic[T]):
-    """A step's result: called, it waits for it. Several threads may ask, and again."""
+    """The result of a step, which a call waits for. Several threads may call it, and more than once."""
 
     def __init__(self, buffer: PinnedBuffer, result: Callable[[], T], free: deque[PinnedBuffer]) -> None:
         self._buffer, self._make, self._free = buffer, result, free
