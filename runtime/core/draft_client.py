@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Protocol, TypeVar
 
 from runtime.core.config import EngineConfig, ModelInfo
@@ -17,15 +18,14 @@ from runtime.core.request_state import RequestState
 from runtime.core.speculation import Drafter, Ngram, Speculation, StepTimes
 from runtime.core.types import Request
 
-_PATIENCE, _MOST_PATIENCE = 2.0, 16.0  # times what a round is expected to take: doubles when an answer is late, and
+_PATIENCE, _MAX_PATIENCE = 2.0, 16.0  # times what a round is expected to take: doubles when an answer is late, and
 _PATIENCE_DECAY = 0.9  # falls with every answer in time
 _PATIENCE_US = 1000.0
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # without guesses after a late answer, doubling
+_BEHIND_S, _MAX_BEHIND_S = 0.5, 5.0  # before a stream that is behind is asked again, doubling: each time it begins anew
 _HUNG_S = 10.0  # silence after which a draft is thought to be stuck
-_WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
+_OVERHEAD_WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
 _FIRST_ROUND_US, _FIRST_ROW_US = 1000.0, 60.0  # a round beyond the models' times, and each of its rows
-_FAR_S = 0.5  # for a draft to answer what nobody waits for, doubling: asked again before, it would begin again
 
 T = TypeVar("T")
 
@@ -42,17 +42,39 @@ class DraftWire(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Followed:
-    """What the draft was told of a request, and its last chain."""
+class _State(Enum):
+    """How a stream stands with the draft."""
 
-    stream: int
-    acked: int = -1  # final tokens that the draft has; -1: it has not answered yet
-    asked: int = -1  # known tokens when guesses were last asked for
-    far_until: float = 0.0  # nobody waits for what it was asked last: it is let be until it answers, or this time
-    num_far: int = 0  # times so, since it answered
-    has_caught_up: bool = False  # it has just answered so
+    OPENED = auto()  # the draft was told of it and has never answered
+    DUE = auto()  # it was asked for guesses, and the next step waits for them until the stream's deadline
+    BEHIND = auto()  # it was asked and nobody waits; it is asked again after the deadline
+    ANSWERED = auto()
+    CAUGHT_UP = auto()  # it has answered what nobody waited for
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """A request that the draft mirrors: what it was told of it, and its last chain."""
+
+    request_id: str
+    number: int
+    deadline: float  # of its answer; it may have passed
+    state: _State = _State.OPENED
+    num_misses: int = 0  # times that it fell behind since its last answer
+    acked: int = 0  # final tokens that the draft has
+    asked: int = 0  # known tokens when guesses were last asked for
     chain: list[int] = field(default_factory=list)  # what may follow the first `acked` tokens
+
+    def guesses(self, state: RequestState) -> list[int]:
+        """Of a chain that was made on the assumption of tokens that have come true, the rest; of any other, nothing."""
+        since = state.tokens[self.acked :].tolist()
+        return self.chain[len(since) :] if self.chain[: len(since)] == since else []
+
+    def fall_behind(self, now: float) -> None:
+        """Nobody waits for its answer."""
+        self.state = _State.BEHIND
+        self.deadline = now + min(_MAX_BEHIND_S, _BEHIND_S * 2**self.num_misses)
+        self.num_misses += 1
 
 
 class DraftClient(Drafter):
@@ -73,29 +95,26 @@ class DraftClient(Drafter):
     def _detach(self) -> None:
         self._wire = None
         self._times = StepTimes(())
-        self._followed: dict[str, _Followed] = {}  # by request id
-        self._streams: dict[int, _Followed] = {}
+        self._by_request: dict[str, _Stream] = {}
+        self._streams: dict[int, _Stream] = {}  # by number
+        self._unanswered: set[_Stream] = set()  # those that are OPENED, DUE or BEHIND
         self._num_streams = 0
         self._told = Told()  # not sent yet
-        self._due: set[int] = set()  # streams whose answer the next step waits for
-        self._unanswered: set[int] = set()  # those, and streams whose answer comes when it comes
-        self._told_at = 0.0
-        self._asked_at = self._deadline = self._paused_until = 0.0
-        self._steps_us = 0.0  # that the draft's steps of the round take
+        self._asked_at = self._steps_us = 0.0  # when the last round began, and what the draft's steps for it take
         self._overhead_us, self._patience = _FIRST_OVERHEAD_US, _PATIENCE
-        self._late_in_a_row = 0
-        self._silent_since = 0.0  # when the draft was told something that it has not answered; 0: it has
-        self.is_hung = False  # silent for so long that another draft should take its place
+        self._silent_since: float | None = None  # since when the draft has not answered what it was told
+        self.is_hung = False  # it was silent for so long that another draft should take its place
 
     # ---- Drafter --------------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
-        return self._wire is not None and self._clock() >= self._paused_until
+        return self._wire is not None
 
     def is_busy(self) -> bool:
-        """Some requests are never answered, so this is not believed for long."""
-        return bool(self._unanswered) and self._clock() - self._told_at < _FAR_S
+        """Some requests are never answered, so this is not believed beyond their deadlines."""
+        now = self._clock()
+        return any(now < stream.deadline for stream in self._unanswered)
 
     def stats(self) -> dict[str, float]:
         return {"draft_late_rounds": self.num_late, "draft_answer_beyond_us": self._overhead_us}
@@ -104,33 +123,40 @@ class DraftClient(Drafter):
         return self._times.us(num_rows)
 
     def follows(self, state: RequestState, wanted: int) -> bool:
-        """Whether the draft mirrors the request; if not, it is told of it."""
-        followed = self._followed.get(state.request.request_id)
-        if followed is None:
-            self._num_streams += 1
-            followed = _Followed(self._num_streams)
-            self._followed[state.request.request_id] = self._streams[followed.stream] = followed
-            origin, tokens = state.request, state.tokens.tolist()
-            request = Request("", tokens, state.prompt_len, state.params, origin.seed, 0, origin.cache_salt)
-            self._told.opened.append(Open(followed.stream, request, wanted))
-            self._unanswered.add(followed.stream)
-        return followed.acked >= 0 and self._clock() >= followed.far_until
+        """Whether the draft can be asked about the request now. If it does not mirror it yet, it is told of it."""
+        stream = self._by_request.get(state.request.request_id)
+        if stream is None:
+            self._open(state, wanted)
+            return False
+        if stream.state is _State.BEHIND:
+            return self._clock() >= stream.deadline
+        return stream.state is not _State.OPENED
+
+    def _open(self, state: RequestState, wanted: int) -> None:
+        self._num_streams += 1
+        origin, tokens = state.request, state.tokens.tolist()
+        stream = _Stream(origin.request_id, self._num_streams, self._clock() + _BEHIND_S)
+        self._by_request[origin.request_id] = self._streams[stream.number] = stream
+        self._unanswered.add(stream)
+        request = Request("", tokens, state.prompt_len, state.params, origin.seed, 0, origin.cache_salt)
+        self._told.opened.append(Open(stream.number, request, wanted))
 
     def ask(self, state: RequestState, wanted: int) -> None:
         """A request that the draft follows has no token in flight, and its next row could bring `wanted` guesses."""
-        followed, known = self._followed[state.request.request_id], len(state.tokens)
-        if followed.asked == known:
+        stream, known = self._by_request[state.request.request_id], len(state.tokens)
+        if stream.asked == known:
             return
-        followed.asked = known
-        new = state.tokens[followed.acked :].tolist()
-        self._told.committed.append(Commit(followed.stream, followed.acked, new, wanted))
-        self._unanswered.add(followed.stream)
+        stream.asked = known
+        new = state.tokens[stream.acked :].tolist()
+        self._told.committed.append(Commit(stream.number, stream.acked, new, wanted))
+        self._unanswered.add(stream)
         # What the draft catches up with is not waited for; what came meanwhile is, or slow drafts would never do it.
-        catches_up, followed.has_caught_up = followed.has_caught_up, False
-        if len(new) > CATCH_UP[-1] and not catches_up:
-            self._let_be(followed)
-        elif len(self._guesses(followed, state)) < wanted:
-            self._due.add(followed.stream)
+        if len(new) > CATCH_UP[-1] and stream.state is not _State.CAUGHT_UP:
+            stream.fall_behind(self._clock())
+        elif len(stream.guesses(state)) < wanted:
+            stream.state = _State.DUE  # its deadline is that of the round
+        else:
+            stream.state, stream.deadline = _State.BEHIND, 0.0  # what was guessed ahead is enough
 
     def is_due(self) -> bool:
         """Say what there is to say, hear what there is to hear. True: some answers should be waited for."""
@@ -139,48 +165,51 @@ class DraftClient(Drafter):
             self._told = Told()
             if told.committed:
                 self._begin_round(told, now)
-            if told.opened or told.committed:
-                self._told_at = now
-                self._silent_since = self._silent_since or now
+            if self._silent_since is None and (told.opened or told.committed):
+                self._silent_since = now
             self._try(lambda wire: wire.send(told))
         self._hear(0.0)
-        if self._silent_since and now - self._silent_since > _HUNG_S:
+        if self._silent_since is not None and now - self._silent_since > _HUNG_S:
             self.is_hung = True
-        if self._due and now >= self._deadline:
-            self._give_up()
-        return bool(self._due)
+        due = self._due()
+        late = [stream for stream in due if now >= stream.deadline]
+        if late:
+            self._give_up(late)
+        return len(due) > len(late)
 
     def wait(self) -> None:
         """Until the answers that are due have come, or are late."""
-        if not self._due:
+        due = self._due()
+        if not due:
             return
-        while self._due and (left := self._deadline - self._clock()) > 0:
+        while due and (left := max(stream.deadline for stream in due) - self._clock()) > 0:
             self._hear(left)
-        if self._due:
-            self._give_up()
+            due = self._due()
+        if due:
+            self._give_up(due)
         else:
-            self._learn((self._clock() - self._asked_at) * 1e6)
+            beyond_us = (self._clock() - self._asked_at) * 1e6 - self._steps_us
+            self._overhead_us += _OVERHEAD_WEIGHT * (beyond_us - self._overhead_us)
+            self._patience = max(_PATIENCE, _PATIENCE_DECAY * self._patience)
 
     def guess(self, state: RequestState, most: int) -> list[int] | None:
         """What follows the request's known tokens in its last chain; None if it was not asked for, or is not there."""
-        followed = self._followed.get(state.request.request_id)
-        if followed is None or followed.asked != len(state.tokens):
+        stream = self._by_request.get(state.request.request_id)
+        if stream is None or stream.asked != len(state.tokens):
             return None
-        guesses = self._guesses(followed, state)[:most]
-        return None if not guesses and followed.acked < followed.asked else guesses
+        guesses = stream.guesses(state)[:most]
+        return None if not guesses and stream.acked < stream.asked else guesses
 
     def forget(self, state: RequestState) -> None:
         """The request has ended."""
-        followed = self._followed.pop(state.request.request_id, None)
-        if followed is not None:
-            self._end(followed)
+        stream = self._by_request.get(state.request.request_id)
+        if stream is not None:
+            self._close(stream)
 
     # ---- rounds ---------------------------------------------------------------------------------------------------
 
-    def _guesses(self, followed: _Followed, state: RequestState) -> list[int]:
-        """Of a chain that was made on the assumption of tokens that have come true, the rest; of any other, nothing."""
-        chain, since = followed.chain, state.tokens[followed.acked :].tolist()
-        return chain[len(since) :] if chain[: len(since)] == since else []
+    def _due(self) -> list[_Stream]:
+        return [stream for stream in self._unanswered if stream.state is _State.DUE]
 
     def _begin_round(self, told: Told, now: float) -> None:
         self._asked_at = now
@@ -190,56 +219,41 @@ class DraftClient(Drafter):
             self._steps_us += self.step_us(sum(behind))
         # Below what the steps took when the draft started, if they took long because the machine was busy then.
         expected_us = max(_FIRST_OVERHEAD_US, self._overhead_us + self._steps_us)
-        self._deadline = now + (self._patience * expected_us + _PATIENCE_US) / 1e6
+        deadline = now + (self._patience * expected_us + _PATIENCE_US) / 1e6
+        for stream in self._due():
+            stream.deadline = deadline
 
-    def _learn(self, took_us: float) -> None:
-        beyond = took_us - self._steps_us
-        self._overhead_us += _WEIGHT * (beyond - self._overhead_us)
-        self._patience = max(_PATIENCE, _PATIENCE_DECAY * self._patience)
-
-    def _let_be(self, followed: _Followed) -> None:
-        followed.far_until = self._clock() + min(_LONGEST_PAUSE_S, _FAR_S * 2**followed.num_far)
-        followed.num_far += 1
-
-    def _give_up(self) -> None:
-        for stream in self._due:
-            self._let_be(self._streams[stream])
-        self._due.clear()
-        self._patience = min(_MOST_PATIENCE, 2 * self._patience)
+    def _give_up(self, late: list[_Stream]) -> None:
+        for stream in late:
+            stream.fall_behind(self._clock())
+        self._patience = min(_MAX_PATIENCE, 2 * self._patience)
         self.num_late += 1
-        pause = min(_LONGEST_PAUSE_S, _PAUSE_S * 2**self._late_in_a_row)
-        self._late_in_a_row += 1
-        self._paused_until = self._clock() + pause
 
     def _hear(self, timeout_s: float) -> None:
         chains = self._try(lambda wire: wire.receive(timeout_s))
         if chains is None:
             return
-        self._silent_since, self.is_hung = 0.0, False
+        self._silent_since, self.is_hung = None, False
         for chain in chains:
-            self._late_in_a_row, self._paused_until = 0, 0.0
-            followed = self._streams.get(chain.stream)
-            if followed is None:
+            stream = self._streams.get(chain.stream)
+            if stream is None:
                 continue  # its request has ended
             if chain.length == 0:  # the draft does not know it: told anew
-                self._end(followed)
-                self._followed = {k: v for k, v in self._followed.items() if v is not followed}
+                self._close(stream)
                 continue
-            if chain.length < followed.acked:
+            if chain.length < stream.acked:
                 continue  # it comes out of turn
             ends = (i for i, token in enumerate(chain.token_ids) if token >= self.vocab_size)
-            followed.acked, followed.chain = chain.length, chain.token_ids[: next(ends, None)]
-            if chain.length >= followed.asked:
-                followed.has_caught_up = followed.num_far > 0
-                followed.far_until, followed.num_far = 0.0, 0
-                self._due.discard(chain.stream)
-                self._unanswered.discard(chain.stream)
+            stream.acked, stream.chain = chain.length, chain.token_ids[: next(ends, None)]
+            if chain.length >= stream.asked:
+                stream.state = _State.CAUGHT_UP if stream.num_misses else _State.ANSWERED
+                stream.num_misses = 0
+                self._unanswered.discard(stream)
 
-    def _end(self, followed: _Followed) -> None:
-        del self._streams[followed.stream]
-        self._due.discard(followed.stream)
-        self._unanswered.discard(followed.stream)
-        self._told.closed.append(followed.stream)
+    def _close(self, stream: _Stream) -> None:
+        del self._streams[stream.number], self._by_request[stream.request_id]
+        self._unanswered.discard(stream)
+        self._told.closed.append(stream.number)
 
     def _try(self, use: Callable[[DraftWire], T]) -> T | None:
         """With the wire, if there is one; a broken one is let go of, and all guesses with it."""

@@ -45,6 +45,16 @@ class Clock:
         return self.now
 
 
+class PausingClient(DraftClient):
+    """Makes no guesses until `paused_until`."""
+
+    paused_until = 0.0
+
+    @property
+    def is_ready(self):
+        return super().is_ready and self._clock() >= self.paused_until
+
+
 class BadWire:
     """Loses, repeats and delays frames in both directions; can die, and come back knowing nothing."""
 
@@ -299,7 +309,7 @@ def test_nobody_waits_for_a_draft_that_is_far_behind():
     clock = Clock()
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
-    client = DraftClient(VOCAB, clock)
+    client = PausingClient(VOCAB, clock)
     core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, STEP_US, 0.0))
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.005 if behind > 8 else 0.0001)
     client.attach(wire, STEP_US)
@@ -312,8 +322,8 @@ def test_nobody_waits_for_a_draft_that_is_far_behind():
             clock.now += 0.001
 
     run_until(lambda: s.stats.drafts > 3)
-    client._paused_until = clock.now + 0.02
-    run_until(lambda: clock.now >= client._paused_until)
+    client.paused_until = clock.now + 0.02
+    run_until(lambda: clock.now >= client.paused_until)
     overhead, began, steps, drafts = client._overhead_us, clock.now, core.steps_done, s.stats.drafts
     run_until(lambda: s.stats.drafts > drafts)
     assert clock.now - began == pytest.approx(0.001 * (core.steps_done - steps), abs=0.0021)
@@ -330,7 +340,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     config = EngineConfig(block_size=4, max_num_seqs=5, max_num_batched_tokens=16)
     target = info(max_len=400, blocks=200)
     times = ((1, 1000.0), (64, 64_000.0))
-    client = DraftClient(VOCAB, clock)
+    client = PausingClient(VOCAB, clock)
     core = EngineCore(config, target, FakeRunner(config, target), Speculation(client, 3, times, 0.0))
     wire = SlowWire(draft_core(max_len=400, blocks=200), clock, lambda behind: 0.001 * behind * (behind > 3))
     client.attach(wire, times)  # a token takes it as long as the target
@@ -338,7 +348,7 @@ def test_a_draft_that_is_hardly_faster_catches_up():
     while core.scheduler.stats.drafts < 4:
         core.step()
         clock.now += 0.001
-    client._paused_until, before = clock.now + 0.03, core.scheduler.stats.accepted_draft_tokens
+    client.paused_until, before = clock.now + 0.03, core.scheduler.stats.accepted_draft_tokens
     while core.has_work:
         core.step()
         clock.now += 0.001
@@ -390,7 +400,7 @@ def test_a_silent_draft_costs_one_wait():
     core.abort("0")
     wire.loss = 0.0
     client.is_due()
-    wire.loss, client.is_hung, client._silent_since = 1.1, False, 0.0
+    wire.loss, client.is_hung, client._silent_since = 1.1, False, None
     for i in range(1, 300):  # none of them lives long enough to be waited for
         core.add(Request(str(i), [1, 2, 3], 3, SamplingParams(max_tokens=60, ignore_eos=True), seed=i))
         while core.has_work:
