@@ -166,7 +166,7 @@ class EngineLoop:
                 admitted = self.core.submit()
                 meter.submitted(admitted)
                 for state in admitted:
-                    state.owner.connection.accepted.append((state.owner.number, True))
+                    state.owner.connection.frame.accepted.append((state.owner.number, True))
                     self._untold.add(state.owner.connection)
                 self._emit()
                 meter.before_collect()
@@ -233,7 +233,7 @@ class EngineLoop:
             return
         connection.streams[message.stream] = stream
         self._by_id.setdefault(client_id(stream.request_id), {})[stream] = None
-        connection.accepted.append((message.stream, False))
+        connection.frame.accepted.append((message.stream, False))
         self._untold.add(connection)
         if self.config.queue_timeout_s is not None and len(message.request.token_ids) == message.request.prompt_len:
             self._deadlines.append((time.monotonic() + self.config.queue_timeout_s, state))
@@ -290,7 +290,7 @@ class EngineLoop:
         for stream in found:
             self.core.abort(stream.key)
             self._end(stream, FinishReason.ABORT, None, "")
-            stream.connection.flush()
+            stream.connection.flush(self._meter.sampled_at_wall)
 
     def _emit(self) -> None:
         """Sort the last step's columns by replica and send each its frame."""
@@ -310,10 +310,10 @@ class EngineLoop:
                 else:
                     num_prompt += state.prompt_len
                     times = stream.admitted_at - stream.arrived_at, sampled_at - stream.admitted_at
-                    connection.started.append((stream.number, state.num_cached, *times))
+                    connection.frame.started.append((stream.number, state.num_cached, *times))
             stream.last_step, stream.last_at = step, sampled_at
             if i in logprobs:
-                connection.logprobs[len(connection.token_column)] = logprobs[i]
+                connection.frame.logprobs[len(connection.token_column)] = logprobs[i]
             connection.stream_column.append(stream.number)
             connection.token_column.append(token)
             touched.add(connection)
@@ -321,7 +321,7 @@ class EngineLoop:
             for state in dict.fromkeys(output.states):  # what the next step verifies is guessed already, but not known
                 state.owner.tell_verified(state.num_guessed - state.drafts_in_flight, state.num_accepted)
         for state, scores in output.prompt_logprobs:
-            state.owner.connection.prompt_logprobs.append((state.owner.number, scores))
+            state.owner.connection.frame.prompt_logprobs.append((state.owner.number, scores))
             touched.add(state.owner.connection)
         meter.emitted(len(output.states), num_others, num_prompt)
         for state, reason in output.finished:
@@ -334,13 +334,12 @@ class EngineLoop:
             self._end(state.owner, reason, stop_id, error)
             touched.add(state.owner.connection)
         for connection in touched:
-            connection.sampled_at = meter.sampled_at_wall
-            connection.flush()
+            connection.flush(meter.sampled_at_wall)
             if connection.lease_expired:
                 connection.close()
 
     def _end(self, stream: Stream, reason: FinishReason, stop_id: int | None, error: str) -> None:
-        stream.connection.ended.append(Ended(stream.number, int(reason), stop_id, error))
+        stream.connection.frame.ended.append(Ended(stream.number, int(reason), stop_id, error))
         self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
@@ -371,7 +370,7 @@ class EngineLoop:
         if (culprit := self.core.lose()) is not None:
             text = f"The model runners were lost {culprit.num_losses} times while computing this request."
             self._end(culprit.owner, FinishReason.ERROR, None, text)
-            culprit.owner.connection.flush()
+            culprit.owner.connection.flush(self._meter.sampled_at_wall)
         self.executor, info = self._start_runners()
         if info.fingerprint != self.info.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")

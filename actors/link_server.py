@@ -20,7 +20,6 @@ from actors.messages import (
     LEASE_S,
     Abort,
     AbortById,
-    Ended,
     Heartbeat,
     Refused,
     Report,
@@ -32,7 +31,7 @@ from actors.messages import (
 )
 from actors.metrics import MetricValues, Snapshot
 from actors.transport import Address, FrameSocket, Listener, framed
-from runtime.core.types import CallboardError, PromptLogprobs, TokenLogprobs
+from runtime.core.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Stream:
         """So many guesses have been verified by now, and so many were right; what is new goes into the frame."""
         if num_guessed > self.num_guessed:
             new = self.number, num_guessed - self.num_guessed, num_accepted - self.num_accepted
-            self.connection.verified.append(new)
+            self.connection.frame.verified.append(new)
             self.num_guessed, self.num_accepted = num_guessed, num_accepted
 
 
@@ -74,35 +73,17 @@ class Connection:
         self.serial = next(_serials)
         self.streams: dict[int, Stream] = {}
         self.last_heard = time.monotonic()
-        self.sampled_at = 0.0  # the tokens of this frame, by the wall clock
-        self._backlog = bytearray()
-        self._clear()
-
-    def _clear(self) -> None:
+        self.frame = Tokens()  # what this step gains, but for its columns
         self.stream_column, self.token_column = array("i"), array("i")
-        self.ended: list[Ended] = []
-        self.started: list[tuple[int, int, float, float]] = []
-        self.logprobs: dict[int, TokenLogprobs] = {}
-        self.prompt_logprobs: list[tuple[int, PromptLogprobs]] = []
-        self.verified: list[tuple[int, int, int]] = []
-        self.accepted: list[tuple[int, bool]] = []
+        self._backlog = bytearray()
 
-    def flush(self) -> None:
-        """Send what the step gathered, as one frame."""
-        self.send(
-            Tokens(
-                self.stream_column.tobytes(),
-                self.token_column.tobytes(),
-                self.ended,
-                self.started,
-                self.logprobs,
-                self.sampled_at,
-                self.prompt_logprobs,
-                self.verified,
-                self.accepted,
-            )
-        )
-        self._clear()
+    def flush(self, sampled_at: float) -> None:
+        """Send what the step gathered, as one frame; `sampled_at` is by the wall clock."""
+        frame, self.frame = self.frame, Tokens()
+        frame.streams, frame.token_ids = self.stream_column.tobytes(), self.token_column.tobytes()
+        frame.sampled_at = sampled_at
+        self.stream_column, self.token_column = array("i"), array("i")
+        self.send(frame)
 
     def send(self, message: Tokens | Refused | Status | Snapshot | Heartbeat) -> None:
         """Queue a message and write what the socket takes; a replica that lets too much pile up is cut off."""

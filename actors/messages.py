@@ -80,15 +80,15 @@ class Ended(msgspec.Struct, array_like=True):
 class Tokens(msgspec.Struct, array_like=True, tag=4):
     """All that one step gained for one replica, in columns of int32: `streams[i]` gained `token_ids[i]`."""
 
-    streams: bytes
-    token_ids: bytes
-    ended: list[Ended]
-    started: list[tuple[int, int, float, float]]  # (stream, cached prompt tokens, s queued, s in prefill), once each
-    logprobs: dict[int, TokenLogprobs]  # by index in the columns
-    sampled_at: float  # by the engine's wall clock, in seconds
-    prompt_logprobs: list[tuple[int, PromptLogprobs]]  # (stream, all of its prompt), once a stream
-    verified: list[tuple[int, int, int]]  # (stream, guesses, how many were right: its first tokens here)
-    accepted: list[tuple[int, bool]]  # (stream, whether it has a slot): it was taken, and once more when it has one
+    streams: bytes = b""
+    token_ids: bytes = b""
+    ended: list[Ended] = []
+    started: list[tuple[int, int, float, float]] = []  # (stream, cached tokens, s queued, s in prefill), once each
+    logprobs: dict[int, TokenLogprobs] = {}  # by index in the columns
+    sampled_at: float = 0.0  # by the engine's wall clock, in seconds
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []  # (stream, all of its prompt), once a stream
+    verified: list[tuple[int, int, int]] = []  # (stream, guesses, how many were right: its first tokens here)
+    accepted: list[tuple[int, bool]] = []  # (stream, whether it has a slot): when it was taken, and when it has
 
 
 class Report(msgspec.Struct, array_like=True, tag=8):

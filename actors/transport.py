@@ -42,7 +42,7 @@ _MORE, _LAST = b"\1", b"\0"  # first byte of a packet
 _SECRET_LEN = 32
 _HANDSHAKE_S = 10.0  # for a connection to tell its secret
 _MAX_HANDSHAKES = 64  # at once; an invited process needs milliseconds
-_ACCEPT_RETRY_S = 0.1
+_ACCEPT_RETRY_S = 0.5  # while nobody can be accepted
 
 OnFull = Callable[[], None]
 
@@ -256,7 +256,7 @@ class Listener:
         self._listening: dict[int, socket.socket] = {}
         self._epoll = select.epoll()
         self._accepting = threading.Lock()
-        self._closed, self._said = False, ""
+        self._closed = False
         self._folder = tempfile.mkdtemp(prefix="callboard-") if kind == socket.SOCK_SEQPACKET else ""  # mode 0700
         self._path = os.path.join(self._folder, "step") if self._folder else f"\0callboard-{secrets.token_hex(8)}"
         self._listen(socket.AF_UNIX, kind, self._path)
@@ -300,15 +300,10 @@ class Listener:
                         elif (accepted := self._admit(fd)) is not None:
                             return accepted
                 except OSError as e:
-                    self._complain(str(e))
+                    if not self._closed:
+                        logger.error("nobody can connect for now: %s", e)
+                        time.sleep(_ACCEPT_RETRY_S)
         return None
-
-    def _complain(self, why: str) -> None:
-        if not self._closed:
-            if self._said != why:
-                logger.error("nobody can connect for now: %s", why)
-            self._said = why
-            time.sleep(_ACCEPT_RETRY_S)
 
     def _greet(self, listener: socket.socket) -> None:
         """A stranger may take neither a thread nor, with others of his kind, all files: the oldest of too many goes."""

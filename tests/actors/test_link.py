@@ -173,9 +173,9 @@ async def test_the_next_plan_is_submitted_before_the_last_tokens_are_sent(depth,
         events.append(("collect", in_flight.pop(0)))
         return collect()
 
-    def note_flush(connection):
+    def note_flush(connection, sampled_at):
         events.append(("send", next(step for kind, step in reversed(events) if kind == "collect")))
-        flush(connection)
+        flush(connection, sampled_at)
 
     runner.submit, runner.collect = note_submit, note_collect
     monkeypatch.setattr(Connection, "flush", note_flush)
