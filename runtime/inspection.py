@@ -1,4 +1,4 @@
-"""What `callboard models` and `callboard inspect` print: which models run, and what one is, without reading weights."""
+"""The reports of `callboard models` and `callboard inspect`: which models run, and what one is, without its weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def families() -> str:
 
 
 def model_report(config: EngineConfig) -> str:
-    """What `config.model` is and how it would run here. A hub model's weights are not fetched.
+    """A description of `config.model` and of how it would run here. A hub model's weights are not fetched.
 
     Raises CallboardError if there is no such model, or if it is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module

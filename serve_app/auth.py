@@ -1,5 +1,5 @@
-"""What every HTTP request passes before its route: its id, the limit of its headers, the host that it names, its API
-key; and CORS."""
+"""The checks before every HTTP route: the request's id, the limit of its headers, the host that it names, its API key;
+and CORS."""
 
 from __future__ import annotations
 

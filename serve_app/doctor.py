@@ -165,7 +165,7 @@ def ray_reachable(address: str) -> Finding:
 
 
 def _torch() -> dict:
-    """What torch says of CUDA; empty if it cannot be imported."""
+    """torch's report on CUDA; empty if it cannot be imported."""
     answer = _run(sys.executable, "-c", _TORCH_PROBE)
     return json.loads(answer) if answer else {}
 
@@ -177,7 +177,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _run(*command: str) -> str | None:
-    """What a command prints, or None if there is none or it fails."""
+    """The output of a command, or None if there is none or it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):

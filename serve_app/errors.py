@@ -1,4 +1,4 @@
-"""What a client is told when a request cannot be served: an HTTP status and OpenAI's error object."""
+"""Errors as a client sees them: an HTTP status and OpenAI's error object."""
 
 from __future__ import annotations
 

@@ -229,13 +229,13 @@ class _Generation:
         await send({"type": "http.response.body", "body": end})
 
     async def _events(self, stream: EventStream, new: list[Delta]) -> bytes:
-        """What is new as events; of a reader that was away, or of a prompt, there may be much."""
+        """Deltas as events; for a reader that was away, or of a prompt, there may be many."""
         return await beside_the_loop_if(num_scores(new) > _MANY_SCORES, partial(stream.events, new))
 
     async def _first(
         self, deltas: AsyncGenerator[list[Delta], None], keep_alive: Callable[[], Awaitable[None]]
     ) -> list[Delta]:
-        """What comes first, however long it takes: proxies and clients see meanwhile that the request is alive."""
+        """The first deltas, however long they take: proxies and clients see meanwhile that the request is alive."""
         first = asyncio.ensure_future(anext(deltas))
         try:
             while not (await asyncio.wait((first,), timeout=self._settings.keep_alive_s))[0]:

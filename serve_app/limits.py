@@ -1,4 +1,4 @@
-"""What one request may cost: the size and kind of its body, its counts, what it hands to templates, its time."""
+"""The limits of one request: the size and kind of its body, its counts, what it hands to templates, its time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def beside_the_loop_if(is_long: bool, work: Callable[[], _T]) -> _T:
 
 
 def is_long(body: bytes) -> bool:
-    """Whether a request of this body may take a while to read."""
+    """True if a request of this body may take a while to read."""
     return len(body) >= _LONG_BODY_BYTES or _WRITTEN_OUT.search(body) is not None
 
 

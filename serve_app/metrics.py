@@ -1,4 +1,4 @@
-"""What a replica counts of its requests; GET /metrics, the log line and the spans of each; the same for Ray's metrics.
+"""The counts of a replica's requests; GET /metrics, the log line and the spans of each; the same for Ray's metrics.
 
 A request's times are read when it arrives, at its first token and at its end: nothing is counted per token. Times that
 cross processes are the wall clock's, in seconds.
@@ -31,7 +31,7 @@ _CLIENT_LEFT = 499
 
 @dataclass(slots=True)
 class RequestContext:
-    """What is known of an API request before it is read."""
+    """The circumstances of an API request, known before it is read."""
 
     arrived_at: float = field(default_factory=time.time)
     traceparent: str | None = None  # W3C Trace Context
@@ -74,7 +74,7 @@ class ChoiceStats:
 
 
 class RequestLog(Protocol):
-    """What is told of every API request when it has ended."""
+    """A sink that is told of every API request when it has ended."""
 
     def __call__(self, request_id: str, context: RequestContext, choices: list[ChoiceStats], status: int) -> None: ...
 
@@ -259,11 +259,11 @@ class RaySink(Protocol):
     """Publishes figures through Ray (serve_app/ray_metrics.py)."""
 
     async def publish(self, engine: str, new: MetricValues) -> None:
-        """What a replica has newly counted of its own requests."""
+        """Publishes new counts of a replica's own requests."""
         ...
 
     async def publish_engine(self, engine: str, snapshot: Snapshot) -> None:
-        """What an engine counts itself."""
+        """Publishes an engine's own counts."""
         ...
 
     def clear_gauges(self, engines: Collection[str]) -> None:

@@ -77,7 +77,7 @@ class PreparedRequest(Generic[R]):
         return self.request.n or 1
 
     def headers(self) -> dict[str, str]:
-        """What a client should know that the answer's shape has no place for."""
+        """Headers for facts that the answer's shape has no place for."""
         return {"x-callboard-ignored-fields": ", ".join(self.ignored_fields)} if self.ignored_fields else {}
 
     def echo(self, index: int) -> Echo | None:

@@ -30,7 +30,7 @@ _KILL_S = 10.0  # the kernel ends no process that is within a system call of som
 
 
 class Parent:
-    """What a child has of its parent."""
+    """A child's view of its parent."""
 
     def __init__(self, orders: int, news: int) -> None:
         self._orders, self._news = orders, news

@@ -28,7 +28,7 @@ class RayMetrics:
         self._last: dict[str, MetricValues] = {}  # by engine: its own figures when they were last published
 
     async def publish(self, engine: str, new: MetricValues) -> None:
-        """What was newly counted."""
+        """Publishes new counts."""
         tags = {**self._tags, "engine": engine}
         for name, values in new.numbers.items():
             label = METRICS[name].label
@@ -48,7 +48,7 @@ class RayMetrics:
                         await asyncio.sleep(0)
 
     async def publish_engine(self, engine: str, snapshot: Snapshot) -> None:
-        """What an engine counts itself, and has since it was last published; a new engine's all.
+        """Publishes an engine's own counts since it was last published; a new engine's all.
 
         What was counted before this process first looked is left to the one that told of it then."""
         own = MetricValues(
@@ -92,6 +92,6 @@ class RayMetrics:
 
 
 def _is_behind(now: MetricValues, last: MetricValues) -> bool:
-    """Whether the engine began anew since: it has taken fewer steps than it had."""
+    """True if the engine began anew since: it has taken fewer steps than it had."""
     step = "callboard:step_seconds"
     return sum(now.histograms[step].counts) < sum(last.histograms[step].counts)

@@ -37,7 +37,7 @@ def num_scores(deltas: Iterable[Delta]) -> int:
 
 @dataclass(slots=True)
 class Guesses:
-    """What a draft has guessed of some choices, and how much of it became their output."""
+    """Counts of a draft's guesses at some choices, and of those that became output."""
 
     num_guessed: int = 0
     num_accepted: int = 0

@@ -107,7 +107,7 @@ def _port_error(host: str, port: int, reason: str | None) -> CallboardError:
 
 
 def _set_environment(settings: ServerSettings, folder: str) -> None:
-    """What Ray and its processes read from the environment; the user's own values stay."""
+    """The environment of Ray and its processes; the user's own values stay."""
     os.environ.setdefault("RAY_TMPDIR", tempfile.gettempdir())
     os.environ["TMPDIR"] = folder  # what actors leave behind ends with the server
     tempfile.tempdir = None
@@ -211,7 +211,7 @@ def _wait_until_up(settings: ServerSettings, console: Console) -> None:
 
 
 class _EnginePhases:
-    """What the first engine tells of its start."""
+    """The first engine's report on its start."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -245,7 +245,7 @@ def _engines() -> list[Any]:
 
 
 def _fronts_are_connected(settings: ServerSettings) -> bool:
-    """Whether each front has opened its link to each engine, which it does when it has all else."""
+    """True when each front has opened its link to each engine, which it does when it has all else."""
     import ray
     from ray import serve
 
@@ -256,7 +256,7 @@ def _fronts_are_connected(settings: ServerSettings) -> bool:
 
 
 def _answers(settings: ServerSettings) -> bool:
-    """Whether a client would find the server ready."""
+    """True when a client would find the server ready."""
     connection = http.client.HTTPConnection(_reachable(settings.host), settings.port, timeout=5)
     try:
         connection.request("GET", "/ready")

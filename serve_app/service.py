@@ -66,7 +66,7 @@ class Service:
 
     @property
     def loading(self) -> bool:
-        """Whether no request could be served yet."""
+        """True while no request can be served yet."""
         return self._tokenizer is None
 
     @property
@@ -140,7 +140,7 @@ class Service:
     async def run(
         self, prepared: PreparedRequest[Any], context: RequestContext | None = None
     ) -> AsyncGenerator[list[Delta], None]:
-        """What is new of each choice, whenever something is, until all have finished. Close it to abort the rest.
+        """Yields the deltas of the choices as they come, until all have finished. Close it to abort the rest.
 
         Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
         are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""

@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def error_event(error: ApiError) -> bytes:
-    """What a stream that has begun sends in place of an error status; DONE still follows."""
+    """The event in place of an error status, of a stream that has begun; DONE still follows."""
     return b"data: " + encode_json(error.body()) + b"\n\n"
 
 

@@ -77,7 +77,7 @@ def detokenize(service: Service, body: bytes) -> dict[str, Any]:
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """What a client needs to render chats by itself, named as in a tokenizer_config.json."""
+    """The facts that a client needs to render chats by itself, named as in a tokenizer_config.json."""
     model = service.served
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

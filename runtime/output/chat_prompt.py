@@ -86,7 +86,7 @@ class ChatPrompter:
 
 
 def _in_reasoning(messages: Sequence[Mapping[str, Any]], options: ChatOptions, prompt: str) -> bool:
-    """Whether a prompt ends within reasoning."""
+    """True if a prompt ends within reasoning."""
     if options.continue_final_message:
         before = str(messages[-1]["content"])
         return before.rfind(reasoning.OPEN) > before.rfind(reasoning.CLOSE)

@@ -12,7 +12,7 @@ from runtime.text.tool_calls import CallDelta, ForcedCall, ToolCallParser, ToolF
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """What the text of one request's choices may hold beside content, and with what its prompt has begun it."""
+    """The parts that the text of one request's choices may hold beside content, and how its prompt has begun it."""
 
     thinks: bool  # it may begin with reasoning
     in_reasoning: bool  # the prompt ends within reasoning
@@ -25,7 +25,7 @@ class MessageFormat:
 
 
 class ParsedMessage(NamedTuple):
-    """What a piece of text adds to a message."""
+    """The additions of a piece of text to a message."""
 
     content: str
     reasoning: str
@@ -45,11 +45,11 @@ class MessageParser:
 
     @property
     def is_done(self) -> bool:
-        """Whether all calls that are allowed have been made: nothing more is read."""
+        """True once all calls that are allowed have been made: nothing more is read."""
         return self._calls is not None and self._calls.done
 
     def push(self, text: str, is_last: bool) -> ParsedMessage:
-        """What is certain with this piece of text."""
+        """The parts of the message that are certain with this piece of text."""
         reasoning = ""
         calls: list[CallDelta] = []
         if self._splitter is not None:

@@ -17,7 +17,7 @@ _TAIL = 8  # prompt tokens that tell how the output's text begins
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one choice: the unit of streaming, and with `add` the sum of a whole choice."""
+    """The news of one choice: the unit of streaming, and with `add` the sum of a whole choice."""
 
     index: int
     text: str = ""
@@ -79,7 +79,7 @@ class OutputProcessor:
         self._parser = None if form is None else MessageParser(form)
 
     def process(self, output: RequestOutput) -> Delta:
-        """What an output adds; a stop string or the last call allowed may finish the choice before the engine does."""
+        """The delta of an output; a stop string or the last call allowed may finish a choice before its engine does."""
         stream, token_ids, logprobs, verified = self._text, output.token_ids, output.logprobs, output.verified
         # The token that ended it (EOS or a stop id) counts as output but is not part of the text.
         hides_last = output.finish_reason is FinishReason.STOP and not self._shows_stop

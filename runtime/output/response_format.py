@@ -46,7 +46,7 @@ class StructuredOutputs(Options):
 
 @dataclass(frozen=True, slots=True)
 class RequestedGrammar:
-    """What was asked for, and the path of the field that asked for it."""
+    """A grammar that a request asks for, and the path of the field that does."""
 
     spec: GrammarSpec
     field: str

@@ -103,7 +103,7 @@ def _made(file: GgufFile, model: Callable[..., models.Model], *parts: Any, **opt
 def _frame(
     file: GgufFile, backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, adds_bos: bool, adds_eos: bool
 ) -> None:
-    """What encoding puts around every text."""
+    """The tokens that encoding puts around every text."""
     frame = {}
     for name, default in (("bos", adds_bos), ("eos", adds_eos)):
         token_id = file.value(f"tokenizer.ggml.{name}_token_id", int, -1)

@@ -97,10 +97,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._thread.num_steps = 0
 
     def passed(self) -> None:
-        """What every pass of a loop calls; that it is a call is all that it is for."""
+        """Called in every pass of a loop, so that each pass counts as a call."""
 
     def joined(self, *parts: Any) -> str:
-        """What `~` does."""
+        """The operator `~`."""
         return "".join(map(_text, parts))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -209,7 +209,7 @@ def _filtered(node: nodes.Expr | None, name: str, **attributes: Any) -> nodes.Fi
 
 
 def _is_text(node: nodes.Node) -> bool:
-    """Whether an expression is certain to have a text as its value: a literal, or a sum with one."""
+    """True if an expression is certain to have a text as its value: a literal, or a sum with one."""
     match node:
         case nodes.TemplateData() | nodes.Const(value=str()):
             return True
@@ -232,7 +232,7 @@ def _check_size(size: int) -> None:
 
 @jinja2.pass_context
 def _printed(context: Context, value: Any) -> Any:
-    """What `{{ }}` prints."""
+    """The output of `{{ }}`."""
     if not isinstance(value, str):
         weight(value, MAX_SIZE)
     return value

@@ -41,7 +41,7 @@ class Endpoint(ABC, Generic[R]):
 
 
 def of_prompt(prepared: PreparedRequest[Any], choice: Delta) -> dict[str, Any]:
-    """What an answer tells of the prompt of a choice, if it was asked for."""
+    """Fields about the prompt of a choice, those that were asked for."""
     request, found = prepared.request, dict[str, Any]()
     if (num_top := request.prompt_logprobs) is not None:
         found["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, prepared.model.tokenizer, num_top)

@@ -41,7 +41,7 @@ _M = TypeVar("_M", bound=RequestModel)
 
 
 def validated(kind: type[_M], body: bytes) -> _M:
-    """What `body` says, field by field; raises FieldError for the first one at fault, and ApiError."""
+    """`body` as a request, field by field; raises FieldError for the first one at fault, and ApiError."""
     ids: dict[str, list[int] | list[list[int]]] = {}
     if len(body) >= _LONG_BYTES:
         if kind.token_ids_field is not None:

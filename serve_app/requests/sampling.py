@@ -107,7 +107,7 @@ class SamplingFields(RequestModel, OutputOptions):
         return 1
 
     def shows_more_than_text(self) -> bool:
-        """Whether every event of a stream has more than new text."""
+        """True if every event of a stream has more than new text."""
         return bool(self.return_token_ids)
 
     def ignored_fields(self) -> list[str]:

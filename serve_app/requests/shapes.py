@@ -45,7 +45,7 @@ def text_or_list(value: Any) -> str | None:
 
 
 def has_too_many_values(json: bytes) -> bool:
-    """Whether there may be over MAX_VALUES values; what stands in texts does not count, if they are not too many."""
+    """True if there may be over MAX_VALUES values; marks within texts do not count, if they are not too many."""
     if _num_marks(json) <= MAX_VALUES:
         return False
     most = 2 * MAX_VALUES
@@ -54,7 +54,7 @@ def has_too_many_values(json: bytes) -> bool:
 
 
 def _num_marks(json: bytes) -> int:
-    """What every value of a JSON but the outermost has at least one of before it."""
+    """The number of marks of which every value but the outermost has at least one before it."""
     return json.count(b",") + json.count(b"[") + json.count(b"{")
 
 
