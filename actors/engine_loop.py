@@ -25,6 +25,7 @@ from runtime.core.request_state import RequestState
 from runtime.core.types import CallboardError, FinishReason, StepOutput
 
 logger = logging.getLogger(__name__)
+_CHECK_EVERY_S = 60.0  # an idle engine looks for faults of its bookkeeping this often, when debugging is logged
 
 
 class EngineLoop:
@@ -188,11 +189,15 @@ class EngineLoop:
                     return
                 self._finish_times.clear()
                 has_backlog = any(c.has_backlog for c in self._connections)
+                idle_s = _CHECK_EVERY_S if logger.isEnabledFor(logging.DEBUG) else None
                 try:
-                    item = inbox.get(timeout=0.05 if has_backlog else None)
+                    item = inbox.get(timeout=0.05 if has_backlog else idle_s)
                 except queue.Empty:
                     for connection in self._connections:
                         connection.send_backlog()
+                    if not has_backlog:
+                        faults = self.core.scheduler.find_faults()
+                        logger.debug("idle; faults of blocks and slots: %s", " ".join(faults) or "none")
                     continue
                 self._progress = time.monotonic()
             else:

@@ -52,7 +52,7 @@ class BlockPool:
         return bool(self._cached[block])
 
     def refs(self, block: int) -> int:
-        """How many requests hold `block`."""
+        """The number of requests that hold `block`."""
         return self._refs[block]
 
     def allocate(self, count: int) -> list[int]:

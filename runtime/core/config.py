@@ -118,7 +118,7 @@ class EngineConfig:
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether guesses come from a model."""
+        """True if draft tokens come from a model."""
         return self.draft is not None and self.draft != "ngram"
 
     def draft_config(self) -> EngineConfig:
@@ -154,7 +154,7 @@ _CHOICES = {name: get_args(kind) for name, kind in get_type_hints(EngineConfig).
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the engine and the replicas must know of a loaded model; found once by the runner, sent as plain data."""
+    """Facts about a loaded model that engine and replicas need; found once by the runner, sent as plain data."""
 
     fingerprint: str  # hash of weights' identity, dtype and numerics: part of every block's identity (C5)
     vocab_size: int  # rows of the output head, padding included

@@ -30,7 +30,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is live or any step in flight."""
+        """True if any request is live or any step in flight."""
         return bool(self.scheduler.requests) or self.scheduler.num_in_flight > 0
 
     def add(self, request: Request, owner: Any = None) -> RequestState:

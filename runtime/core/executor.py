@@ -1,4 +1,4 @@
-"""What the engine core needs of the runners, however they are reached; and the nearest one, in the same process."""
+"""Executor: the engine core's view of the runners, however they are reached; and the one in the same process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Executor(Protocol):
 
 
 class Runner(Protocol):
-    """What computes steps (runtime.worker.runner.ModelRunner)."""
+    """Computes steps (runtime.worker.runner.ModelRunner)."""
 
     asynchronous: bool  # a launched step goes on by itself; else all the work is done in the wait, as on a CPU
 

@@ -44,7 +44,7 @@ class KVCacheManager:
         self._writes = []
 
     def take_writes(self) -> Int32s:
-        """What has changed since the last call: [3, n] slot, index in its table, block (StepPlan)."""
+        """The changes since the last call: [3, n] slot, index in its table, block (StepPlan)."""
         writes, self._writes = self._writes, []
         return np.array(writes, np.int32).T.copy() if writes else EMPTY_TABLE
 

@@ -1,4 +1,4 @@
-"""How many more tokens an answer is expected to get: the scheduler admits as many requests as should fit to their end.
+"""Estimates the tokens that an answer still gets: the scheduler admits as many requests as should fit to their end.
 
 Only an answer that stops by itself shows how long answers are. One that ends at its max_tokens, and one that still
 runs, show no more than that it did not stop before: their lengths are censored. So what is learned is the hazard, the

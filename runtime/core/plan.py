@@ -82,7 +82,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What one plan's sampling rows produced, in the order of the rows and of the positions in them; and the
+    """The samples of one plan's rows, in the order of the rows and of the positions in them; and the
     log-probabilities of prompt tokens."""
 
     step_id: int

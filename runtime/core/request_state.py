@@ -1,4 +1,4 @@
-"""What the scheduler knows of one live request."""
+"""RequestState: the scheduler's record of one live request."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _type_name(annotation: Any) -> str:
 
 
 class SamplingTable:
-    """What follows from the fields of a class of sampling parameters."""
+    """The fields of a class of sampling parameters, and all that is derived from them."""
 
     def __init__(self, params: type) -> None:
         self.params = params

@@ -251,7 +251,7 @@ class Scheduler:
         return admitted
 
     def _extend_to_multi_step(self, rows: list[RequestState], max_steps: int) -> int:
-        """How many tokens all of these rows may sample in the same plan, one by one; the rows get blocks for them."""
+        """The number of steps that these rows may run in the same plan; they get blocks for all of them."""
         missing = self.kv_cache.num_missing
         more = min(max_steps - 1, *(state.plan_limit - state.num_total for state in rows))
         while more > 0 and self.pool.num_available < sum(missing(s, s.num_computed + more) for s in rows):

@@ -39,11 +39,11 @@ class Drafter(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it can guess now."""
+        """True if it can guess now."""
         return True
 
     def step_us(self, num_rows: int) -> float:
-        """What one more guess for each of so many rows takes."""
+        """Microseconds that one more draft token for each of so many rows takes."""
         return 0.0
 
     def follows(self, state: RequestState, wanted: int) -> bool:
@@ -55,7 +55,7 @@ class Drafter(Protocol):
         return
 
     def is_due(self) -> bool:
-        """Whether what was asked for is on its way, and should be waited for."""
+        """True if draft tokens that were asked for are on their way, and should be waited for."""
         return False
 
     def wait(self) -> None:
@@ -63,7 +63,7 @@ class Drafter(Protocol):
         return
 
     def is_busy(self) -> bool:
-        """Whether it may be computing beside the steps, which then take longer."""
+        """True if it may be computing beside the steps, which then take longer."""
         return False
 
     def stats(self) -> dict[str, float]:
@@ -129,7 +129,7 @@ class Ngram(Drafter):
 
 
 class Speculation:
-    """How many guesses a request gets: as many as its acceptance so far and the time of a step let pay.
+    """Chooses how many draft tokens a request gets: as many as its acceptance so far and the time of a step let pay.
 
     What steps with and without guesses take beyond the model's and the drafter's own time (waiting, planning, a GPU
     that two processes share) is learned from the time between results, by size of the batch."""
@@ -159,7 +159,7 @@ class Speculation:
         self._best = lru_cache(maxsize=4096)(self._compute_best)
 
     def stats(self) -> dict[str, float]:
-        """What the count is chosen by, in a batch of the last step's size."""
+        """The estimates by which the count is chosen, in a batch of the last step's size."""
         return {
             "acceptance": self.acceptance,
             "round_beyond_us": self._rounded[0],
@@ -204,7 +204,7 @@ class Speculation:
             self.round_count = self._best(num_rows, draft_us, self._rounded, round(acceptance * 40))
 
     def _first_beyond_us(self, num_rows: int) -> tuple[float, float]:
-        """What rounds, and steps without guesses, are thought to take beyond the models' times."""
+        """First estimates of what rounds, and steps without drafts, take beyond the models' times."""
         return self._latency_us + num_rows * self._row_us, 0.0
 
     def _mean_acceptance(self, running: Sequence[RequestState]) -> float:
@@ -223,7 +223,7 @@ class Speculation:
         return total / len(running)
 
     def defer(self, state: RequestState) -> bool:
-        """Whether a request whose last token is in flight is left out of this step, to be guessed for in the next."""
+        """True if a request whose last token is in flight is left out of this step, to get draft tokens in the next."""
         count = self._count(state)
         return count > 0 and self.drafter.follows(state, count)
 

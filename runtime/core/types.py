@@ -32,7 +32,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What a client wants the output to match."""
+    """A form that a client wants the output to match."""
 
     kind: Literal["json", "regex", "choice", "calls"]
     text: str  # a JSON Schema; a regular expression of the whole output; a JSON list of texts; see grammar.Calls
@@ -55,7 +55,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request samples, as a table (sampling_fields.py). Defaults are OpenAI's; `temperature=0` is greedy.
+    """The sampling of one request, as a table (sampling_fields.py). Defaults are OpenAI's; `temperature=0` is greedy.
 
     Columns 1, 2 and 9 of a slot's row are the request's seed and the length of its prompt."""
 
@@ -168,7 +168,7 @@ class Verified(NamedTuple):
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one step added to one request."""
+    """Tokens that one step added to one request, and all that goes with them."""
 
     request_id: str
     token_ids: list[int]
@@ -188,7 +188,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one committed step added, in columns: `states[i]` gained `token_ids[i]`.
+    """Tokens that one committed step added, in columns: `states[i]` gained `token_ids[i]`.
 
     A request's states are opaque here (scheduler.RequestState); `finished` lists those that ended, after their last
     token."""

@@ -394,3 +394,15 @@ async def test_a_stranger_does_not_get_in():
     assert (await read(link, request(0)))[:2] == sequential(request(0), 512)
     link.close()
     engine.loop.close()
+
+
+async def test_an_idle_engine_looks_for_faults_when_debugging_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr("actors.engine_loop._CHECK_EVERY_S", 0.01)
+    with caplog.at_level("DEBUG", logger="actors.engine_loop"):
+        engine = Engine()
+        try:
+            await eventually(lambda: "faults of blocks and slots: none" in caplog.text)
+            engine.loop.core.scheduler.slots.acquire()
+            await eventually(lambda: "Slot 0 is free or held 0 times." in caplog.text)
+        finally:
+            engine.die()
