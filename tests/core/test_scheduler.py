@@ -13,11 +13,9 @@ from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.plan import StepResult
-from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation import Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
-from runtime.core.waiting_queue import WaitingQueue
 from tests.support.fake_runner import EOS, VOCAB, FakeRunner, FixedShare, Oracle, sequential, sequential_scores
 
 
@@ -397,37 +395,6 @@ def test_resubmission_continues_the_same_sequence():
     second.added["again"], second.outputs["again"] = request, []
     second.finish()
     assert second.outputs["again"] == whole[5:]
-
-
-def test_requests_that_leave_the_queue_are_forgotten():
-    """Something always waits before them, so that they never come to the head of the queue."""
-    scheduler = Scheduler(*make(max_num_seqs=1))
-    scheduler.add(Request("first", [1], 1, SamplingParams()))
-    gone = [scheduler.add(Request(f"{i}", [2] * 50, 50, SamplingParams(), priority=1)) for i in range(500)]
-    for i in range(500):
-        scheduler.abort(f"{i}")
-    assert len(scheduler.waiting) == 1
-    assert len(scheduler.waiting._keys) <= 2
-    assert scheduler.waiting.num_tokens == 1
-    assert not any(len(state.tokens) or state.request.token_ids for state in gone)
-
-
-@given(st.lists(st.tuples(st.integers(-1, 1), st.sampled_from(["push", "pop", "leave"])), max_size=60))
-def test_the_queue_is_a_sorted_list(history):
-    queue, waiting = WaitingQueue(), []
-    for number, (priority, kind) in enumerate(history):
-        if kind == "push":
-            state = RequestState(Request("", [1] * number, 0, SamplingParams()), 9, frozenset(), (priority, 0, number))
-            queue.push(state)
-            waiting.append(state)
-        elif waiting:
-            waiting.sort(key=lambda s: s.sort_key)
-            gone = waiting.pop(0 if kind == "pop" else number % len(waiting))
-            queue.remove(gone)
-        assert queue.first() is min(waiting, key=lambda s: s.sort_key, default=None)
-        assert len(queue) == len(waiting)
-        assert queue.num_tokens == sum(len(state.tokens) for state in waiting)
-        assert len(queue._keys) <= 2 * len(waiting)
 
 
 def test_duplicate_id_and_empty_prompt_are_refused():

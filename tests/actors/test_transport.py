@@ -1,0 +1,172 @@
+"""Frames over real sockets, and who may connect: whole frames, limits, strangers, secrets."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors import transport
+from actors.executor import RunnersLost, SocketExecutor, serve_steps
+from actors.transport import Address, connect
+from tests.support.executor_group import (
+    HOSTS,
+    Runner,
+    plan_of,
+)
+
+
+def pair(kind: str) -> tuple[transport.FrameSocket, transport.FrameSocket]:
+    if kind == "unix":
+        a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            a = socket.create_connection(listener.getsockname())
+            b, _ = listener.accept()
+    return transport.frame_socket(a), transport.frame_socket(b)
+
+
+KINDS = pytest.mark.parametrize("kind", ["unix", "tcp"])
+packets = st.builds(lambda n, more: max(1, n * (transport._PACKET - 1) + more), st.integers(0, 3), st.integers(-2, 2))
+
+
+@KINDS
+@given(st.lists(packets | st.integers(1, 200), min_size=1, max_size=6))
+def test_frames_of_any_size_keep_their_bounds(kind, sizes):
+    a, b = pair(kind)
+    frames = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
+    sender = threading.Thread(target=lambda: ([a.send(f) for f in frames], a.sock.close()))
+    sender.start()
+    for frame in frames:
+        assert b.receive() == frame
+    assert b.receive() is None
+    sender.join()
+    b.sock.close()
+
+
+@KINDS
+def test_a_frame_cut_off_by_a_death_is_the_end(kind):
+    a, b = pair(kind)
+    if kind == "unix":
+        a.sock.send(transport._MORE + bytes(100))
+    else:
+        a.sock.send(transport._LENGTH.pack(1000) + bytes(100))
+    a.sock.close()
+    assert b.receive() is None
+    b.sock.close()
+
+
+@KINDS
+def test_an_oversize_frame_is_refused_before_it_is_read(kind, monkeypatch):
+    monkeypatch.setattr(transport, "MAX_FRAME", 1 << 20)
+    a, b = pair(kind)
+    with ThreadPoolExecutor(1) as pool:
+        if kind == "unix":
+            pool.submit(a.send, bytes(2 << 20))
+        else:
+            a.sock.send(transport._LENGTH.pack((1 << 32) - 1))
+        with pytest.raises(OSError, match="exceeds the limit of 1048576"):
+            b.receive()
+        b.sock.close()  # a sender that still waits for room ends with it
+    a.sock.close()
+
+
+class Frames(transport.FrameProtocol):
+    def __init__(self):
+        super().__init__()
+        self.frames = []
+
+    def frame_received(self, frame):
+        self.frames.append(bytes(frame))
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.lists(st.integers(1, 50)))
+def test_a_stream_cut_anywhere_gives_whole_frames(frames, cuts):
+    stream, reader = b"".join(map(transport.framed, frames)), Frames()
+    for size in [*cuts, len(stream)]:
+        reader.data_received(stream[:size])
+        stream = stream[size:]
+    assert reader.frames == frames
+
+
+@given(st.binary(max_size=200))
+def test_a_stream_of_anything_gives_frames_within_the_limit_or_an_error(data):
+    reader = Frames()
+    with contextlib.suppress(OSError):  # a length above the limit
+        reader.data_received(data)
+    assert sum(4 + len(frame) for frame in reader.frames) <= len(data)
+
+
+def dial(address: Address) -> socket.socket:
+    sock = socket.socket(address.family, address.kind)
+    sock.connect(address.endpoint)
+    sock.settimeout(5)
+    return sock
+
+
+@HOSTS
+def test_strangers_are_dropped_and_hold_nobody_up(host):
+    executor = SocketExecutor(1)
+    address = executor.address(0, host)
+    silent, wrong, short = (dial(address) for _ in range(3))
+    wrong.sendall(b"x" * 32)
+    short.sendall(b"x")
+    with ThreadPoolExecutor(2) as pool:
+        accepted = pool.submit(executor.accept, 10)
+        assert wrong.recv(1) == b""
+        assert not accepted.done()
+        start = time.monotonic()
+        serving = pool.submit(serve_steps, address, Runner())
+        accepted.result(5)
+        assert time.monotonic() - start < 1
+        executor.submit(plan_of(0))
+        assert executor.collect().step_id == 0
+        for sock in (silent, short):
+            with contextlib.suppress(ConnectionResetError):
+                assert sock.recv(1) == b""
+        executor.close()
+        serving.result(5)
+
+
+def test_a_secret_is_good_for_one_connection_and_never_printed():
+    executor = SocketExecutor(2)
+    first, second = executor.address(0), executor.address(1)
+    assert first.secret != second.secret
+    assert repr(first.secret) not in repr(first)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(executor.accept, 10)
+        rank_0 = connect(first)
+        again = connect(first)
+        assert again.receive() is None
+        rank_1 = connect(second)
+        accepted.result(5)
+    executor.close()
+    assert rank_0.receive() is None
+    assert rank_1.receive() is None
+
+
+def test_the_socket_is_private_and_removed_once_all_have_connected():
+    executor = SocketExecutor(1)
+    address = executor.address(0)
+    folder = os.path.dirname(address.endpoint)
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+    wire = connect(address)
+    executor.accept(5)
+    assert not os.path.exists(folder)
+    executor.close()
+    wire.sock.close()
+
+
+def test_ranks_that_do_not_connect_in_time_are_named():
+    executor = SocketExecutor(3)
+    wire = connect(executor.address(1))
+    with pytest.raises(RunnersLost, match=r"Ranks \[0, 2\] did not connect within 0 s") as error:
+        executor.accept(0.05)
+    assert error.value.rank == 0
+    wire.sock.close()
