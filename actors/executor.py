@@ -211,6 +211,6 @@ def _raise(error: Exception) -> NoReturn:
 
 
 def _sentence(error: BaseException) -> str:
-    """What it says in its first line; a fault that is no CallboardError is named, since its text may say little."""
+    """The first line of an error; a fault that is no CallboardError is named, since its text may say little."""
     first = next(iter(str(error).splitlines()), "").removesuffix(".")
     return f"{first}." if isinstance(error, CallboardError) else f"{type(error).__name__}: {first}."

@@ -110,12 +110,12 @@ class Connection:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether something waits for the socket."""
+        """Something waits for room in the socket."""
         return bool(self._backlog)
 
     @property
     def lease_expired(self) -> bool:
-        """Whether its lease has run out: live streams and not a word for LEASE_S."""
+        """The replica has live streams and has said nothing for LEASE_S."""
         return bool(self.streams) and time.monotonic() - self.last_heard > LEASE_S
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a replica and an engine say to each other on their link: msgpack messages, one a frame (transport.py).
+"""The messages between a replica and an engine on their link: msgpack, one a frame (transport.py).
 
     replica -> engine   Submit, Abort, AbortById, Heartbeat, Report
     engine  -> replica  Tokens (at most one a step), Refused, Status, Heartbeat and Snapshot (the answers to a Heartbeat
@@ -92,7 +92,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
 
 
 class Report(msgspec.Struct, array_like=True, tag=8):
-    """What the replica has counted since its last one. The answer is a Snapshot."""
+    """The replica's counts since its last report. The answer is a Snapshot."""
 
     figures: MetricValues
 

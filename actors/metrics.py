@@ -1,4 +1,4 @@
-"""What engines and replicas count: the names, types and buckets of every metric, and figures that can be added up.
+"""The metrics of engines and replicas: the names, types and buckets of all, and values that can be added up.
 
     replica   counts per request, in MetricValues of its own for each engine
         | Report, about once a second and when somebody asks: what is new since the last one

@@ -28,7 +28,7 @@ _DRAFT_GPUS = 0.1  # so too
 
 
 def uses_gpu(config: EngineConfig, cluster_resources: dict[str, float]) -> bool:
-    """Whether the runners get GPUs: asked for, or there are any. Raises CallboardError if there are too few."""
+    """The runners get GPUs if they are asked for, or if there are any. Raises CallboardError if there are too few."""
     num_gpus, needed, what = int(cluster_resources.get("GPU", 0)), config.tensor_parallel_size, ""
     if has_own_gpu(config):
         needed, what = needed + 1, " and draft_device=own"
@@ -41,7 +41,7 @@ def uses_gpu(config: EngineConfig, cluster_resources: dict[str, float]) -> bool:
 
 
 def has_own_gpu(config: EngineConfig) -> bool:
-    """Whether there is a draft model that wants a GPU for itself."""
+    """There is a draft model that wants a GPU for itself."""
     return config.has_draft_model and config.draft_device == "own"
 
 

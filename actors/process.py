@@ -1,4 +1,4 @@
-"""What the processes of Callboard have in common: settings of the interpreter, and actors that load a model."""
+"""Common parts of Callboard's processes: settings of the interpreter, and actors that load a model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ModelActor:
         self._log = StartupLog()
 
     def phases(self) -> list[str]:
-        """What loading did, a line each, after the seconds since it began."""
+        """The steps of loading, a line each, after the seconds since it began."""
         return self._log.lines
 
     def location(self) -> tuple[str, int]:

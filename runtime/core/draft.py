@@ -75,7 +75,7 @@ class Chain:
 
 @dataclass(slots=True)
 class _Mirror:
-    """What a draft knows of a stream besides its tokens."""
+    """A stream as its draft sees it, besides its tokens."""
 
     owner: Hashable
     stream: int
@@ -189,8 +189,8 @@ class DraftCore:
             self._offer(state)
 
     def _aim(self, state: RequestState) -> None:
-        """What is wanted first, what is ahead of it when that is sent. A request's last token is never guessed: nothing
-        would be verified after it."""
+        """Guess first as far as is wanted, and further ahead when that is sent. A request's last token is never
+        guessed: nothing would be verified after it."""
         mirror: _Mirror = state.owner
         ahead = 0 if mirror.owes else int(self._room)
         state.plan_limit = min(state.num_final + mirror.wanted + ahead, state.max_len - 1)
@@ -226,7 +226,7 @@ class LocalWire:
         self._core.take(None, told)
 
     def receive(self, timeout_s: float) -> list[Chain] | None:
-        """Whatever `timeout_s`: nothing else could happen meanwhile."""
+        """Ignores `timeout_s`, since nothing else could happen meanwhile."""
         while self._core.step():
             pass
         return self._core.outbox.pop(None, None)

@@ -1,8 +1,8 @@
-"""The engine's side of a draft model: what it is told, what it answers, and how long that is waited for.
+"""The engine's side of a draft model: its questions, the answers, and how long these are waited for.
 
 A round is: the last step's tokens are committed, the draft is told, the next step waits until the guesses are there or
-late, and verifies what came. The wait is bounded by a few times what the draft takes, and there is none while it does
-not answer: rows then go on plainly, and it is tried again from time to time.
+late, and verifies what came. The wait is bounded by a few times what the draft takes. A stream whose answer is late, or
+has much to catch up with, goes on plainly; it is asked again when it has answered, or after a deadline of its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class DraftWire(Protocol):
         ...
 
     def receive(self, timeout_s: float) -> list[Chain] | None:
-        """What has come, if only the sign that Opens were read; waits at most `timeout_s` for it. None: nothing."""
+        """The chains that have come, waiting at most `timeout_s` for some; empty if only Opens were read, None if
+        nothing has come."""
         ...
 
 
@@ -123,7 +124,7 @@ class DraftClient(Drafter):
         return self._times.us(num_rows)
 
     def follows(self, state: RequestState, wanted: int) -> bool:
-        """Whether the draft can be asked about the request now. If it does not mirror it yet, it is told of it."""
+        """The draft can be asked about the request now. One that it does not mirror yet it is told of."""
         stream = self._by_request.get(state.request.request_id)
         if stream is None:
             self._open(state, wanted)
@@ -193,7 +194,7 @@ class DraftClient(Drafter):
             self._patience = max(_PATIENCE, _PATIENCE_DECAY * self._patience)
 
     def guess(self, state: RequestState, most: int) -> list[int] | None:
-        """What follows the request's known tokens in its last chain; None if it was not asked for, or is not there."""
+        """The tokens after the request's known ones in its last chain; None if there is no such chain."""
         stream = self._by_request.get(state.request.request_id)
         if stream is None or stream.asked != len(state.tokens):
             return None
@@ -268,7 +269,7 @@ class DraftClient(Drafter):
 
 
 def speculation_of(config: EngineConfig, info: ModelInfo, clock: Callable[[], float]) -> Speculation | None:
-    """What the settings ask for: a draft model has yet to be attached. None: no guesses, and no cost."""
+    """Speculation as the settings ask for it; a draft model has yet to be attached. None: no guesses, and no cost."""
     if config.draft is None:
         return None
     drafter: Drafter = DraftClient(info.vocab_size, clock) if config.has_draft_model else Ngram()
