@@ -25,6 +25,13 @@ class StepShape(NamedTuple):
     num_draft_tokens: int  # of the row with the most
 
 
+class ScheduledStep(NamedTuple):
+    """A step to be computed, and the requests that got a slot with it."""
+
+    plan: StepPlan
+    admitted: list[RequestState]
+
+
 class StepInFlight(NamedTuple):
     """A planned step whose result has not been committed."""
 

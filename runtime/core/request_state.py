@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from runtime.core.types import PromptLogprobs, Request
+from runtime.core.config import ModelInfo
+from runtime.core.types import CallboardError, PromptLogprobs, Request
 
 NEVER = 1 << 62
 SortKey = tuple[int, int, int]  # priority, job length or 0, arrival: the order of service
@@ -75,3 +76,14 @@ class RequestState:
         self.drafts_in_flight = 0
         if self.prompt_logprobs:
             self.prompt_logprobs = []
+
+
+def check_request(request: Request, info: ModelInfo) -> None:
+    """Raises CallboardError if a request does not fit this model, whatever its length."""
+    if not 1 <= request.prompt_len <= len(request.token_ids):
+        raise CallboardError("The prompt is empty; send at least one token.")
+    extremes = min(request.token_ids), max(request.token_ids)
+    if (bad := next((i for i in extremes if not 0 <= i < info.vocab_size), None)) is not None:
+        raise CallboardError(f"Token id {bad} is not in this model's vocabulary of {info.vocab_size}.")
+    if request.params.grammar is not None and not info.eos_token_ids:
+        raise CallboardError("This model has no end-of-sequence token; structured output needs one to end with.")

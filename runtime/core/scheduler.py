@@ -22,7 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,22 +30,15 @@ from runtime.core.admission import Admission
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.isolation import Isolation
 from runtime.core.kv_cache_manager import KVCacheManager
-from runtime.core.plan import NewSlot, StepPlan, StepResult
-from runtime.core.plan_builder import PlanBuilder, StepInFlight
+from runtime.core.plan import NewSlot, StepResult
+from runtime.core.plan_builder import PlanBuilder, ScheduledStep, StepInFlight
 from runtime.core.prompt_logprobs import collect_prompt_logprobs, is_finite
-from runtime.core.request_state import RequestState
+from runtime.core.request_state import RequestState, check_request
 from runtime.core.scheduler_stats import SchedulerStats
 from runtime.core.slot_pool import SlotPool
 from runtime.core.speculation import Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.core.waiting_queue import WaitingQueue
-
-
-class ScheduledStep(NamedTuple):
-    """A step to be computed, and the requests that got a slot with it."""
-
-    plan: StepPlan
-    admitted: list[RequestState]
 
 
 class Scheduler:
@@ -88,7 +81,9 @@ class Scheduler:
 
     def add(self, request: Request, owner: Any = None) -> RequestState:
         """Queue a request. Raises CallboardError if it can never be served."""
-        self._check(request)
+        if request.request_id in self.requests:
+            raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
+        check_request(request, self.info)
         params, num_known = request.params, len(request.token_ids)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -106,18 +101,6 @@ class Scheduler:
         self.requests[request.request_id] = state
         self.waiting.push(state)
         return state
-
-    def _check(self, request: Request) -> None:
-        """Raises CallboardError if a request does not fit this model, whatever its length."""
-        if request.request_id in self.requests:
-            raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
-        if not 1 <= request.prompt_len <= len(request.token_ids):
-            raise CallboardError("The prompt is empty; send at least one token.")
-        extremes = min(request.token_ids), max(request.token_ids)
-        if (bad := next((i for i in extremes if not 0 <= i < self.info.vocab_size), None)) is not None:
-            raise CallboardError(f"Token id {bad} is not in this model's vocabulary of {self.info.vocab_size}.")
-        if request.params.grammar is not None and not self.info.eos_token_ids:
-            raise CallboardError("This model has no end-of-sequence token; structured output needs one to end with.")
 
     def abort(self, request_id: str, stopped: bool = False) -> None:
         """End a request, wherever it is; an unknown id is no error (C9). `stopped`: its output had come to its end, as
