@@ -62,20 +62,13 @@ def needs(item: pytest.Item) -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks items by what they need and orders them. What shares one Ray, one browser or one compilation stays in one
-    worker of pytest-xdist; servers with a Ray of their own follow one another."""
+    """Marks items by what they need and orders them."""
     ranks = {}
     for item in items:
         marks = needs(item)
         ranks[item] = min(map(ORDER.index, marks))
         for name in marks:
             item.add_marker(name)
-        if "ray_session" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif "processes" in marks:
-            item.add_marker(pytest.mark.xdist_group("servers"))
-        elif marks & {"browser", "compile"}:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     items.sort(key=ranks.__getitem__)
 
 
