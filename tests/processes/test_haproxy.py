@@ -225,6 +225,8 @@ def test_a_stop_answers_what_tries_to_reach_a_front_that_has_just_gone(haproxy, 
 def test_an_order_ends_the_wait_for_last_answers(haproxy, tmp_path: Path):
     running, port = haproxy([dead_port()])
     with socket.create_connection(("127.0.0.1", port)):
+        while ("127.0.0.1", port) not in listening_ports(running.process.pid, ESTABLISHED):
+            assert running.process.poll() is None
         stop(str(tmp_path) + "/haproxy.cfg", lambda _: True, timeout_s=1000)
     assert running.process.poll() is None
 
