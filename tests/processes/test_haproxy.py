@@ -228,7 +228,7 @@ def test_an_order_ends_the_wait_for_last_answers(haproxy, tmp_path: Path):
         while ("127.0.0.1", port) not in listening_ports(running.process.pid, ESTABLISHED):
             assert running.process.poll() is None
         stop(str(tmp_path) + "/haproxy.cfg", lambda _: True, timeout_s=1000)
-    assert running.process.poll() is None
+        assert running.process.poll() is None
 
 
 def test_side_ports_are_not_those_of_connections(tmp_path: Path):
