@@ -45,7 +45,7 @@ class EngineActor:
         return self._loop.info
 
     async def open_link(self, node_id: str) -> tuple[Address, ModelInfo]:
-        """An address for one connection of a replica on `node_id`; raises EngineLoading while there is none."""
+        """An address for one connection of a front on `node_id`; raises EngineLoading while there is none."""
         if not self._loaded:
             phases = await self.phases()
             last = phases[-1].splitlines()[0].partition(" s  ")[2] if phases else "starting the model runners"
@@ -74,7 +74,7 @@ class EngineActor:
         self._loop.abort(request_id)
 
     async def drain(self, reason: str) -> None:
-        """Take no new requests from now on: the replicas answer 503 for `reason`. Live ones go on."""
+        """Take no new requests from now on: the fronts answer 503 for `reason`. Live ones go on."""
         await asyncio.wrap_future(self._loop.drain(reason))
 
     async def wait_for_exit(self) -> None:

@@ -1,4 +1,4 @@
-"""An engine's step loop: takes requests from the links, turns the EngineCore, sends each replica its new tokens, and
+"""An engine's step loop: takes requests from the links, turns the EngineCore, sends each front its new tokens, and
 rebuilds lost runners. A plain class with a thread; `actors/engine.py` is its Ray shell."""
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class EngineLoop:
         }
 
     def report(self, figures: MetricValues) -> Snapshot:
-        """Add what a replica has counted; all figures of this engine."""
+        """Add what a front has counted; all figures of this engine."""
         return self._meter.report(figures, self.core.scheduler, self.num_rebuilds)
 
     def abort(self, request_id: str) -> None:
-        """End a request by its id, or all choices of one; its replica is told that it was aborted."""
+        """End a request by its id, or all choices of one; its front is told that it was aborted."""
         self._inbox.put(partial(self._abort, AbortById(request_id)))
 
     def drain(self, reason: str) -> Future[None]:
@@ -153,7 +153,7 @@ class EngineLoop:
     # ---- the step thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """New requests and the plan after a step go to the runners before the step's tokens go to the replicas, so that
+        """New requests and the plan after a step go to the runners before the step's tokens go to the fronts, so that
         the runners compute while frames are written."""
         meter = self._meter
         while True:
@@ -298,7 +298,7 @@ class EngineLoop:
             stream.connection.flush(self._meter.sampled_at_wall)
 
     def _emit(self) -> None:
-        """Sort the last step's columns by replica and send each its frame."""
+        """Sort the last step's columns by front and send each its frame."""
         output, self._output = self._output, None
         if output is None:
             return

@@ -1,4 +1,4 @@
-"""The replica's side of one engine: a connection, its heartbeats, and the streams that the engine serves.
+"""The front's side of one engine: a connection, its heartbeats, and the streams that the engine serves.
 
 A link is healthy from the engine's first Status on, and lost when its connection ends or the engine answers no
 heartbeat. What becomes of a lost link's streams is up to its owner (`router.py`): a stream holds all that another

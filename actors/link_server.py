@@ -1,7 +1,7 @@
-"""The engine's side of the links: accepts replicas, reads their requests, writes at most one frame a step to each.
+"""The engine's side of the links: accepts fronts, reads their requests, writes at most one frame a step to each.
 
-Threads: one accepts, one reads each replica and answers its reports and heartbeats, and the engine's step thread writes
-all else. It never waits for a slow replica: what the socket does not take at once is kept and tried again with the next
+Threads: one accepts, one reads each front and answers its reports and heartbeats, and the engine's step thread writes
+all else. It never waits for a slow front: what the socket does not take at once is kept and tried again with the next
 frame.
 """
 
@@ -26,7 +26,7 @@ from actors.messages import (
     Status,
     Submit,
     Tokens,
-    decode_from_replica,
+    decode_from_front,
     encode,
 )
 from actors.metrics import MetricValues, Snapshot
@@ -35,7 +35,7 @@ from runtime.core.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
-_MAX_BACKLOG = 64 << 20  # bytes that a replica may leave unread
+_MAX_BACKLOG = 64 << 20  # bytes that a front may leave unread
 _serials = itertools.count()
 
 
@@ -54,7 +54,7 @@ class Stream:
         self.admitted_at = 0.0  # 0: it has not been, yet
         self.last_step: int | None = None  # the engine's step that sampled its last token
         self.last_at = 0.0  # when that was
-        self.num_guessed = self.num_accepted = 0  # of its guesses, as far as its replica was told
+        self.num_guessed = self.num_accepted = 0  # of its guesses, as far as its front was told
 
     def tell_verified(self, num_guessed: int, num_accepted: int) -> None:
         """So many guesses have been verified by now, and so many were right; what is new goes into the frame."""
@@ -65,7 +65,7 @@ class Stream:
 
 
 class Connection:
-    """One replica: its live streams, and the frame that the current step fills for it."""
+    """One front: its live streams, and the frame that the current step fills for it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -86,7 +86,7 @@ class Connection:
         self.send(frame)
 
     def send(self, message: Tokens | Refused | Status | Snapshot | Heartbeat) -> None:
-        """Queue a message and write what the socket takes; a replica that lets too much pile up is cut off."""
+        """Queue a message and write what the socket takes; a front that lets too much pile up is cut off."""
         frame = framed(encode(message))
         with self._sending:
             self._backlog += frame
@@ -115,7 +115,7 @@ class Connection:
 
     @property
     def lease_expired(self) -> bool:
-        """The replica has live streams and has said nothing for LEASE_S."""
+        """The front has live streams and has said nothing for LEASE_S."""
         return bool(self.streams) and time.monotonic() - self.last_heard > LEASE_S
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Connection:
 
 
 class LinkServer:
-    """Lets replicas connect, from this node and others.
+    """Lets fronts connect, from this node and others.
 
     `deliver(connection, message)` is called from the reader threads, in order for each connection: a new one with
     None, then its messages, then None again when it is gone. `report(figures)` is, too, and its answer sent.
@@ -146,21 +146,21 @@ class LinkServer:
 
     def _accept(self) -> None:
         while (accepted := self._listener.accept()) is not None:
-            _, replica = accepted
+            _, front = accepted
             try:
-                threading.Thread(target=self._read, args=(replica,), name="link-read", daemon=True).start()
-            except RuntimeError as e:  # threads are used up, which may pass: the replica tries it again
-                replica.sock.close()
-                logger.error("a replica cannot connect for now: %s", e)
+                threading.Thread(target=self._read, args=(front,), name="link-read", daemon=True).start()
+            except RuntimeError as e:  # threads are used up, which may pass: the front tries it again
+                front.sock.close()
+                logger.error("a front cannot connect for now: %s", e)
 
-    def _read(self, replica: FrameSocket) -> None:
-        with replica.sock:
-            connection = Connection(replica.sock)
+    def _read(self, front: FrameSocket) -> None:
+        with front.sock:
+            connection = Connection(front.sock)
             self._deliver(connection, None)
             try:
-                while (frame := replica.receive()) is not None:
+                while (frame := front.receive()) is not None:
                     connection.last_heard = time.monotonic()
-                    message = decode_from_replica(frame)
+                    message = decode_from_front(frame)
                     if isinstance(message, Heartbeat):
                         connection.send(message)
                     elif isinstance(message, Report):
@@ -168,12 +168,12 @@ class LinkServer:
                     else:
                         self._deliver(connection, message)
             except (CallboardError, OSError):
-                pass  # not a replica of ours, or gone: nothing after this frame can be trusted
+                pass  # not a front of ours, or gone: nothing after this frame can be trusted
             except Exception:
                 logger.exception("a link's reader failed; its connection ends")
             finally:
                 self._deliver(connection, None)
 
     def close(self) -> None:
-        """Let no more replicas in; connections end with their sockets."""
+        """Let no more fronts in; connections end with their sockets."""
         self._listener.close()

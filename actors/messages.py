@@ -1,12 +1,12 @@
-"""The messages between a replica and an engine on their link: msgpack, one a frame (transport.py).
+"""The messages between a front and an engine on their link: msgpack, one a frame (transport.py).
 
-    replica -> engine   Submit, Abort, AbortById, Heartbeat, Report
-    engine  -> replica  Tokens (at most one a step), Refused, Status, Heartbeat and Snapshot (the answers to a Heartbeat
+    front -> engine   Submit, Abort, AbortById, Heartbeat, Report
+    engine  -> front  Tokens (at most one a step), Refused, Status, Heartbeat and Snapshot (the answers to a Heartbeat
                         and a Report)
 
-A stream is a number that the replica chose for one live request, unique on its connection. The transport keeps order
+A stream is a number that the front chose for one live request, unique on its connection. The transport keeps order
 and loses nothing while the connection lives; when it breaks, the engine aborts the connection's requests and the
-replica submits each, with the tokens that it has received, to another engine or to the next one that there is, so
+front submits each, with the tokens that it has received, to another engine or to the next one that there is, so
 tokens are delivered exactly once (C8).
 """
 
@@ -19,9 +19,9 @@ import msgspec
 from actors.metrics import MetricValues, Snapshot
 from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
-HEARTBEAT_S = 0.5  # a replica says this often that it is there, and the engine that it has heard it
+HEARTBEAT_S = 0.5  # a front says this often that it is there, and the engine that it has heard it
 LOST_AFTER_BEATS = 6  # an engine that has said nothing for so many is lost: its streams move to others
-LEASE_S = 15.0  # a replica that is silent for longer has its requests aborted
+LEASE_S = 15.0  # a front that is silent for longer has its requests aborted
 
 
 class Submit(msgspec.Struct, array_like=True, tag=1):
@@ -45,13 +45,13 @@ class Abort(msgspec.Struct, array_like=True, tag=2):
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag=3):
-    """The sender is alive. The engine answers from the thread that reads the replica's requests: what comes back has
+    """The sender is alive. The engine answers from the thread that reads the front's requests: what comes back has
     been through the process that must serve them, and a frozen one says nothing. A step thread that hangs is found by
     the engine itself."""
 
 
 class AbortById(msgspec.Struct, array_like=True, tag=7):
-    """End a request, or all choices of one, whichever replica submitted it; an unknown id is no error."""
+    """End a request, or all choices of one, whichever front submitted it; an unknown id is no error."""
 
     name: str
 
@@ -78,7 +78,7 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Tokens(msgspec.Struct, array_like=True, tag=4):
-    """All that one step gained for one replica, in columns of int32: `streams[i]` gained `token_ids[i]`."""
+    """All that one step gained for one front, in columns of int32: `streams[i]` gained `token_ids[i]`."""
 
     streams: bytes = b""
     token_ids: bytes = b""
@@ -92,7 +92,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
 
 
 class Report(msgspec.Struct, array_like=True, tag=8):
-    """The replica's counts since its last report. The answer is a Snapshot."""
+    """The front's counts since its last report. The answer is a Snapshot."""
 
     figures: MetricValues
 
@@ -116,7 +116,7 @@ class Refused(msgspec.Struct, array_like=True, tag=5):
 
 
 class Status(msgspec.Struct, array_like=True, tag=6):
-    """The engine's health, when a replica comes and when it changes. A draining engine finishes what it has and takes
+    """The engine's health, when a front comes and when it changes. A draining engine finishes what it has and takes
     no new requests."""
 
     reason: str | None  # why it cannot serve; None: it is healthy
@@ -128,17 +128,17 @@ class EngineLoading(CallboardError):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_from_replica = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report)
+_from_front = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report)
 _from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat)
 encode = _encoder.encode
 
 
-def decode_from_replica(frame: bytes) -> Submit | Abort | AbortById | Heartbeat | Report:
-    """Raises CallboardError if `frame` is not a message that a replica may send."""
+def decode_from_front(frame: bytes) -> Submit | Abort | AbortById | Heartbeat | Report:
+    """Raises CallboardError if `frame` is not a message that a front may send."""
     try:
-        message: Submit | Abort | AbortById | Heartbeat | Report = _from_replica.decode(frame)
+        message: Submit | Abort | AbortById | Heartbeat | Report = _from_front.decode(frame)
     except msgspec.DecodeError as e:
-        raise CallboardError(f"A replica sent a frame of {len(frame)} bytes that is no message: {e}.") from None
+        raise CallboardError(f"A front sent a frame of {len(frame)} bytes that is no message: {e}.") from None
     return message
 
 

@@ -42,3 +42,9 @@ def test_what_it_names_exists(number: str):
 
 def _text(path: str) -> str:
     return (ROOT / path).read_text() if (ROOT / path).is_file() else ""
+
+
+@pytest.mark.parametrize("page", [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+def test_files_that_pages_name_exist(page: Path):
+    named = re.findall(r"`((?:runtime|actors|serve_app|tests|benchmarks|docs|\.ci)/[\w./-]*)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []

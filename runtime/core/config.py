@@ -154,7 +154,7 @@ _CHOICES = {name: get_args(kind) for name, kind in get_type_hints(EngineConfig).
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts about a loaded model that engine and replicas need; found once by the runner, sent as plain data."""
+    """Facts about a loaded model that engine and fronts need; found once by the runner, sent as plain data."""
 
     fingerprint: str  # hash of weights' identity, dtype and numerics: part of every block's identity (C5)
     vocab_size: int  # rows of the output head, padding included

@@ -73,7 +73,7 @@ class SamplingParams:
     min_tokens: int = sampling(0, Effect.HOLD, 0)  # no EOS and no stop id before this many output tokens
     stop_token_ids: tuple[int, ...] = sampling((), Effect.LENGTH)
     ignore_eos: bool = sampling(False, Effect.LENGTH)
-    seed: int | None = sampling(None, Effect.TEXT)  # None: the replica draws one; engines have it in the Request (C4)
+    seed: int | None = sampling(None, Effect.TEXT)  # None: the front draws one; engines have it in the Request (C4)
     logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)  # n: the sampled token's and the n best ones'
     # n: at each prompt position, its own token's and the n best ones'
     prompt_logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)
@@ -95,7 +95,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request as a replica submits it (made by `requests.requests_of`, which resolves its seed).
+    """One request as a front submits it (made by `requests.requests_of`, which resolves its seed).
 
     `token_ids` holds the prompt and, when a stream is resumed after an engine's death, the output already delivered;
     `prompt_len` tells where the output begins, so that positions, penalties and limits are those of the first try (C8).

@@ -7,7 +7,7 @@ import re
 import httpx
 import pytest
 
-from actors.messages import Submit, decode_from_replica, encode
+from actors.messages import Submit, decode_from_front, encode
 from runtime.core.types import Grammar
 from runtime.structured.compiler import GrammarCompiler
 from serve_app.http import build_http_app
@@ -73,7 +73,7 @@ async def test_text_is_no_structure_and_a_grammar_travels_in_its_frame():
     assert response.status_code == 200
     request = engine.requests[0]
     assert request.params.grammar is None
-    sent = decode_from_replica(encode(Submit(1, request, resumed=False)))
+    sent = decode_from_front(encode(Submit(1, request, resumed=False)))
     assert isinstance(sent, Submit)
     assert sent.request == request
 
