@@ -128,7 +128,7 @@ class Results:
             "machine": _machine(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "commit": _commit()}
             | ({"triton": sys.modules["triton"].__version__} if "triton" in sys.modules else {}),
-            "command": f"python -m benchmarks.{benchmark} {_arguments()}".strip(),
+            "command": _command(),
             "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         }
 
@@ -170,10 +170,13 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def _arguments() -> str:
-    """Those of this command, without the place of the lines."""
+def _command() -> str:
+    """The command that runs this process, without the place of the lines."""
+    spec = sys.modules["__main__"].__spec__
+    module = [] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
     given = iter(sys.argv[1:])
-    return shlex.join([arg for arg in given if arg != "--out" or next(given, None) is None])
+    arguments = [arg for arg in given if arg != "--out" or next(given, None) is None]
+    return shlex.join(["python", *module, *arguments])
 
 
 def _machine() -> str:

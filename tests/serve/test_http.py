@@ -320,7 +320,7 @@ async def test_a_request_that_no_engine_can_serve_is_the_clients_fault(n: int):
     """Its engine ended as it came, and the others have a shorter context, say."""
     engine = FakeEngine()
 
-    async def refuse(request):
+    async def refuse(request, on_engine=None):
         raise RequestRefused("The prompt has 600 tokens; shorten the prompt.")
         yield
 
