@@ -13,9 +13,12 @@ import httpx
 import openai
 import pytest
 
+from actors.placement import FRONT_CPUS
+
 pytestmark = pytest.mark.timeout(280)
 
 MODEL = "smollm2"
+HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to it
 PROMPTS = ["Once upon a time, in a small village by the sea,", "def fibonacci(n):\n"]
 MAX_TOKENS = 500
 
@@ -31,7 +34,11 @@ def deploy(num_replicas: int, **changed) -> None:
         "name": "callboard",
         "import_path": "serve_app.app:build_app",
         "args": args | limits,
-        "deployments": [{"name": "Engine", "num_replicas": num_replicas}],
+        "deployments": [
+            {"name": "Engine", "num_replicas": num_replicas},
+            # Streams end with the node of their front, so it stays on the one that no test kills.
+            {"name": "Front", "ray_actor_options": {"num_cpus": FRONT_CPUS, "resources": {HEAD_NODE: 0.001}}},
+        ],
     }
     _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))
 
@@ -57,6 +64,10 @@ def second_node(ray_session):
     node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
     yield node
     node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+    end = time.monotonic() + 60
+    while sum(node["Alive"] for node in ray.nodes()) > 1:  # Ray would place actors there until it has noticed
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
