@@ -75,7 +75,7 @@ def url(serve_url, second_node):
     from ray import serve
 
     deploy(3)
-    asyncio.run(settle(serve_url, 3, 120))
+    asyncio.run(settle(serve_url, 3))
     yield serve_url
     serve.delete("callboard")
 
@@ -98,7 +98,7 @@ async def served(client: httpx.AsyncClient) -> set[str]:
     return {line.partition('engine="')[2].partition('"')[0] for line in lines}
 
 
-async def settle(url: str, num_engines: int, seconds: float = 60, without: str = "") -> None:
+async def settle(url: str, num_engines: int, seconds: float = 120, without: str = "") -> None:
     """Wait until the front is ready, and linked to so many engines, and there are no others."""
     end = time.monotonic() + seconds
     async with httpx.AsyncClient(base_url=url, timeout=10) as client:
@@ -204,14 +204,14 @@ async def test_a_redeployment_with_changed_settings(url, undisturbed):
     (before,) = engines()
     async with Reading(url) as reading:
         deploy(1, max_num_seqs=6)
-        await settle(url, 1, 90, without=before)
+        await settle(url, 1, without=before)
         await reading.more(40)
         reading.check(undisturbed)
 
 
 async def test_scale_out_and_a_node_that_goes(url, undisturbed, second_node):
     deploy(3, max_num_seqs=6)
-    await settle(url, 3, 90)
+    await settle(url, 3)
     async with Reading(url) as reading:
         second_node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
         await reading.more(40, 20)
