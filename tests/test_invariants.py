@@ -48,3 +48,5 @@ def _text(path: str) -> str:
 def test_files_that_pages_name_exist(page: Path):
     named = re.findall(r"`((?:runtime|actors|serve_app|tests|benchmarks|docs|\.ci)/[\w./-]*)`", page.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+    modules = [name.replace(".", "/") for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", page.read_text())]
+    assert [m for m in modules if not (ROOT / f"{m}.py").exists() and not (ROOT / m / "__main__.py").exists()] == []

@@ -22,7 +22,7 @@ BENCHMARKS = Path(__file__).parents[1]
 
 
 def _peer(benchmark: str, keys: tuple[str, ...], values: tuple[str, ...]) -> dict[Any, tuple[Any, ...]]:
-    """What was measured of the peer, or is asked of Callboard, by key; None is what was not."""
+    """Figures of the peer, and those asked of Callboard, by key; None where there is none."""
     lines = map(json.loads, (BENCHMARKS / "results" / "peer.jsonl").read_text().splitlines())
     found = [line for line in lines if line["benchmark"] == f"peer {benchmark}"]
     return {tuple(line[key] for key in keys): tuple(line.get(name) for name in values) for line in found}

@@ -46,7 +46,7 @@ def sharding_of(parameter: str) -> Sharding:
 
 
 def parts_of(spec: DecoderSpec, parameter: str, rank: int, size: int) -> tuple[Part, ...]:
-    """What a rank of a group of `size` holds of a parameter, as ranges in rising order; () is the whole.
+    """The part of a parameter that a rank of a group of `size` holds, as ranges in rising order; () is the whole.
 
     There are several where the checkpoint has maps fused into one tensor, each of which is divided by itself.
     Raises CallboardError if the group cannot divide the parameter evenly."""

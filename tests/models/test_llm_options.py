@@ -1,4 +1,4 @@
-"""What LLM.generate and LLM.chat take beside sampling, as HTTP does: n, structured output, tools, reasoning, scores."""
+"""Options of LLM.generate and LLM.chat besides sampling, as HTTP: n, structured output, tools, reasoning, scores."""
 
 import json
 import re
