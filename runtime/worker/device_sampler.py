@@ -72,8 +72,7 @@ class DeviceSampler(SlotSampling):
             self._hold_and_bias(chosen, *of_rows)
             tracked = None if masks is None else self._mask(chosen, token_ids, rows, masks)
             self._penalise(chosen, *of_rows, slots, positions, tokens, own)
-            resample, filters = Resample(token_ids, index, gathered=True), bool(self.filtered[host_slots[rows]].any())
-            sample_tokens_triton(chosen, slots, positions, tokens, params, resample, filters)
+            sample_tokens_triton(chosen, slots, positions, tokens, params, Resample(token_ids, index, gathered=True))
             if masks is not None and masks.automata is not None and tracked is not None:
                 masks.automata.advance(token_ids, tracked)
             del chosen  # before log-probabilities want as much
@@ -103,8 +102,7 @@ class DeviceSampler(SlotSampling):
         tracked = tracked.view(masks.tracked.shape)
         if automata is not None:
             automata.mask(logits, tracked)
-        resample, filters = Resample(token_ids, index, gathered=False), bool(self.filtered[host_slots[rows]].any())
-        sample_tokens_triton(logits, slots, positions, tokens, params, resample, filters)
+        sample_tokens_triton(logits, slots, positions, tokens, params, Resample(token_ids, index, gathered=False))
         if automata is not None:
             automata.advance(token_ids, tracked)
 
