@@ -11,20 +11,18 @@ before it samples: sampled tokens stay in the slot, and a plan only brings those
 
 What is computed beyond the first wrong guess is overwritten by the rows that follow.
 
-The wire form is a header of int32 counts and then the arrays, back to back, little-endian, no pickle.
+The wire form is msgpack, with the bytes of the arrays in it; nothing is pickled.
 """
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.core.sampling_fields import SamplingTable, table_of
-from runtime.core.types import CallboardError, Grammar, PromptLogprobs, SamplingParams, TokenLogprobs
+from runtime.core.types import CallboardError, PromptLogprobs, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
@@ -35,12 +33,7 @@ EMPTY: Int32s = np.zeros(0, np.int32)
 EMPTY_TABLE: Int32s = np.zeros((3, 0), np.int32)
 
 
-def _empty() -> Int32s:
-    return EMPTY
-
-
-@dataclass(slots=True)
-class NewSlot:
+class NewSlot(msgspec.Struct, array_like=True):
     """A request enters `slot`: everything that the runner needs to compute and to sample it."""
 
     slot: int
@@ -50,20 +43,19 @@ class NewSlot:
     params: SamplingParams
 
 
-@dataclass(slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     """One step, made by the scheduler and owned by it until encoded; the runner only reads it."""
 
     step_id: int
-    freed: Int32s = field(default_factory=_empty)  # [num_freed] slots whose request is gone
-    new: list[NewSlot] = field(default_factory=list)
-    block_table_writes: Int32s = field(default_factory=lambda: EMPTY_TABLE)  # [3, n] slot, index in its table, block
-    slots: Int32s = field(default_factory=_empty)  # [num_rows]
-    num_computed: Int32s = field(default_factory=_empty)  # [num_rows] position of the row's first token
-    num_tokens: Int32s = field(default_factory=_empty)  # [num_rows] tokens of the row
-    num_samples: Int32s = field(default_factory=_empty)  # [num_rows] sample after so many of the row's last tokens
-    draft_lens: Int32s = field(default_factory=_empty)  # [num_rows] so many of the last are draft tokens; or []
-    draft_token_ids: Int32s = field(default_factory=_empty)  # [sum of draft_lens] row after row
+    freed: Int32s = EMPTY  # [num_freed] slots whose request is gone
+    new: list[NewSlot] = []
+    block_table_writes: Int32s = EMPTY_TABLE  # [3, n] slot, index in its table, block
+    slots: Int32s = EMPTY  # [num_rows]
+    num_computed: Int32s = EMPTY  # [num_rows] position of the row's first token
+    num_tokens: Int32s = EMPTY  # [num_rows] tokens of the row
+    num_samples: Int32s = EMPTY  # [num_rows] sample after so many of the row's last tokens
+    draft_lens: Int32s = EMPTY  # [num_rows] so many of the last are draft tokens; or []
+    draft_token_ids: Int32s = EMPTY  # [sum of draft_lens] row after row
     # Rows of one token each that are all sampled run so often, each time a position on: the plan of a draft, which has
     # nobody to ask in between. Samples are row after row, [num_rows * num_steps]; none has log-probabilities.
     num_steps: int = 1
@@ -77,11 +69,10 @@ class StepPlan:
         """The plans of one step each that do the same."""
         rows = [(self.slots, self.num_computed + i, self.num_tokens, self.num_samples) for i in range(self.num_steps)]
         rest = [StepPlan(self.step_id, EMPTY, [], EMPTY_TABLE, *columns) for columns in rows[1:]]
-        return [replace(self, num_steps=1), *rest]
+        return [msgspec.structs.replace(self, num_steps=1), *rest]
 
 
-@dataclass(slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     """The samples of one plan's rows, in the order of the rows and of the positions in them; and the
     log-probabilities of prompt tokens."""
 
@@ -89,14 +80,14 @@ class StepResult:
     token_ids: Int32s  # [num_sampled]; -1: no finite logits, or a grammar at a limit; the request alone fails (C9)
     # Of m tokens: those of the sampling rows that asked for it, which `logprob_rows` finds in token_ids; then, for each
     # row of a slot with prompt_logprobs, the prompt's own token after each of the row's tokens (num_targets).
-    logprob_rows: Int32s = field(default_factory=_empty)
-    ranks: Int32s = field(default_factory=_empty)  # [m] of the token, from 1
-    logprobs: Float32s = field(default_factory=lambda: np.zeros(0, np.float32))  # [m] of the token
+    logprob_rows: Int32s = EMPTY
+    ranks: Int32s = EMPTY  # [m] of the token, from 1
+    logprobs: Float32s = np.zeros(0, np.float32)  # [m] of the token
     # Best first, as many as the most demanding row asked for.
-    top_ids: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))  # [m, n]
-    top_logprobs: Float32s = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [m, n]
+    top_ids: Int32s = np.zeros((0, 0), np.int32)  # [m, n]
+    top_logprobs: Float32s = np.zeros((0, 0), np.float32)  # [m, n]
     begun: tuple[int, int] = 0, 0  # outputs whose grammar was taken up, by the engine that serves it: lazy, eager
-    failures: dict[int, str] = field(default_factory=dict)  # why a grammar cannot go on, by the number of the token
+    failures: dict[int, str] = {}  # why a grammar cannot go on, by the number of the token
 
     def sampled_logprobs(self, at: int, num_top: int) -> TokenLogprobs:
         """Of the token that `logprob_rows[at]` sampled."""
@@ -130,129 +121,46 @@ def last_tokens(plan: StepPlan, sizes: Int32s) -> tuple[NDArray[np.int64], Int32
     return rows, ((plan.ends - sizes)[rows] + within).astype(np.int32)
 
 
-_PLAN = struct.Struct(
-    "<4sq7i"
-)  # magic, step_id, num_freed, num_new, num_writes, num_rows, num_lens, num_ids, num_steps
-_RESULT = struct.Struct("<4sq7i")
+_T = TypeVar("_T")
+_INT32 = np.dtype(np.int32)
 
 
-def slot_layout(table: SamplingTable) -> struct.Struct:
-    """Slot, prompt length, known tokens, seed; the numbers of the table; counts of stop ids, biases, grammar bytes."""
-    return struct.Struct(f"<3iq{table.format}5i")
+def _value_of(array: NDArray[Any]) -> Any:
+    """A list of int32 as its bytes, which most arrays are; any other with its type and shape."""
+    is_list = array.ndim == 1 and array.dtype == _INT32
+    return array.tobytes() if is_list else (array.dtype.char, array.shape, array.tobytes())
 
 
-_PARAMS = table_of(SamplingParams)
-_SLOT = slot_layout(_PARAMS)
+def _array_of(kind: Any, value: Any) -> NDArray[Any]:
+    """The array, read-only, that `_value_of` has made a value of."""
+    if isinstance(value, bytes):
+        return np.frombuffer(value, _INT32)
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _ints(values: list[int] | tuple[int, ...]) -> bytes:
-    return np.asarray(values, np.int32).tobytes()
+def decoder_of(kind: type[_T]) -> msgspec.msgpack.Decoder[_T]:
+    """Reads plans, or results, of this class."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_array_of)
 
 
-def _encode_slot(new: NewSlot) -> list[bytes]:
-    p = new.params
-    grammar = [] if p.grammar is None else [s.encode() for s in (p.grammar.key, p.grammar.lark, p.grammar.expression)]
-    sizes = len(p.stop_token_ids), len(p.logit_bias), *([len(text) for text in grammar] or (-1, 0, 0))
-    numbers = _PARAMS.numbers(p)
-    head = _SLOT.pack(new.slot, new.prompt_len, len(new.token_ids), new.seed, *numbers, *sizes)
-    bias_ids = _ints([i for i, _ in p.logit_bias])
-    bias = np.asarray([b for _, b in p.logit_bias], np.float32).tobytes()
-    filler = bytes(-sum(map(len, grammar)) % 4)  # arrays stay aligned
-    return [head, new.token_ids.tobytes(), _ints(p.stop_token_ids), bias_ids, bias, *grammar, filler]
+_encoder = msgspec.msgpack.Encoder(enc_hook=_value_of)
+_plans, _results = decoder_of(StepPlan), decoder_of(StepResult)
+encode_plan = encode_result = _encoder.encode
 
 
-class _Reader:
-    """Cuts arrays off a received frame; refuses a frame whose counts do not add up to its length."""
-
-    def __init__(self, data: bytes | memoryview, what: str) -> None:
-        self.data, self.at, self.what = data, 0, what
-
-    def _take(self, size: int) -> int:
-        at = self.at
-        if size < 0 or at + size > len(self.data):
-            raise CallboardError(f"A {self.what} frame of {len(self.data)} bytes is cut off at byte {at}.")
-        self.at = at + size
-        return at
-
-    def unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
-        return layout.unpack_from(self.data, self._take(layout.size))
-
-    def ints(self, count: int) -> Int32s:
-        return np.frombuffer(self.data, np.int32, count, self._take(4 * count)) if count else EMPTY
-
-    def floats(self, count: int) -> Float32s:
-        return np.frombuffer(self.data, np.float32, count, self._take(4 * count)) if count else EMPTY.view(np.float32)
-
-    def text(self, size: int) -> str:
-        at = self._take(size)
-        return str(self.data[at : at + size], "utf-8")
-
-    def end(self) -> None:
-        if self.at != len(self.data):
-            raise CallboardError(f"A {self.what} frame has {len(self.data) - self.at} bytes too many.")
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], frame: bytes, what: str) -> _T:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, CallboardError) as e:
+        raise CallboardError(f"A frame of {len(frame)} bytes is not a step {what}: {e}.") from None
 
 
-def encode_plan(plan: StepPlan) -> bytes:
-    """The plan as one frame."""
-    rows = (plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples, plan.draft_lens, plan.draft_token_ids)
-    sizes = len(plan.freed), len(plan.new), plan.block_table_writes.shape[1], *(len(a) for a in (rows[0], *rows[4:]))
-    head = _PLAN.pack(b"CBP1", plan.step_id, *sizes, plan.num_steps)
-    parts = [head, *(a.tobytes() for a in (plan.freed, plan.block_table_writes, *rows))]
-    for new in plan.new:
-        parts += _encode_slot(new)
-    return b"".join(parts)
+def decode_plan(frame: bytes) -> StepPlan:
+    """The plan of a frame; raises CallboardError if the frame is not a whole plan."""
+    return _decoded(_plans, frame, "plan")
 
 
-def decode_plan(data: bytes | memoryview) -> StepPlan:
-    """The plan of a frame; its arrays are read-only views of `data`.
-
-    Raises CallboardError if the frame is not a plan or is cut off."""
-    r = _Reader(data, "plan")
-    magic, step_id, num_freed, num_new, num_writes, num_rows, num_lens, num_draft_ids, num_steps = r.unpack(_PLAN)
-    if magic != b"CBP1":
-        raise CallboardError(f"A frame that starts with {magic!r} is not a step plan.")
-    freed = r.ints(num_freed)
-    writes = r.ints(3 * num_writes).reshape(3, num_writes)
-    slots, num_computed, num_tokens, num_samples = (r.ints(num_rows) for _ in range(4))
-    lens, ids = r.ints(num_lens), r.ints(num_draft_ids)
-    new = [_decode_slot(r) for _ in range(num_new)]
-    r.end()
-    return StepPlan(step_id, freed, new, writes, slots, num_computed, num_tokens, num_samples, lens, ids, num_steps)
-
-
-def _decode_slot(r: _Reader) -> NewSlot:
-    slot, prompt_len, num_known, seed, *numbers, num_stop, num_bias, key_len, lark_len, expression_len = r.unpack(_SLOT)
-    token_ids = r.ints(num_known)
-    stop = tuple(r.ints(num_stop).tolist())
-    bias = tuple(zip(r.ints(num_bias).tolist(), r.floats(num_bias).tolist(), strict=True))
-    grammar = None
-    if key_len >= 0:
-        grammar = Grammar(r.text(key_len), r.text(lark_len), r.text(expression_len))
-        r.text(-(key_len + lark_len + expression_len) % 4)
-    params = _PARAMS.make(numbers, stop_token_ids=stop, logit_bias=bias, grammar=grammar)
-    return NewSlot(slot, token_ids, prompt_len, seed, params)
-
-
-def encode_result(result: StepResult) -> bytes:
-    """The result as one frame."""
-    m, n = result.top_ids.shape
-    failures = "\n".join(f"{row} {why}" for row, why in result.failures.items()).encode()
-    sizes = len(result.token_ids), len(result.logprob_rows), m, n, *result.begun, len(failures)
-    head = _RESULT.pack(b"CBR1", result.step_id, *sizes)
-    arrays = (result.token_ids, result.logprob_rows, result.ranks, result.logprobs, result.top_ids, result.top_logprobs)
-    return b"".join([head, *(a.tobytes() for a in arrays), failures])
-
-
-def decode_result(data: bytes | memoryview) -> StepResult:
-    """The result of a frame; raises CallboardError if the frame is not a result or is cut off."""
-    r = _Reader(data, "result")
-    magic, step_id, num_sampled, num_rows, m, n, lazy, eager, num_failures = r.unpack(_RESULT)
-    if magic != b"CBR1":
-        raise CallboardError(f"A frame that starts with {magic!r} is not a step result.")
-    token_ids, rows, ranks, logprobs = r.ints(num_sampled), r.ints(num_rows), r.ints(m), r.floats(m)
-    top_ids, top_logprobs = r.ints(m * n).reshape(m, n), r.floats(m * n).reshape(m, n)
-    lines = [line.split(" ", 1) for line in r.text(num_failures).split("\n") if line]
-    failures = {int(row): why for row, why in lines}
-    result = StepResult(step_id, token_ids, rows, ranks, logprobs, top_ids, top_logprobs, (lazy, eager), failures)
-    r.end()
-    return result
+def decode_result(frame: bytes) -> StepResult:
+    """The result of a frame; raises CallboardError if the frame is not a whole result."""
+    return _decoded(_results, frame, "result")

@@ -1,12 +1,12 @@
 """Sampling parameters as a table: each field of SamplingParams carries its description.
 
-From the description follow validation, the wire codec (plan.py), the columns of a slot's row on the device and on the
-host, which pass over the logits a parameter belongs to (worker/slot_sampling.py), and the bounds of the HTTP API.
+From the description follow validation, the columns of a slot's row on the device and on the host, which pass over the
+logits a parameter belongs to (worker/slot_sampling.py), and the bounds of the HTTP API.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from math import inf, nextafter
@@ -25,7 +25,7 @@ class Effect(Enum):
     HOLD = auto()  # logits of tokens that would end the output too early
     GRAMMAR = auto()  # which tokens are allowed at all
     REPORT = auto()  # log-probabilities, beside the token
-    TEXT = auto()  # the text of the output: neither engine nor runners see it
+    TEXT = auto()  # the text of the output: neither engine nor runners look at it
 
 
 # All rows of a step are sampled by the captured pass, which reads their columns. The rows of a request with an effect
@@ -33,8 +33,7 @@ class Effect(Enum):
 CAPTURED_PASS = frozenset({Effect.DRAW, Effect.FILTER})
 SECOND_PASS = frozenset({Effect.PENALTY, Effect.BIAS, Effect.GRAMMAR})
 
-_CODES: dict[str, str] = {"float": "f", "int": "i", "bool": "i", "int | None": "i"}
-UNSET = -1  # stands for None where a value is a number: on the wire and in a column
+UNSET = -1  # stands for None in a column
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +50,9 @@ class SamplingField:
     column: int | None  # of a slot's row, whose entries are 32 bits wide
 
     @property
-    def code(self) -> str | None:
-        """The format character of the value in a struct; None: it is not one number, or does not travel."""
-        return None if self.effect is Effect.TEXT else _CODES.get(self.type)
+    def code(self) -> str:
+        """The kind of number that its column holds: "f" or "i"."""
+        return "f" if self.type == "float" else "i"
 
     @property
     def limits(self) -> dict[str, float]:
@@ -108,7 +107,6 @@ class SamplingTable:
     """The fields of a class of sampling parameters, and all that is derived from them."""
 
     def __init__(self, params: type) -> None:
-        self.params = params
         self.fields = tuple(SamplingField(f.name, _type_name(f.type), *f.metadata["sampling"]) for f in fields(params))
         self.columns = [(f.column, f.name, f.code) for f in self.fields if f.column is not None]
         bounded = [f for f in self.fields if f.low is not None]
@@ -116,12 +114,6 @@ class SamplingTable:
         self._lows: list[Any] = [nextafter(f.low or 0, inf) if f.excludes_low else f.low for f in bounded]
         self._highs = [inf if f.high is None else f.high for f in bounded]
         self._bounded_optional = [i for i, f in enumerate(bounded) if f.is_optional]
-        # The fields that travel as one number each, in the order of the table.
-        numbers = [f for f in self.fields if f.code]
-        self._names, self._get_numbers = [f.name for f in numbers], attrgetter(*(f.name for f in numbers))
-        self._optional = [i for i, f in enumerate(numbers) if f.is_optional]
-        self._bools = [i for i, f in enumerate(numbers) if f.type == "bool"]
-        self.format = "".join(f.code or "" for f in numbers)
 
     def out_of_bounds(self, params: object) -> SamplingField | None:
         """The first field whose value is not within its bounds."""
@@ -133,25 +125,6 @@ class SamplingTable:
             return None
         bounds = zip(self._bounded, self._lows, values, self._highs, strict=True)
         return next(f for f, low, value, high in bounds if not low <= value <= high)
-
-    def numbers(self, params: object) -> list[float]:
-        """The values to be packed by `format`."""
-        values = list(self._get_numbers(params))
-        for i in self._optional:
-            if values[i] is None:
-                values[i] = UNSET
-        return values
-
-    def make(self, numbers: Iterable[float], **others: Any) -> Any:
-        """The parameters from the unpacked values and the fields that are not one number."""
-        values: list[Any] = list(numbers)
-        for i in self._optional:
-            if values[i] == UNSET:
-                values[i] = None
-        for i in self._bools:
-            values[i] = bool(values[i])
-        others.update(zip(self._names, values, strict=True))
-        return self.params(**others)
 
     def has_effect(self, params: object, effects: Set[Effect]) -> bool:
         """True if a parameter with one of these effects is not neutral."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,14 @@ CPU = torch.device("cpu")
 class WithTypical(SamplingParams):
     typical_p: float = sampling(1.0, Effect.FILTER, above=0.0, high=1.0, column=10)
     no_repeat: int | None = sampling(None, Effect.PENALTY, 1, 64, column=11)
+
+
+class Slot(NewSlot):
+    params: WithTypical
+
+
+class Plan(StepPlan):
+    new: list[Slot] = msgspec.field(default_factory=list)
 
 
 def new_slot(**fields) -> NewSlot:
@@ -46,10 +55,8 @@ def test_it_is_validated(fields, message):
 
 @pytest.mark.parametrize("fields", [{}, {"typical_p": 0.5}, {"no_repeat": 3, "ignore_eos": True, "logprobs": 2}])
 def test_it_travels_with_a_plan(monkeypatch, fields):
-    table = table_of(WithTypical)
-    monkeypatch.setattr(plan, "_PARAMS", table)
-    monkeypatch.setattr(plan, "_SLOT", plan.slot_layout(table))
-    (got,) = decode_plan(encode_plan(StepPlan(1, new=[new_slot(**fields)]))).new
+    monkeypatch.setattr(plan, "_plans", plan.decoder_of(Plan))
+    (got,) = decode_plan(encode_plan(Plan(1, new=[new_slot(**fields)]))).new
     assert got.params == WithTypical(**fields)
     assert (got.slot, got.prompt_len, got.seed, got.token_ids.tolist()) == (1, 3, -7, [3, 4, 5])
 

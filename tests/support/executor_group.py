@@ -5,9 +5,9 @@ import multiprocessing
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -28,7 +28,7 @@ def plan_of(step_id: int, num_rows: int = 1, num_ids: int = 0) -> StepPlan:
 
 def failing(step_id: int, rank: int) -> StepPlan:
     """In this step `rank` fails (or none, for -1), and the others wait for it for ever, as in a collective."""
-    return replace(plan_of(step_id), freed=np.array([rank], np.int32))
+    return msgspec.structs.replace(plan_of(step_id), freed=np.array([rank], np.int32))
 
 
 class Runner:
