@@ -1,47 +1,31 @@
-"""EngineClient: what a front end needs of its engines, and the errors with which they refuse a request."""
+"""EngineClient: what a front end needs of its engines, and the error with which they refuse a request."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from typing import ClassVar, Protocol
+from enum import StrEnum
+from typing import Protocol
 
 from actors.metrics import MetricValues, Snapshot
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, Request, RequestOutput
 
 
+class Refusal(StrEnum):
+    """Why a request was not begun, the likeliest to pass first; the label of callboard:requests_refused."""
+
+    BUSY = "busy"  # the queue is full
+    DRAINING = "draining"  # the engine takes no new requests before it ends
+    LATE = "late"  # it has waited in the queue for as long as it may
+    NEVER = "never"  # it cannot be served at all: it is too long, say
+
+
 class EngineRefusal(CallboardError):
-    """The request was not begun."""
+    """The request was not begun. If the engines are busy, come back after `retry_after_s` seconds."""
 
-    reason: ClassVar[str]  # the label of callboard:requests_refused
-
-
-class RequestRefused(EngineRefusal):
-    """No engine can ever serve the request: it is too long, say."""
-
-    reason = "never"
-
-
-class EngineBusy(EngineRefusal):
-    """The engines' queues are full; come back after `retry_after_s` seconds."""
-
-    reason = "busy"
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, reason: Refusal, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-class EngineDraining(EngineRefusal):
-    """The engines take no new requests, because they are about to end."""
-
-    reason = "draining"
-
-
-class QueueTimeout(EngineRefusal):
-    """The request waited in the queue for as long as it may."""
-
-    reason = "late"
+        self.reason, self.retry_after_s = reason, retry_after_s
 
 
 OnEngine = Callable[[str], None]  # is told the id of the engine that serves a request, each time that another one does
@@ -60,8 +44,7 @@ class EngineClient(Protocol):
         """Yields what is new until an output has a finish reason; closing the generator aborts the request.
 
         Outputs that piled up while the consumer was busy arrive merged into one.
-        Raises EngineBusy if all queues are full, EngineDraining, QueueTimeout, RequestRefused if the request cannot be
-        served, and CallboardError if it fails otherwise.
+        Raises EngineRefusal if it is not begun, and CallboardError if it fails otherwise.
         """
         ...
 

@@ -14,8 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from actors.engine_client import Refusal
 from actors.link_server import Connection, LinkServer, Stream
-from actors.messages import Abort, AbortById, Ended, Refusal, Refused, Status, Submit, client_id
+from actors.messages import Abort, AbortById, Ended, Refused, Status, Submit, client_id
 from actors.metrics import EngineMetrics, MetricValues, Snapshot
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.draft_client import DraftClient, DraftWire, speculation_of

@@ -1,7 +1,7 @@
 """The front's side of one engine: a connection, its heartbeats, and the streams that the engine serves.
 
 A link is healthy from the engine's first Status on, and lost when its connection ends or the engine answers no
-heartbeat. What becomes of a lost link's streams is up to its owner (`router.py`): a stream holds all that another
+heartbeat. What becomes of a lost link's streams is up to its router (`router.py`): a stream holds all that another
 engine needs to continue it (C8).
 """
 
@@ -13,7 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from actors.engine_client import EngineRefusal, OnEngine
 from actors.messages import (
@@ -36,6 +36,9 @@ from actors.names import engine_id
 from actors.transport import Address, FrameProtocol, connect_stream
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
+
+if TYPE_CHECKING:
+    from actors.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -114,22 +117,6 @@ class Stream:
         return (limit if last is None else min(limit, last.max_model_len)) <= info.max_model_len
 
 
-class LinkOwner(Protocol):
-    """Receives the events of a link."""
-
-    def on_status(self, link: EngineLink) -> None:
-        """The link has become healthy, or ill, or its engine draining."""
-        ...
-
-    def on_lost(self, link: EngineLink, streams: list[Stream]) -> None:
-        """The connection has ended; the link looks for its engine again, but knows these streams no more."""
-        ...
-
-    def on_refused(self, link: EngineLink, stream: Stream, refused: Refused) -> None:
-        """The engine has not taken a stream, or given it up."""
-        ...
-
-
 class _Connection(FrameProtocol):
     """A link's connection, until it is lost or cut."""
 
@@ -160,10 +147,10 @@ class EngineLink:
     `open_link()` asks the engine for an address to connect to and for its model; it raises while there is none."""
 
     def __init__(
-        self, name: str, open_link: Callable[[], Awaitable[tuple[Address, ModelInfo]]], owner: LinkOwner
+        self, name: str, open_link: Callable[[], Awaitable[tuple[Address, ModelInfo]]], router: Router
     ) -> None:
         self.name, self.engine = name, engine_id(name)
-        self._open_link, self._owner = open_link, owner
+        self._open_link, self._router = open_link, router
         self._streams: dict[int, Stream] = {}
         self._last_number = 0
         self._connection: _Connection | None = None
@@ -196,7 +183,7 @@ class EngineLink:
     def streams(self) -> list[Stream]:
         return list(self._streams.values())
 
-    # ---- for its owner --------------------------------------------------------------------------------------------
+    # ---- for its router -------------------------------------------------------------------------------------------
 
     def submit(self, stream: Stream) -> None:
         """Let this engine serve a stream, from where it stands."""
@@ -274,7 +261,7 @@ class EngineLink:
             await asyncio.wait((connection.lost,), timeout=HEARTBEAT_S)
 
     def on_connection_lost(self, connection: _Connection) -> None:
-        """Its streams are for the owner to place anew."""
+        """Its streams are for the router to place anew; the link knows them no more, and looks for its engine again."""
         if connection is not self._connection:
             return  # closed, or it ended before it was used
         self._connection, self.usable, self.draining = None, False, False
@@ -286,7 +273,7 @@ class EngineLink:
         streams, self._streams = self._streams, {}
         self.suspects = [stream for stream in streams.values() if not stream.waits]
         logger.warning("lost engine %s with %d streams", self.name, len(streams))
-        self._owner.on_lost(self, list(streams.values()))
+        self._router.on_lost(self, list(streams.values()))
 
     # ---- what the engine says -------------------------------------------------------------------------------------
 
@@ -296,13 +283,13 @@ class EngineLink:
         elif isinstance(message, Status):
             self.reason, self.draining = message.reason, message.draining
             self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
-            self._owner.on_status(self)
+            self._router.on_status(self)
         elif isinstance(message, Snapshot):
             self._snapshot = message
             if not (asked := self._reports.popleft()).done():
                 asked.set_result(None)
         elif isinstance(message, Refused) and (stream := self._streams.pop(message.stream, None)) is not None:
-            self._owner.on_refused(self, stream, message)
+            self._router.on_refused(self, stream, message)
 
     def _on_tokens(self, frame: Tokens) -> None:
         streams = self._streams

@@ -16,6 +16,8 @@ import time
 from array import array
 from collections.abc import Callable
 
+import msgspec
+
 from actors.messages import (
     LEASE_S,
     Abort,
@@ -167,7 +169,7 @@ class LinkServer:
                         connection.send(self._report(message.figures))
                     else:
                         self._deliver(connection, message)
-            except (CallboardError, OSError):
+            except (CallboardError, msgspec.DecodeError, OSError):
                 pass  # not a front of ours, or gone: nothing after this frame can be trusted
             except Exception:
                 logger.exception("a link's reader failed; its connection ends")

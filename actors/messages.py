@@ -12,10 +12,9 @@ tokens are delivered exactly once (C8).
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import msgspec
 
+from actors.engine_client import Refusal
 from actors.metrics import MetricValues, Snapshot
 from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
@@ -97,22 +96,13 @@ class Report(msgspec.Struct, array_like=True, tag=8):
     figures: MetricValues
 
 
-class Refusal(IntEnum):
-    """Why a request was not served."""
-
-    NEVER = 0  # it cannot be served at all
-    BUSY = 1  # the queue is full
-    DRAINING = 2  # the engine takes no new requests before it ends
-    LATE = 3  # it was not begun within queue_timeout_s
-
-
 class Refused(msgspec.Struct, array_like=True, tag=5):
     """`stream` was not accepted, or given up before it was begun."""
 
     stream: int
     message: str
     reason: Refusal
-    retry_after_s: float = 0.0  # with BUSY
+    retry_after_s: float = 0.0  # with Refusal.BUSY
 
 
 class Status(msgspec.Struct, array_like=True, tag=6):
@@ -127,25 +117,6 @@ class EngineLoading(CallboardError):
     """There is an engine, but it has no address yet: it loads its model. The text says how far it is."""
 
 
-_encoder = msgspec.msgpack.Encoder()
-_from_front = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report)
-_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat)
-encode = _encoder.encode
-
-
-def decode_from_front(frame: bytes) -> Submit | Abort | AbortById | Heartbeat | Report:
-    """Raises CallboardError if `frame` is not a message that a front may send."""
-    try:
-        message: Submit | Abort | AbortById | Heartbeat | Report = _from_front.decode(frame)
-    except msgspec.DecodeError as e:
-        raise CallboardError(f"A front sent a frame of {len(frame)} bytes that is no message: {e}.") from None
-    return message
-
-
-def decode_from_engine(frame: bytes | bytearray) -> Tokens | Refused | Status | Snapshot | Heartbeat:
-    """Raises CallboardError if `frame` is not a message that an engine may send."""
-    try:
-        message: Tokens | Refused | Status | Snapshot | Heartbeat = _from_engine.decode(frame)
-    except msgspec.DecodeError as e:
-        raise CallboardError(f"An engine sent a frame of {len(frame)} bytes that is no message: {e}.") from None
-    return message
+encode = msgspec.msgpack.Encoder().encode
+decode_from_front = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report).decode
+decode_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat).decode

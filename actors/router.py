@@ -14,17 +14,9 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Protocol
 
-from actors.engine_client import (
-    EngineBusy,
-    EngineDraining,
-    EngineRefusal,
-    OnEngine,
-    QueueTimeout,
-    RequestRefused,
-    nobody,
-)
+from actors.engine_client import EngineRefusal, OnEngine, Refusal, nobody
 from actors.link import EngineLink, Stream
-from actors.messages import AbortById, Refusal, Refused
+from actors.messages import AbortById, Refused
 from actors.metrics import MetricValues, Snapshot
 from actors.transport import Address
 from runtime.core.config import ModelInfo
@@ -176,22 +168,18 @@ class Router:
 
     def on_refused(self, link: EngineLink, stream: Stream, refused: Refused) -> None:
         """Another engine may take it; else its reader hears of the refusal that is the likeliest to pass."""
+        error = EngineRefusal(refused.message, refused.reason, refused.retry_after_s)
         if refused.reason is Refusal.LATE:
-            stream.fail(QueueTimeout(refused.message))
+            stream.fail(error)
             return
-        errors: dict[Refusal, EngineRefusal] = {
-            Refusal.NEVER: RequestRefused(refused.message),
-            Refusal.BUSY: EngineBusy(refused.message, refused.retry_after_s),
-            Refusal.DRAINING: EngineDraining(refused.message),
-        }
         alike = [k for k in self._links.values() if k.usable and k.info == link.info]
         for other in alike if refused.reason is Refusal.NEVER else [link]:
-            stream.refusals[other] = errors[refused.reason]
+            stream.refusals[other] = error
         if self._choose(stream) is not None:
             self._place(stream)
         else:
-            by_hope = (EngineBusy, EngineDraining, RequestRefused)
-            stream.fail(min(stream.refusals.values(), key=lambda error: by_hope.index(type(error))))
+            by_hope = list(Refusal)
+            stream.fail(min(stream.refusals.values(), key=lambda error: by_hope.index(error.reason)))
 
     # ---- which engines there are ----------------------------------------------------------------------------------
 

@@ -14,36 +14,37 @@ from runtime.core.types import CallboardError
 from runtime.output.fields import FieldError, shortened
 
 _MAX_MESSAGE_CHARS = 1000
+_TYPES = {429: "rate_limit_error", 499: "request_aborted"}  # the others go by the hundreds
 # What internals may say and a client must not see: absolute paths, and IPv4 or bracketed IPv6 addresses with ports.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-9a-fA-F:.]*\](?::\d+)?")
 
 
 class ApiError(CallboardError):
-    """A fault with its HTTP status and the four fields of OpenAI's error object."""
+    """A fault with its HTTP status, and what OpenAI's error object has beside the type, which follows from that."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(shortened(message, _MAX_MESSAGE_CHARS))
-        self.status, self.type, self.code = status, type, code
+        self.status, self.code = status, code
         self.param = None if param is None else shortened(param)
         self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[Any, ...]:  # to a caller in another process, by a Serve handle
-        names = ("type", "param", "code", "retry_after_s")
+        names = ("param", "code", "retry_after_s")
         return partial(ApiError, **{name: getattr(self, name) for name in names}), (self.status, str(self))
 
     def body(self) -> dict[str, Any]:
         message = str(self) if self.status < 500 else redacted(str(self))
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def api_error(error: FieldError) -> ApiError:

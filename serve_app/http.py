@@ -66,8 +66,8 @@ def build_http_app(
         ],
         exception_handlers={
             HTTPException: _http_error,
-            ApiError: _api_error,
-            FieldError: _field_error,
+            ApiError: _refusal,
+            FieldError: _refusal,
             Exception: _internal_error,
         },
     )
@@ -273,9 +273,7 @@ async def _until_client_leaves(receive: Receive) -> AsyncIterator[None]:
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
-_INTERNAL_ERROR = ApiError(
-    500, "The server met an internal error; its log has the details.", type="server_error", code="internal_error"
-)
+_INTERNAL_ERROR = ApiError(500, "The server met an internal error; its log has the details.", code="internal_error")
 
 
 def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -284,18 +282,13 @@ def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = N
 
 def _unavailable(why: str, **fields: str) -> Response:
     """A 503 of OpenAI's shape, with fields for those who watch the server."""
-    error = ApiError(503, why, type="server_error", code="engine_unavailable")
+    error = ApiError(503, why, code="engine_unavailable")
     return _json(error.body() | fields, 503, {"retry-after": "1"})
 
 
-def _api_error(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error)
-
-
-def _field_error(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, FieldError)
-    return error_response(api_error(error))
+def _refusal(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError | FieldError)
+    return error_response(api_error(error) if isinstance(error, FieldError) else error)
 
 
 def _http_error(request: HttpRequest, error: Exception) -> Response:

@@ -108,4 +108,4 @@ async def deadline(seconds: float | None) -> AsyncIterator[None]:
         if not timeout.expired():
             raise
         text = f"The answer took longer than this server allows ({seconds:g} s, request_timeout_s)."
-        raise ApiError(504, text, type="server_error", code="request_timeout") from None
+        raise ApiError(504, text, code="request_timeout") from None

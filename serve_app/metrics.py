@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -22,6 +22,9 @@ from actors.engine_client import EngineClient, EngineRefusal
 from actors.metrics import METRICS, MetricValues, Snapshot
 from runtime.core.types import Request, RequestOutput
 from serve_app.errors import ApiError
+
+if TYPE_CHECKING:
+    from serve_app.ray_metrics import RayMetrics
 
 logger = logging.getLogger("ray.serve")
 
@@ -99,7 +102,7 @@ class RequestRecord:
                 choice.reason = "error"
             raise
         except EngineRefusal as e:
-            choice.reason, choice.refusal = "refused", e.reason
+            choice.reason, choice.refusal = "refused", e.reason.value
             raise
         finally:
             self._metrics.observe(choice, self._context.arrived_at, submitted_at)
@@ -112,7 +115,7 @@ class ServiceMetrics:
         self._client, self._model = client, model
         self._pending: dict[str, MetricValues] = {}  # by engine: not reported yet
         self._sinks: list[RequestLog] = [self._log]
-        self._ray: RaySink | None = None
+        self._ray: RayMetrics | None = None
 
     def add_sink(self, sink: RequestLog) -> None:
         """Tell `sink` too of every API request that has ended."""
@@ -216,16 +219,16 @@ class ServiceMetrics:
         registry.register(_Collector(self._model, await self.report()))
         return generate_latest(registry)
 
-    async def run(self, ray_sink: RaySink, publishes_engines: Callable[[], bool]) -> None:
+    async def run(self, ray_metrics: RayMetrics, publishes_engines: Callable[[], bool]) -> None:
         """Report for as long as the replica lives, and publish through Ray: its own figures, and, where
         `publishes_engines()`, those that only engines know."""
-        self._ray = ray_sink
+        self._ray = ray_metrics
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
             if publishes_engines():
                 for engine, snapshot in (await self.report()).items():
-                    await ray_sink.publish_engine(engine, snapshot)
-                ray_sink.clear_gauges(self._client.engines())
+                    await ray_metrics.publish_engine(engine, snapshot)
+                ray_metrics.clear_gauges(self._client.engines())
             elif self._pending:
                 await self.report()
 
@@ -253,22 +256,6 @@ class ServiceMetrics:
                 "decode_s": f"{max(choice.last_at for choice in began) - first.first_at:.4f}",
             }
         logger.info("request %s", " ".join(f"{name}={value}" for name, value in fields.items()))
-
-
-class RaySink(Protocol):
-    """Publishes figures through Ray (serve_app/ray_metrics.py)."""
-
-    async def publish(self, engine: str, new: MetricValues) -> None:
-        """Publishes new counts of a replica's own requests."""
-        ...
-
-    async def publish_engine(self, engine: str, snapshot: Snapshot) -> None:
-        """Publishes an engine's own counts."""
-        ...
-
-    def clear_gauges(self, engines: Collection[str]) -> None:
-        """There are no engines but these any more."""
-        ...
 
 
 class _Collector:

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import quote
 
-from actors.engine_client import EngineBusy, EngineClient, EngineDraining, QueueTimeout, RequestRefused
+from actors.engine_client import EngineClient, EngineRefusal, Refusal
 from runtime.core.requests import requests_of
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.output.chat_prompt import ChatPrompter
@@ -36,6 +36,12 @@ from serve_app.requests import SamplingFields
 
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
+_REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, and when to come back
+    Refusal.BUSY: (429, "engine_busy", None),
+    Refusal.DRAINING: (503, "engine_unavailable", _RECOVERY_RETRY_S),
+    Refusal.LATE: (504, "queue_timeout", None),
+    Refusal.NEVER: (400, None, None),
+}
 _MAX_PROMPT_TOKENS = 4_000_000  # of one request, which sends a prompt to the engine once for each choice
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
 _MAX_IGNORED = 32  # keywords of a schema that are not enforced, in a header
@@ -158,18 +164,13 @@ class Service:
                     async with aclosing(self._merged(prepared, record)) as choices:
                         async for deltas in choices:
                             yield deltas
-            except EngineBusy as e:
-                raise _too_many(e, e.retry_after_s, "engine_busy") from e
-            except EngineDraining as e:
-                raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
-            except QueueTimeout as e:
-                raise ApiError(504, str(e), type="server_error", code="queue_timeout") from e
-            except RequestRefused as e:
-                raise ApiError(400, str(e)) from e
+            except EngineRefusal as e:
+                status, code, retry_after_s = _REFUSALS[e.reason]
+                raise ApiError(status, str(e), code=code, retry_after_s=e.retry_after_s or retry_after_s) from e
             except ApiError:
                 raise
             except CallboardError as e:
-                raise ApiError(500, str(e), type="server_error", code="engine_error") from e
+                raise ApiError(500, str(e), code="engine_error") from e
 
     async def _merged(self, prepared: PreparedRequest[Any], record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
         """All choices side by side."""
@@ -246,7 +247,7 @@ class Service:
         except GrammarError as e:
             raise api_error(invalid(asked.field, str(e))) from e
         except CompilerBusy as e:
-            raise _too_many(e, e.retry_after_s, "grammars_busy") from e
+            raise ApiError(429, str(e), code="grammars_busy", retry_after_s=e.retry_after_s) from e
         finally:
             self.metrics.waited_for_grammar(time.monotonic() - asked_at)
         paths = grammar.ignored[:_MAX_IGNORED]
@@ -302,16 +303,12 @@ def _check_work(request: SamplingFields, num_tokens: int, where: str) -> None:
 def _failure(output: RequestOutput, prepared: PreparedRequest[Any]) -> ApiError:
     """The error for a choice that has not come to its end."""
     if output.finish_reason is FinishReason.ABORT:
-        return ApiError(499, "This request was aborted by its id.", type="request_aborted", code="request_aborted")
+        return ApiError(499, "This request was aborted by its id.", code="request_aborted")
     if output.finish_reason is FinishReason.GRAMMAR:
         grammar = prepared.prompts.grammar
         return ApiError(400, output.error, param=None if grammar is None else grammar.field, code="grammar_failed")
-    return ApiError(500, output.error, type="server_error", code="engine_error")
-
-
-def _too_many(error: CallboardError, retry_after_s: float, code: str) -> ApiError:
-    return ApiError(429, str(error), type="rate_limit_error", code=code, retry_after_s=retry_after_s)
+    return ApiError(500, output.error, code="engine_error")
 
 
 def _unavailable(reason: str, retry_after_s: float) -> ApiError:
-    return ApiError(503, reason, type="server_error", code="engine_unavailable", retry_after_s=retry_after_s)
+    return ApiError(503, reason, code="engine_unavailable", retry_after_s=retry_after_s)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import uvloop
 
-from actors.engine_client import EngineBusy, RequestRefused
+from actors.engine_client import EngineRefusal, Refusal
 from actors.engine_loop import EngineLoop
 from actors.link_server import Connection
 from actors.router import Router
@@ -309,8 +309,9 @@ async def test_a_full_queue_says_when_to_come_back():
     await eventually(lambda: engine.loop.stats()["running"] == 1)
     tasks += [asyncio.create_task(read(link, request(i))) for i in (1, 2)]
     await eventually(lambda: engine.loop.stats()["waiting"] == 2)
-    with pytest.raises(EngineBusy, match="max_queued_requests") as busy:
+    with pytest.raises(EngineRefusal, match="max_queued_requests") as busy:
         await read(link, request(9))
+    assert busy.value.reason is Refusal.BUSY
     assert busy.value.retry_after_s >= 1
     for task in tasks:
         task.cancel()
@@ -320,8 +321,9 @@ async def test_a_full_queue_says_when_to_come_back():
 
 async def test_a_request_that_cannot_be_served_is_refused(served):
     _, link = served
-    with pytest.raises(RequestRefused, match="maximum context length"):
+    with pytest.raises(EngineRefusal, match="maximum context length") as refused:
         await read(link, Request("long", [1] * 600, 600, SamplingParams()))
+    assert refused.value.reason is Refusal.NEVER
 
 
 async def test_abort_by_id_is_told_to_the_reader(served):

@@ -9,7 +9,7 @@ import pytest
 import uvloop
 
 from actors import link as link_module
-from actors.engine_client import EngineBusy, EngineDraining, RequestRefused
+from actors.engine_client import EngineRefusal, Refusal
 from actors.messages import Heartbeat
 from actors.transport import Address
 from runtime.core.types import FinishReason, Request, SamplingParams
@@ -199,8 +199,9 @@ async def test_streams_stay_when_all_engines_drain(monkeypatch):
         for engine in engines:
             await asyncio.wrap_future(engine.loop.drain("The server ends."))
         await eventually(lambda: group.health() == "The server ends.")
-        with pytest.raises(EngineDraining, match="The server ends"):
+        with pytest.raises(EngineRefusal, match="The server ends") as refused:
             await read(group, request(9))
+        assert refused.value.reason is Refusal.DRAINING
         await asyncio.sleep(0.15)
         assert [running(e) for e in engines] == [4, 4]
         await check(reading, 8, 100)
@@ -230,8 +231,9 @@ async def test_a_full_engine_is_passed_by(monkeypatch):
         assert (await read(group, request(2)))[:2] == sequential(request(2), 512)
         assert running(engines[0]) == 1
         filling += await fill(group, engines[1])
-        with pytest.raises(EngineBusy, match="max_queued_requests"):
+        with pytest.raises(EngineRefusal, match="max_queued_requests") as refused:
             await read(group, request(5))
+        assert refused.value.reason is Refusal.BUSY
         for task in filling:
             task.cancel()
         engines[1].loop.close()
@@ -265,8 +267,9 @@ async def test_a_prompt_too_long_for_one_engine_goes_to_another():
         assert (await read(group, long))[:2] == sequential(long, 512)
         engines[1].die()
         await eventually(lambda: group.engines() == ["0"])
-        with pytest.raises(RequestRefused, match="maximum context length is 64"):
+        with pytest.raises(EngineRefusal, match="maximum context length is 64") as refused:
             await read(group, long)
+        assert refused.value.reason is Refusal.NEVER
 
 
 async def test_only_what_an_engine_had_accepted_skips_the_queue_of_the_next():
@@ -284,8 +287,8 @@ async def test_only_what_an_engine_had_accepted_skips_the_queue_of_the_next():
         engine.restart()
         for i, task in enumerate(old):
             assert (await task)[:2] == sequential(request(i, max_tokens=30), 512)
-        refused = [r for r in await asyncio.gather(*new, return_exceptions=True) if isinstance(r, EngineBusy)]
-        assert len(refused) == 4
+        refused = [r for r in await asyncio.gather(*new, return_exceptions=True) if isinstance(r, EngineRefusal)]
+        assert [r.reason for r in refused] == [Refusal.BUSY] * 4
 
 
 async def test_a_stream_that_engines_die_of_is_not_tried_for_ever():

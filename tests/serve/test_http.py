@@ -6,7 +6,7 @@ import pickle
 import httpx
 import pytest
 
-from actors.engine_client import RequestRefused
+from actors.engine_client import EngineRefusal, Refusal
 from runtime.core.requests import choice_seed
 from serve_app.errors import ApiError
 from serve_app.settings import HttpSettings
@@ -321,7 +321,7 @@ async def test_a_request_that_no_engine_can_serve_is_the_clients_fault(n: int):
     engine = FakeEngine()
 
     async def refuse(request, on_engine=None):
-        raise RequestRefused("The prompt has 600 tokens; shorten the prompt.")
+        raise EngineRefusal("The prompt has 600 tokens; shorten the prompt.", Refusal.NEVER)
         yield
 
     engine.generate = refuse
@@ -376,6 +376,7 @@ async def test_body_size_cap(declared: bool):
 
 
 def test_errors_survive_the_way_to_another_process():
-    error = ApiError(429, "Come back.", type="rate_limit_error", param="n", code="engine_busy", retry_after_s=2.0)
+    error = ApiError(429, "Come back.", param="n", code="engine_busy", retry_after_s=2.0)
+    assert error.body()["error"]["type"] == "rate_limit_error"
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.status, copy.retry_after_s, copy.body()) == (429, 2.0, error.body())

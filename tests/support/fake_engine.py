@@ -10,7 +10,7 @@ import httpx
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from actors.engine_client import EngineBusy
+from actors.engine_client import EngineRefusal, Refusal
 from actors.metrics import MetricValues, Snapshot, all_at_zero
 from runtime.core.config import ModelInfo
 from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
@@ -87,7 +87,7 @@ class FakeEngine:
         self.requests.append(request)
         await asyncio.sleep(0)
         if self.busy:
-            raise EngineBusy("The engine's queue is full; come back in 2 seconds.", 1.5)
+            raise EngineRefusal("The engine's queue is full; come back in 2 seconds.", Refusal.BUSY, 1.5)
         self.num_running += 1
         done = False
         try:
