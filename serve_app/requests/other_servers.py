@@ -7,6 +7,7 @@ ignored, and named in a header of the answer; so is every field that no table ha
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 
@@ -16,23 +17,6 @@ class Refused(NamedTuple):
     harmless: tuple[Any, ...]  # values that ask for nothing
     instead: str  # what a client can do
 
-
-def _no(*harmless: Any, instead: str = "leave it out") -> Refused:
-    return Refused((None, *harmless), instead)
-
-
-def _structured(kind: str) -> Refused:
-    return _no([], instead=f"send structured_outputs.{kind}")
-
-
-def _all(names: str, refused: Refused) -> dict[str, Refused]:
-    return dict.fromkeys(names.split(), refused)
-
-
-_CHAT = "send it to /v1/chat/completions"
-_COMPLETIONS = "send it to /v1/completions"
-_TOOLS = "use tools, tool_choice and tool_calls instead of OpenAI's old fields"
-_THINKING = "send what the model's template knows, such as chat_template_kwargs.enable_thinking"
 
 # Fields that mean nothing here: hints, fields of what is refused below, and of what there is not (images, routing).
 _IGNORED = """
@@ -47,127 +31,70 @@ _IGNORED = """
 """
 IGNORED_FIELDS = frozenset(_IGNORED.split())
 
-UNSUPPORTED_FIELDS: dict[str, Refused] = {
-    # ---- without another way
-    **_all("suffix guideline negative_prompt", _no("")),
-    **_all(
-        "include logits_processors prompt_embeds input_embeds samplers grammar_triggers lora image_data "
-        "response_fields images transforms plugins",
-        _no([]),
-    ),
-    **_all(
-        "audio web_search_options moderation repetition_detection custom_logit_processor lora_path task "
-        "adapter_id thinking_budget",
-        _no(),
-    ),
-    **_all(
-        "use_beam_search early_stopping watermarking return_hidden_states return_routed_experts "
-        "return_meta_info watermark penalize_nl post_sampling_probs grammar_lazy thinking_forced_open",
-        _no(False),
-    ),
-    **_all("length_penalty num_beams guidance_scale", _no(1)),
-    **_all("kv_transfer_params ec_transfer_params vllm_xargs session_params images_config", _no({})),
-    **_all("separate_reasoning stream_reasoning parse_tool_calls", _no(True)),
-    **_all("xtc_probability n_indent penalty_alpha", _no(0)),
-    # ---- of the other endpoint, or of OpenAI's other interfaces
-    "messages": _no(instead=_CHAT),
-    "prompt": _no(instead=_COMPLETIONS),
-    "echo": _no(False, instead=_COMPLETIONS),
-    "best_of": _no(1, instead="send n"),
-    "max_completion_tokens": _no(instead="send max_tokens"),
-    "max_output_tokens": _no(instead="send max_tokens"),
-    "top_logprobs": _no(0, instead="send logprobs"),
-    "tools": _no([], instead=_CHAT),
-    "tool_choice": _no("none", "auto", instead=_CHAT),
-    "chat_template_kwargs": _no({}, instead=_CHAT),
-    "continue_final_message": _no(False, instead=_CHAT),
-    "input": _no(instead="send messages or prompt"),
-    "instructions": _no(instead="send a message of the role system"),
-    "previous_response_id": _no(instead="send the whole conversation as messages"),
-    "text": _no({}, instead="send response_format"),
-    "truncation": _no("disabled", instead="send truncate_prompt_tokens"),
-    # ---- OpenAI's chats
-    "functions": _no([], instead=_TOOLS),
-    "function_call": _no([], "none", instead=_TOOLS),
-    "reasoning_effort": _no(instead=_THINKING),
-    "reasoning": _no({}, instead=_THINKING),
-    # ---- vLLM
-    "guided_json": _structured("json"),
-    "guided_regex": _structured("regex"),
-    "guided_choice": _structured("choice"),
-    "guided_grammar": _no(instead="send a JSON Schema or a regular expression as structured_outputs"),
-    "guided_whitespace_pattern": _no(instead="send structured_outputs.regex where white space matters"),
-    "structural_tag": _no(instead="send tools with strict functions, or response_format"),
-    "documents": _no([], instead="send chat_template_kwargs.documents, if the model's template reads them"),
-    "chat_template": _no(instead="a template is a program: the operator sets it with --chat-template"),
-    "allowed_token_ids": _no([], instead="send structured_outputs.choice or logit_bias"),
-    "bad_words": _no([], instead="send logit_bias"),
-    "logprob_token_ids": _no([], instead="send logprobs"),
-    "return_tokens_as_token_ids": _no(False, instead="send return_token_ids"),
-    "return_prompt_text": _no(False, instead="send return_token_ids"),
-    # ---- SGLang
-    "regex": _structured("regex"),
-    "ebnf": _no(instead="send a JSON Schema or a regular expression as structured_outputs"),
-    "json_schema": _structured("json"),
-    "stop_regex": _no([], instead="send stop"),
-    "no_stop_trim": _no(False, instead="send include_stop_str_in_output"),
-    "input_ids": _no([], instead="send the ids as the prompt of /v1/completions"),
-    "return_cached_tokens_details": _no(False, instead="read usage.prompt_tokens_details"),
-    "return_prompt_token_ids": _no(False, instead="send return_token_ids"),
-    # ---- TGI
-    "max_new_tokens": _no(instead="send max_tokens"),
-    "do_sample": _no(True, instead="send temperature 0"),
-    "return_full_text": _no(False, instead="send echo to /v1/completions"),
-    "truncate": _no(instead="send truncate_prompt_tokens"),
-    "typical_p": _no(1, instead="send top_p or min_p"),
-    "top_n_tokens": _no(0, instead="send logprobs"),
-    "decoder_input_details": _no(False, instead="send prompt_logprobs"),
-    "tool_prompt": _no("", instead="send a message of the role system"),
-    # ---- llama.cpp
-    "n_predict": _no(-1, instead="send max_tokens"),
-    "repeat_penalty": _no(1, instead="send repetition_penalty"),
-    "repeat_last_n": _no(-1, instead="penalties look at all tokens here; leave it out"),
-    "tfs_z": _no(1, instead="send top_p or min_p"),
-    "top_n_sigma": _no(-1, 0, instead="send top_p or min_p"),
-    "mirostat": _no(0, instead="send temperature and top_p"),
-    "dry_multiplier": _no(0, instead="send repetition_penalty"),
-    "dynatemp_range": _no(0, instead="send temperature"),
-    "n_probs": _no(0, instead="send logprobs"),
-    "grammar": _no("", instead="send a JSON Schema or a regular expression as structured_outputs"),
-    "t_max_predict_ms": _no(0, -1, instead="send max_tokens"),
-    # ---- Ollama
-    "options": _no({}, instead="send its fields beside the others, by OpenAI's names"),
-    "format": _no("", instead="send response_format"),
-    "num_predict": _no(-1, instead="send max_tokens"),
-    "think": _no(instead=_THINKING),
-    "system": _no("", instead="send a message of the role system"),
-    "template": _no("", instead="send the rendered prompt to /v1/completions"),
-    "context": _no([], instead="send the whole conversation"),
-    "raw": _no(False, instead="send the rendered prompt to /v1/completions"),
-    # ---- Anthropic, hosted services and front ends
-    "stop_sequences": _no([], instead="send stop"),
-    "max_tokens_to_sample": _no(instead="send max_tokens"),
-    "thinking": _no({}, {"type": "disabled"}, instead=_THINKING),
-    "enable_thinking": _no(instead="send chat_template_kwargs.enable_thinking"),
-    "top_a": _no(0, instead="send min_p"),
-    "typical": _no(1, instead="send top_p or min_p"),
-    "tfs": _no(1, instead="send top_p or min_p"),
-    "epsilon_cutoff": _no(0, instead="send min_p"),
-    "eta_cutoff": _no(0, instead="send min_p"),
-    "mirostat_mode": _no(0, instead="send temperature and top_p"),
-    "smoothing_factor": _no(0, instead="send temperature"),
-    "dynamic_temperature": _no(False, instead="send temperature"),
-    "no_repeat_ngram_size": _no(0, instead="send repetition_penalty"),
-    "encoder_repetition_penalty": _no(1, instead="send repetition_penalty"),
-    "banned_tokens": _no([], "", instead="send logit_bias"),
-    "token_bans": _no([], instead="send logit_bias"),
-    "safe_prompt": _no(False, instead="send a message of the role system"),
-    "random_seed": _no(instead="send seed"),
-    "modalities": _no(["text"]),
-    "verbosity": _no("medium"),
-    "truncation_side": _no("left"),
-    "thinking_token_budget": _no(-1),
-    "reasoning_budget": _no(-1),
-    "min_keep": _no(0, 1),
-    "reasoning_format": _no("auto", "deepseek"),
+# What a client can do: instead of which fields. After = stand the values that ask for nothing, as null always does.
+_INSTEAD = {
+    "leave it out": """
+        suffix="" guideline="" negative_prompt="" include=[] logits_processors=[] prompt_embeds=[] input_embeds=[]
+        samplers=[] grammar_triggers=[] lora=[] image_data=[] response_fields=[] images=[] transforms=[] plugins=[]
+        audio web_search_options moderation repetition_detection custom_logit_processor lora_path task adapter_id
+        thinking_budget use_beam_search=false early_stopping=false watermarking=false return_hidden_states=false
+        return_routed_experts=false return_meta_info=false watermark=false penalize_nl=false post_sampling_probs=false
+        grammar_lazy=false thinking_forced_open=false length_penalty=1 num_beams=1 guidance_scale=1
+        kv_transfer_params={} ec_transfer_params={} vllm_xargs={} session_params={} images_config={}
+        separate_reasoning=true stream_reasoning=true parse_tool_calls=true xtc_probability=0 n_indent=0 penalty_alpha=0
+        modalities=["text"] verbosity="medium" truncation_side="left" thinking_token_budget=-1 reasoning_budget=-1
+        reasoning_format="auto"|"deepseek" min_keep=0|1""",
+    "send it to /v1/chat/completions": """
+        messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false""",
+    "send it to /v1/completions": "prompt echo=false",
+    "send n": "best_of=1",
+    "send max_tokens": """
+        max_completion_tokens max_output_tokens max_new_tokens n_predict=-1 t_max_predict_ms=0|-1 num_predict=-1
+        max_tokens_to_sample""",
+    "send logprobs": "top_logprobs=0 logprob_token_ids=[] top_n_tokens=0 n_probs=0",
+    "send messages or prompt": "input",
+    "send a message of the role system": 'instructions tool_prompt="" system="" safe_prompt=false',
+    "send the whole conversation as messages": "previous_response_id",
+    "send response_format": 'text={} format=""',
+    "send truncate_prompt_tokens": 'truncation="disabled" truncate',
+    "use tools, tool_choice and tool_calls instead of OpenAI's old fields": 'functions=[] function_call=[]|"none"',
+    "send what the model's template knows, such as chat_template_kwargs.enable_thinking": """
+        reasoning_effort reasoning={} think thinking={}|{"type":"disabled"}""",
+    "send structured_outputs.json": "guided_json=[] json_schema=[]",
+    "send structured_outputs.regex": "guided_regex=[] regex=[]",
+    "send structured_outputs.choice": "guided_choice=[]",
+    "send a JSON Schema or a regular expression as structured_outputs": 'guided_grammar ebnf grammar=""',
+    "send structured_outputs.regex where white space matters": "guided_whitespace_pattern",
+    "send tools with strict functions, or response_format": "structural_tag",
+    "send chat_template_kwargs.documents, if the model's template reads them": "documents=[]",
+    "a template is a program: the operator sets it with --chat-template": "chat_template",
+    "send structured_outputs.choice or logit_bias": "allowed_token_ids=[]",
+    "send logit_bias": 'bad_words=[] banned_tokens=[]|"" token_bans=[]',
+    "send return_token_ids": "return_tokens_as_token_ids=false return_prompt_text=false return_prompt_token_ids=false",
+    "send stop": "stop_regex=[] stop_sequences=[]",
+    "send include_stop_str_in_output": "no_stop_trim=false",
+    "send the ids as the prompt of /v1/completions": "input_ids=[]",
+    "read usage.prompt_tokens_details": "return_cached_tokens_details=false",
+    "send temperature 0": "do_sample=true",
+    "send echo to /v1/completions": "return_full_text=false",
+    "send top_p or min_p": "typical_p=1 tfs_z=1 top_n_sigma=-1|0 typical=1 tfs=1",
+    "send prompt_logprobs": "decoder_input_details=false",
+    "send repetition_penalty": "repeat_penalty=1 dry_multiplier=0 no_repeat_ngram_size=0 encoder_repetition_penalty=1",
+    "penalties look at all tokens here; leave it out": "repeat_last_n=-1",
+    "send temperature and top_p": "mirostat=0 mirostat_mode=0",
+    "send temperature": "dynatemp_range=0 smoothing_factor=0 dynamic_temperature=false",
+    "send its fields beside the others, by OpenAI's names": "options={}",
+    "send the rendered prompt to /v1/completions": 'template="" raw=false',
+    "send the whole conversation": "context=[]",
+    "send chat_template_kwargs.enable_thinking": "enable_thinking",
+    "send min_p": "top_a=0 epsilon_cutoff=0 eta_cutoff=0",
+    "send seed": "random_seed",
 }
+
+
+def _refused(instead: str, field: str) -> tuple[str, Refused]:
+    name, _, values = field.partition("=")
+    return name, Refused((None, *map(json.loads, values.split("|") if values else ())), instead)
+
+
+UNSUPPORTED_FIELDS = dict(_refused(instead, field) for instead, fields in _INSTEAD.items() for field in fields.split())
