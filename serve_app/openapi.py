@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from types import GenericAlias
 from typing import Any, Literal
 
 from pydantic import BaseModel, create_model
@@ -18,8 +19,12 @@ from serve_app.tokenization import DetokenizeRequest, TokenizeChatRequest, Token
 
 
 def _answer(name: str, **types: Any) -> type[BaseModel]:
-    fields: dict[str, Any] = {field: (kind, ...) for field, kind in types.items()}
+    fields: dict[str, Any] = {field: kind if isinstance(kind, tuple) else (kind, ...) for field, kind in types.items()}
     return create_model(name, **fields)
+
+
+def _list_of(model: type[BaseModel]) -> Any:
+    return GenericAlias(list, (model,))
 
 
 Aborted = _answer("Aborted", request_id=str, object=Literal["request.abort"])
@@ -31,89 +36,34 @@ Ready = _answer("Ready", status=Literal["ready"])
 Version = _answer("Version", version=str)
 Document = _answer("Document", openapi=str)
 
+ModelCard = _answer(
+    "ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int, draft=str | None
+)
+ModelList = _answer("ModelList", object=Literal["list"], data=_list_of(ModelCard))
 
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-    draft: str | None
+CompletionTokensDetails = _answer(
+    "CompletionTokensDetails", accepted_prediction_tokens=int, rejected_prediction_tokens=int
+)
+Usage = _answer(
+    "Usage",
+    prompt_tokens=int,
+    completion_tokens=int,
+    total_tokens=int,
+    completion_tokens_details=(CompletionTokensDetails | None, None),  # only where a draft guesses
+)
 
+_ANSWER = {"id": str, "created": int, "model": str, "usage": Usage}
+_CHOICE = {"index": int, "logprobs": dict[str, Any] | None, "finish_reason": str | None}
+CompletionChoice = _answer("CompletionChoice", **_CHOICE, text=str)
+Completion = _answer("Completion", **_ANSWER, object=Literal["text_completion"], choices=_list_of(CompletionChoice))
+AnswerMessage = _answer("AnswerMessage", role=Literal["assistant"], content=str | None)
+ChatChoice = _answer("ChatChoice", **_CHOICE, message=AnswerMessage)
+ChatCompletion = _answer("ChatCompletion", **_ANSWER, object=Literal["chat.completion"], choices=_list_of(ChatChoice))
 
-class ModelList(BaseModel):
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class CompletionTokensDetails(BaseModel):
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    completion_tokens_details: CompletionTokensDetails | None = None  # only where a draft guesses
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
-
-
-class Completion(BaseModel):
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str | None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AnswerMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
-
-
-class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ErrorObject(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(BaseModel):
-    error: ErrorObject
-
-
-class Unhealthy(Error):
-    status: Literal["unavailable"]
-    reason: str
-
-
-class NotReady(Error):
-    status: Literal["loading", "unavailable"]
-    phase: str
+ErrorObject = _answer("ErrorObject", message=str, type=str, param=str | None, code=str | None)
+Error = _answer("Error", error=ErrorObject)
+Unhealthy = _answer("Unhealthy", error=ErrorObject, status=Literal["unavailable"], reason=str)
+NotReady = _answer("NotReady", error=ErrorObject, status=Literal["loading", "unavailable"], phase=str)
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------
