@@ -3,59 +3,47 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from runtime.core.config import check_settings, setting
 from runtime.core.types import CallboardError
-
-
-def _setting(default: Any, text: str) -> Any:
-    """A field with the sentence that `--help` and the docs show for it."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
     """The front replicas' settings. The engine's own limits (its queue, its context) are in EngineConfig."""
 
-    api_key: tuple[str, ...] = _setting(
+    api_key: tuple[str, ...] = setting(
         (), "a key that lets clients in, sent as a Bearer token; may be given several times"
     )
-    api_key_file: str | None = _setting(None, "file with more of them, one a line, at this path on every node")
-    cors_origin: tuple[str, ...] = _setting(
+    api_key_file: str | None = setting(None, "file with more of them, one a line, at this path on every node")
+    cors_origin: tuple[str, ...] = setting(
         (), "origin whose web pages may call this server, * for any; may be given several times"
     )
-    allowed_host: tuple[str, ...] = _setting(
+    allowed_host: tuple[str, ...] = setting(
         (),
         "public name by which clients reach this server, * for any; may be given several times; requests that name "
         "another host are refused, without keys even if this is not given",
     )
-    max_body_bytes: int = _setting(8 << 20, "longest request body")
-    body_timeout_s: float = _setting(60.0, "longest time for a request body to come")
-    max_header_bytes: int = _setting(12 << 10, "longest request headers in all; HAProxy's own limit is 15 KiB")
-    max_n: int = _setting(128, "most choices (n) of one request")
-    max_stop: int = _setting(16, "most stop strings of one request")
-    max_prompts: int = _setting(1024, "most prompts of one request")
-    client_priority: bool = _setting(
+    max_body_bytes: int = setting(8 << 20, "longest request body", 1)
+    body_timeout_s: float = setting(60.0, "longest time for a request body to come", above=0)
+    max_header_bytes: int = setting(12 << 10, "longest request headers in all; HAProxy's own limit is 15 KiB", 1)
+    max_n: int = setting(128, "most choices (n) of one request", 1)
+    max_stop: int = setting(16, "most stop strings of one request", 1)
+    max_prompts: int = setting(1024, "most prompts of one request", 1)
+    client_priority: bool = setting(
         False, "clients may send a priority below 0, to be served before others; above 0, to be served later, they may"
     )
-    request_timeout_s: float | None = _setting(None, "longest time for a whole answer; default: any")
-    keep_alive_s: float = _setting(15.0, "a stream that waits for its first token sends a comment this often")
-    otlp_traces_endpoint: str | None = _setting(
+    request_timeout_s: float | None = setting(None, "longest time for a whole answer; default: any", above=0)
+    keep_alive_s: float = setting(15.0, "a stream that waits for its first token sends a comment this often", above=0)
+    otlp_traces_endpoint: str | None = setting(
         None, "OTLP/HTTP endpoint for a span of each request (extra otel), such as http://127.0.0.1:4318/v1/traces"
     )
-    drain_timeout_s: float = _setting(30.0, "how long running requests may take to end when the server stops")
+    drain_timeout_s: float = setting(30.0, "how long running requests may take to end when the server stops", 0)
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_header_bytes", "max_n", "max_stop", "max_prompts"):
-            if getattr(self, name) < 1:
-                raise CallboardError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in ("body_timeout_s", "request_timeout_s", "keep_alive_s"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise CallboardError(f"{name} is {getattr(self, name)}; it must be above 0 seconds.")
-        if self.drain_timeout_s < 0:
-            raise CallboardError(f"drain_timeout_s is {self.drain_timeout_s}; it must be at least 0 seconds.")
+        check_settings(self)
 
     def listening_on(self, host: str) -> HttpSettings:
         """The settings of a server that listens on `host`: without keys, which browsers do not send by themselves, it

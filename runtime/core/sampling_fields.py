@@ -13,6 +13,8 @@ from math import inf, nextafter
 from operator import attrgetter, le
 from typing import Any
 
+from runtime.core.bounds import Bounds
+
 
 class Effect(Enum):
     """The part of a request's way to a token that a parameter changes."""
@@ -44,9 +46,7 @@ class SamplingField:
     type: str  # as annotated
     effect: Effect
     neutral: Any  # the value that changes nothing
-    low: float | None
-    high: float | None
-    excludes_low: bool
+    bounds: Bounds
     column: int | None  # of a slot's row, whose entries are 32 bits wide
 
     @property
@@ -57,22 +57,10 @@ class SamplingField:
     @property
     def limits(self) -> dict[str, float]:
         """The bounds as pydantic's Field takes them."""
-        bounds: dict[str, float] = {}
-        if self.low is not None:
-            bounds["gt" if self.excludes_low else "ge"] = self.low
-        if self.high is not None:
-            bounds["le"] = self.high
-        elif self.type.startswith("int"):
-            bounds["lt"] = 1 << 31
-        return bounds
-
-    @property
-    def wanted(self) -> str:
-        """The bounds in words."""
-        low = f"{'above' if self.excludes_low else 'at least'} {self.low:g}"
-        if self.high is None:
-            return low
-        return f"{low} and at most {self.high:g}" if self.excludes_low else f"between {self.low:g} and {self.high:g}"
+        limits = {"ge": self.bounds.low, "gt": self.bounds.above, "le": self.bounds.high}
+        if self.bounds.high is None and self.type.startswith("int"):
+            limits["lt"] = 1 << 31
+        return {name: limit for name, limit in limits.items() if limit is not None}
 
     @property
     def is_optional(self) -> bool:
@@ -92,11 +80,8 @@ def sampling(
 ) -> Any:
     """A dataclass field with its description. Values lie from `low`, or above `above`, to `high`; `neutral` is the
     default unless it says otherwise."""
-    excludes_low = above is not None
-    bounds = (above if excludes_low else low, high, excludes_low)
-    return field(
-        default=default, metadata={"sampling": (effect, default if neutral is ... else neutral, *bounds, column)}
-    )
+    description = (effect, default if neutral is ... else neutral, Bounds(low, high, above), column)
+    return field(default=default, metadata={"sampling": description})
 
 
 def _type_name(annotation: Any) -> str:
@@ -109,10 +94,11 @@ class SamplingTable:
     def __init__(self, params: type) -> None:
         self.fields = tuple(SamplingField(f.name, _type_name(f.type), *f.metadata["sampling"]) for f in fields(params))
         self.columns = [(f.column, f.name, f.code) for f in self.fields if f.column is not None]
-        bounded = [f for f in self.fields if f.low is not None]
+        bounded = [f for f in self.fields if f.bounds != Bounds()]
         self._bounded, self._get_bounded = bounded, attrgetter(*(f.name for f in bounded))
-        self._lows: list[Any] = [nextafter(f.low or 0, inf) if f.excludes_low else f.low for f in bounded]
-        self._highs = [inf if f.high is None else f.high for f in bounded]
+        bounds = [f.bounds for f in bounded]
+        self._lows: list[Any] = [b.low if b.above is None else nextafter(b.above, inf) for b in bounds]
+        self._highs = [inf if b.high is None else b.high for b in bounds]
         self._bounded_optional = [i for i, f in enumerate(bounded) if f.is_optional]
 
     def out_of_bounds(self, params: object) -> SamplingField | None:

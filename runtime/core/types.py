@@ -84,7 +84,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if (f := table_of(type(self)).out_of_bounds(self)) is not None:
-            raise CallboardError(f"{f.name} is {getattr(self, f.name)}; it must be {f.wanted}.")
+            raise CallboardError(f"{f.name} is {getattr(self, f.name)}; it must be {f.bounds}.")
         if not self.max_tokens and self.prompt_logprobs is None:
             raise CallboardError("max_tokens is 0; it must be at least 1.")
         if self.min_tokens > self.max_tokens:
