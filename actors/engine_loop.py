@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -91,16 +91,12 @@ class EngineLoop:
             "waiting": s.num_waiting,
             "waiting_tokens": s.waiting.num_tokens,
             "steps": self.core.steps_done,
-            "preemptions": s.stats.preemptions,
             "rebuilds": self.num_rebuilds,
             "blocks_total": s.pool.num_blocks - 1,
             "blocks_available": s.pool.num_available,
             "blocks_cached_idle": s.pool.num_cached_idle,
-            "drafts": s.stats.drafts,
-            "draft_tokens": s.stats.draft_tokens,
+            **asdict(s.stats),
             "accepted_draft_tokens": s.stats.accepted_draft_tokens,
-            "prompt_tokens": s.stats.prompt_tokens,
-            "prompt_tokens_cached": s.stats.prompt_tokens_cached,
             "connections": len(self._connections),
             "streams": [len(c.streams) for c in list(self._connections)],  # live requests of each
             **({} if s.speculation is None else s.speculation.stats()),

@@ -36,9 +36,8 @@ _LENGTHS: tuple[float, ...] = ()  # 1, 2, 5, 10, 20 ... up to the model's contex
 
 
 class Metric(NamedTuple):
-    """One metric: who counts it, what it is, and, by kind, its label beside model_name and engine, or its buckets."""
+    """One metric: what it is, and, by kind, its buckets, or its label beside model_name and engine."""
 
-    owner: Literal["engine", "replica"]
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     bounds: tuple[float, ...] = ()
@@ -46,93 +45,78 @@ class Metric(NamedTuple):
     label_values: tuple[str, ...] = ("",)  # those that are there from the start, at zero
 
 
+def _gauge(help: str) -> Metric:
+    return Metric("gauge", help)
+
+
+def _counter(help: str, label: str = "", *values: str) -> Metric:
+    return Metric("counter", help, (), label, values or ("",))
+
+
+def _histogram(help: str, bounds: tuple[float, ...]) -> Metric:
+    return Metric("histogram", help, bounds)
+
+
 _POSITIONS = tuple(map(str, range(MAX_DRAFT_TOKENS)))
 
-METRICS = {
-    "vllm:num_requests_running": Metric("engine", "gauge", "Requests that hold a slot."),
-    "vllm:num_requests_waiting": Metric("engine", "gauge", "Requests in the queue, preempted ones included."),
-    "vllm:kv_cache_usage_perc": Metric("engine", "gauge", "KV blocks in use by requests; 1 is all."),
-    "vllm:prefix_cache_queries": Metric("engine", "counter", "Prompt tokens looked up in the prefix cache."),
-    "vllm:prefix_cache_hits": Metric("engine", "counter", "Prompt tokens found in the prefix cache."),
-    "vllm:prompt_tokens": Metric("engine", "counter", "Prompt tokens of admitted requests."),
-    "vllm:generation_tokens": Metric("engine", "counter", "Tokens sampled for requests."),
-    "vllm:num_preemptions": Metric("engine", "counter", "Times that a request lost its slot to another."),
-    "vllm:spec_decode_num_drafts": Metric("engine", "counter", "Drafts that were verified."),
-    "vllm:spec_decode_num_draft_tokens": Metric("engine", "counter", "Tokens of these drafts."),
-    "vllm:spec_decode_num_accepted_tokens": Metric("engine", "counter", "Tokens of these drafts that were accepted."),
-    "vllm:spec_decode_num_accepted_tokens_per_pos": Metric(
-        "engine",
-        "counter",
-        "Accepted tokens by their position in the draft.",
-        label="position",
-        label_values=_POSITIONS,
+ENGINE_METRICS = {  # what an engine counts itself
+    "vllm:num_requests_running": _gauge("Requests that hold a slot."),
+    "vllm:num_requests_waiting": _gauge("Requests in the queue, preempted ones included."),
+    "vllm:kv_cache_usage_perc": _gauge("KV blocks in use by requests; 1 is all."),
+    "vllm:prefix_cache_queries": _counter("Prompt tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits": _counter("Prompt tokens found in the prefix cache."),
+    "vllm:prompt_tokens": _counter("Prompt tokens of admitted requests."),
+    "vllm:generation_tokens": _counter("Tokens sampled for requests."),
+    "vllm:num_preemptions": _counter("Times that a request lost its slot to another."),
+    "vllm:spec_decode_num_drafts": _counter("Drafts that were verified."),
+    "vllm:spec_decode_num_draft_tokens": _counter("Tokens of these drafts."),
+    "vllm:spec_decode_num_accepted_tokens": _counter("Tokens of these drafts that were accepted."),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": _counter(
+        "Accepted tokens by their position in the draft.", "position", *_POSITIONS
     ),
-    "vllm:inter_token_latency_seconds": Metric(
-        "engine", "histogram", "Between two tokens of a request, as sampled; once a token.", _TOKEN_S
+    "vllm:inter_token_latency_seconds": _histogram(
+        "Between two tokens of a request, as sampled; once a token.", _TOKEN_S
     ),
-    "vllm:request_success": Metric(
-        "replica",
-        "counter",
-        "Finished requests.",
-        label="finished_reason",
-        label_values=("stop", "length", "abort", "error"),
+    "vllm:iteration_tokens_total": _histogram(
+        "Of a step: tokens sampled, and prompts whose first token is among them.", _STEP_TOKENS
     ),
-    "vllm:time_to_first_token_seconds": Metric(
-        "replica", "histogram", "From a request's arrival to its first token.", _TTFT_S
-    ),
-    "vllm:request_time_per_output_token_seconds": Metric(
-        "replica", "histogram", "Mean time between a request's tokens.", _TOKEN_S
-    ),
-    "vllm:e2e_request_latency_seconds": Metric("replica", "histogram", "From arrival to the last token.", _REQUEST_S),
-    "vllm:request_queue_time_seconds": Metric("replica", "histogram", "From the queue to a slot.", _REQUEST_S),
-    "vllm:request_prefill_time_seconds": Metric("replica", "histogram", "From a slot to the first token.", _REQUEST_S),
-    "vllm:request_decode_time_seconds": Metric("replica", "histogram", "From first to last token.", _REQUEST_S),
-    "vllm:request_inference_time_seconds": Metric("replica", "histogram", "From a slot to the last token.", _REQUEST_S),
-    "vllm:request_prompt_tokens": Metric("replica", "histogram", "Tokens of a prompt.", _LENGTHS),
-    "vllm:request_generation_tokens": Metric("replica", "histogram", "Tokens of an answer.", _LENGTHS),
-    "vllm:request_params_max_tokens": Metric("replica", "histogram", "Tokens that an answer may have.", _LENGTHS),
-    "vllm:request_params_n": Metric("replica", "histogram", "Choices of a prompt.", (1, 2, 5, 10, 20)),
-    "vllm:request_max_num_generation_tokens": Metric(
-        "replica", "histogram", "Tokens of the longest choice of a prompt.", _LENGTHS
-    ),
-    "vllm:iteration_tokens_total": Metric(
-        "engine", "histogram", "Of a step: tokens sampled, and prompts whose first token is among them.", _STEP_TOKENS
-    ),
-    "callboard:structured_outputs": Metric(
-        "engine",
-        "counter",
+    "callboard:structured_outputs": _counter(
         "Outputs bound to a grammar, by what makes their masks; after a preemption once more.",
-        label="served_by",
-        label_values=("lazy", "eager"),
+        "served_by",
+        "lazy",
+        "eager",
     ),
-    "callboard:grammar_waits": Metric(
-        "replica",
-        "counter",
-        "Requests that began to wait for a grammar; as many more than callboard:grammar_seconds_count wait now.",
+    "callboard:step_seconds": _histogram("A step: from its submission, or the result before, to its result.", _SHORT_S),
+    "callboard:engine_wait_seconds": _histogram("The engine's wait for a step's result.", _SHORT_S),
+    "callboard:runner_wait_seconds": _histogram(
+        "Between a result and the next plan while the runners had none.", _SHORT_S
     ),
-    "callboard:grammar_seconds": Metric("replica", "histogram", "A request's wait for its grammar.", _SHORT_S),
-    "callboard:step_seconds": Metric(
-        "engine", "histogram", "A step: from its submission, or the result before, to its result.", _SHORT_S
+    "callboard:restarts": _counter("Starts after the first.", "actor", "engine", "runners"),
+}
+METRICS = ENGINE_METRICS | {  # and what replicas count
+    "vllm:request_success": _counter("Finished requests.", "finished_reason", "stop", "length", "abort", "error"),
+    "vllm:time_to_first_token_seconds": _histogram("From a request's arrival to its first token.", _TTFT_S),
+    "vllm:request_time_per_output_token_seconds": _histogram("Mean time between a request's tokens.", _TOKEN_S),
+    "vllm:e2e_request_latency_seconds": _histogram("From arrival to the last token.", _REQUEST_S),
+    "vllm:request_queue_time_seconds": _histogram("From the queue to a slot.", _REQUEST_S),
+    "vllm:request_prefill_time_seconds": _histogram("From a slot to the first token.", _REQUEST_S),
+    "vllm:request_decode_time_seconds": _histogram("From first to last token.", _REQUEST_S),
+    "vllm:request_inference_time_seconds": _histogram("From a slot to the last token.", _REQUEST_S),
+    "vllm:request_prompt_tokens": _histogram("Tokens of a prompt.", _LENGTHS),
+    "vllm:request_generation_tokens": _histogram("Tokens of an answer.", _LENGTHS),
+    "vllm:request_params_max_tokens": _histogram("Tokens that an answer may have.", _LENGTHS),
+    "vllm:request_params_n": _histogram("Choices of a prompt.", (1, 2, 5, 10, 20)),
+    "vllm:request_max_num_generation_tokens": _histogram("Tokens of the longest choice of a prompt.", _LENGTHS),
+    "callboard:grammar_waits": _counter(
+        "Requests that began to wait for a grammar; as many more than callboard:grammar_seconds_count wait now."
     ),
-    "callboard:engine_wait_seconds": Metric("engine", "histogram", "The engine's wait for a step's result.", _SHORT_S),
-    "callboard:runner_wait_seconds": Metric(
-        "engine", "histogram", "Between a result and the next plan while the runners had none.", _SHORT_S
+    "callboard:grammar_seconds": _histogram("A request's wait for its grammar.", _SHORT_S),
+    "callboard:ingress_seconds": _histogram("From a request's arrival to its submission to an engine.", _SHORT_S),
+    "callboard:delivery_lag_seconds": _histogram(
+        "From the sampling of a request's last token until it was written.", _SHORT_S
     ),
-    "callboard:ingress_seconds": Metric(
-        "replica", "histogram", "From a request's arrival to its submission to an engine.", _SHORT_S
-    ),
-    "callboard:delivery_lag_seconds": Metric(
-        "replica", "histogram", "From the sampling of a request's last token until it was written.", _SHORT_S
-    ),
-    "callboard:requests_refused": Metric(
-        "replica",
-        "counter",
-        "Requests that were not served, by the reason.",
-        label="reason",
-        label_values=("never", "busy", "draining", "late"),
-    ),
-    "callboard:restarts": Metric(
-        "engine", "counter", "Starts after the first.", label="actor", label_values=("engine", "runners")
+    "callboard:requests_refused": _counter(
+        "Requests that were not served, by the reason.", "reason", "never", "busy", "draining", "late"
     ),
 }
 

@@ -6,7 +6,6 @@ No `from __future__ import annotations` here: Serve reads the type of build_app'
 import asyncio
 import logging
 import os
-import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import fields
@@ -224,13 +223,3 @@ def build_app(args: AppArgs) -> serve.Application:
         engines.bind(config, gpu, settings.drain_timeout_s),
     )
     return application
-
-
-def failure_of(app_name: str) -> str:
-    """Why an application's replicas did not start, as one sentence; empty if it is not known."""
-    status = serve.status().applications.get(app_name)
-    if status is None:
-        return ""
-    texts = [status.message, *(d.message for d in status.deployments.values())]
-    sentences = re.findall(r"CallboardError: (.+)", "\n".join(texts))
-    return sentences[-1] if sentences else ""

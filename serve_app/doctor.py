@@ -76,11 +76,13 @@ def findings(address: str | None) -> Iterator[Finding]:
         yield ray_reachable(address)
 
 
+def _checked(is_well: bool, name: str, value: str, fix: str, level: Literal["warn", "fail"] = "fail") -> Finding:
+    return Finding("ok", name, value) if is_well else Finding(level, name, value, fix)
+
+
 def python_version(found: tuple[int, ...]) -> Finding:
-    text = ".".join(map(str, found))
-    if found >= (3, 11):
-        return Finding("ok", "python", f"{text} on {platform.system()} {platform.machine()}")
-    return Finding("fail", "python", text, "Callboard needs Python 3.11 or later.")
+    text = f"{'.'.join(map(str, found))} on {platform.system()} {platform.machine()}"
+    return _checked(found >= (3, 11), "python", text, "Callboard needs Python 3.11 or later.")
 
 
 def package_version(name: str) -> Finding:
@@ -109,25 +111,19 @@ def gpus(nvidia_smi: str | None, ask_torch: Callable[[], dict]) -> Iterator[Find
 
 
 def memory(available: int) -> Finding:
-    text = f"{available / _GIB:.1f} GiB available"
-    if available >= _MIN_MEMORY_BYTES:
-        return Finding("ok", "memory", text)
-    return Finding("warn", "memory", text, f"{_MIN_MEMORY_BYTES / _GIB:.0f} GiB suffice for a small model; free some.")
+    fix = f"{_MIN_MEMORY_BYTES / _GIB:.0f} GiB suffice for a small model; free some."
+    return _checked(available >= _MIN_MEMORY_BYTES, "memory", f"{available / _GIB:.1f} GiB available", fix, "warn")
 
 
 def shared_memory(available: int) -> Finding:
     text = f"{available / _GIB:.2f} GiB free in /dev/shm"
-    if available >= _MIN_SHARED_BYTES:
-        return Finding("ok", "shared memory", text)
     fix = f"Ray needs {_MIN_SHARED_BYTES >> 20} MiB there; in a container, start it with --shm-size=1g."
-    return Finding("fail", "shared memory", text, fix)
+    return _checked(available >= _MIN_SHARED_BYTES, "shared memory", text, fix)
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    text = f"at most {soft} (up to {hard})"
-    if soft >= _MIN_FILES:
-        return Finding("ok", "open files", text)
-    return Finding("warn", "open files", text, f"thousands of streams need more: ulimit -n {min(hard, 65536)}")
+    fix = f"thousands of streams need more: ulimit -n {min(hard, 65536)}"
+    return _checked(soft >= _MIN_FILES, "open files", f"at most {soft} (up to {hard})", fix, "warn")
 
 
 def haproxy() -> Finding:
@@ -150,9 +146,8 @@ def model_cache() -> Finding:
     place = Path(HF_HUB_CACHE)
     existing = next(path for path in (place, *place.parents) if path.exists())
     free = f"{place}, {shutil.disk_usage(existing).free / _GIB:.0f} GiB free"
-    if os.access(existing, os.W_OK):
-        return Finding("ok", "model cache", free)
-    return Finding("fail", "model cache", f"{place} cannot be written", "set HF_HOME to a folder that can.")
+    fix = "it cannot be written: set HF_HOME to a folder that can."
+    return _checked(os.access(existing, os.W_OK), "model cache", free, fix)
 
 
 def ray_reachable(address: str) -> Finding:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from actors.metrics import METRICS, Histogram, MetricValues, Snapshot
+from actors.metrics import ENGINE_METRICS, METRICS, Histogram, MetricValues, Snapshot
 
 _AT_ONCE = 200  # observations
 _LABELS = ("model_name", "engine", "ReplicaId")
@@ -52,8 +52,8 @@ class RayMetrics:
 
         What was counted before this process first looked is left to the one that told of it then."""
         own = MetricValues(
-            {name: dict(v) for name, v in snapshot.figures.numbers.items() if METRICS[name].owner == "engine"},
-            {name: h for name, h in snapshot.figures.histograms.items() if METRICS[name].owner == "engine"},
+            {name: dict(v) for name, v in snapshot.figures.numbers.items() if name in ENGINE_METRICS},
+            {name: h for name, h in snapshot.figures.histograms.items() if name in ENGINE_METRICS},
         )
         last, self._last[engine] = self._last.get(engine), own
         new = MetricValues()

@@ -192,17 +192,19 @@ def _wait_until_up(settings: ServerSettings, console: Console) -> None:
     """Returns when all fronts have all engines and HAProxy has the fronts; meanwhile tells how the model is loaded."""
     from ray import serve
 
-    from serve_app.app import failure_of
-
-    phases, due = _EnginePhases(console), 0.0
+    shown: list[str] = []
+    due = 0.0
     while True:
-        phases.show()
-        if phases.ended or time.monotonic() >= due:  # Serve's status takes 20 ms of what the model's load needs
+        for line in (lines := _engine_phases())[len(shown) :]:
+            console.phase(line.partition(" s  ")[2])
+        shown = max(shown, lines, key=len)
+        is_loaded = bool(shown) and shown[-1].endswith("ready")
+        if is_loaded or time.monotonic() >= due:  # Serve's status takes 20 ms of what the model's load needs
             due = time.monotonic() + _STATUS_POLL_S
             application = serve.status().applications[APP_NAME]
             told = [application.message, *(deployment.message for deployment in application.deployments.values())]
-            if any(told) and (reason := failure_of(APP_NAME)):
-                raise CallboardError(reason)
+            if sentences := re.findall(r"CallboardError: (.+)", "\n".join(told)):
+                raise CallboardError(sentences[-1])
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise CallboardError(f"The application did not start: {_last_line(application.message)}")
             if application.status == "RUNNING" and _fronts_are_connected(settings) and _answers(settings):
@@ -210,31 +212,15 @@ def _wait_until_up(settings: ServerSettings, console: Console) -> None:
         time.sleep(_POLL_S)
 
 
-class _EnginePhases:
-    """The first engine's report on its start."""
+def _engine_phases() -> list[str]:
+    """The first engine's report on its start; empty if there is none yet, or if it is too busy to tell."""
+    import ray
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._asked: Any = None
-        self._num_shown = 0
-        self.ended = False  # whether the model is loaded
-
-    def show(self) -> None:
-        """Prints what is new since the last call, and waits for nothing."""
-        import ray
-
-        if self._asked is None and (engines := _engines()):
-            self._asked = engines[0].phases.remote()
-        if self._asked is None or not ray.wait([self._asked], timeout=0)[0]:
-            return
-        lines: list[str] = []
-        with suppress(ray.exceptions.RayError):  # it has ended
-            lines = ray.get(self._asked)
-        self._asked = None
-        for line in lines[self._num_shown :]:
-            self._console.phase(line.partition(" s  ")[2])
-        self._num_shown = max(self._num_shown, len(lines))
-        self.ended = bool(lines) and lines[-1].endswith("ready")
+    with suppress(CallboardError, ray.exceptions.RayError):
+        for engine in _engines()[:1]:
+            lines: list[str] = ray.get(engine.phases.remote(), timeout=_STATUS_POLL_S)
+            return lines
+    return []
 
 
 def _engines() -> list[Any]:
