@@ -69,10 +69,6 @@ class EngineActor:
         """How the runner of rank 0 started: the plan of its memory, and seconds."""
         return await self.runners.startup_log()
 
-    async def abort(self, request_id: str) -> None:
-        """End a request by its id, or all choices of one; an unknown one is no error."""
-        self._loop.abort(request_id)
-
     async def drain(self, reason: str) -> None:
         """Take no new requests from now on: the fronts answer 503 for `reason`. Live ones go on."""
         await asyncio.wrap_future(self._loop.drain(reason))

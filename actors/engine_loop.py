@@ -106,10 +106,6 @@ class EngineLoop:
         """Add what a front has counted; all figures of this engine."""
         return self._meter.report(figures, self.core.scheduler, self.num_rebuilds)
 
-    def abort(self, request_id: str) -> None:
-        """End a request by its id, or all choices of one; its front is told that it was aborted."""
-        self._inbox.put(partial(self._abort, AbortById(request_id)))
-
     def drain(self, reason: str) -> Future[None]:
         """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
         done: Future[None] = Future()

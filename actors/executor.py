@@ -42,20 +42,13 @@ _FAULT = b"CBE1"  # starts the frame of a runner that could not execute a plan; 
 _Launched = queue.SimpleQueue[Callable[[], StepResult] | None]  # None: the engine is gone
 
 
-class GroupFailed(CallboardError):
-    """The group of runners must be rebuilt, because of `rank` (None: the channel was closed)."""
+class RunnersLost(CallboardError):
+    """The group of runners must be rebuilt: `rank` is gone, or could not execute a plan, so that its state cannot be
+    trusted any more. None: the channel was closed."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
-
-
-class RunnersLost(GroupFailed):
-    """A rank is gone, or the channel was closed."""
-
-
-class RunnerFault(GroupFailed):
-    """A rank raised while executing a plan; its state cannot be trusted any more."""
 
 
 class SocketExecutor:
@@ -97,7 +90,7 @@ class SocketExecutor:
             self.close()  # again: the first time there were no sockets to shut
 
     def submit(self, plan: StepPlan) -> None:
-        """Raises RunnersLost or RunnerFault, as `collect` does."""
+        """Raises RunnersLost, as `collect` does."""
         frame = encode_plan(plan)
         for rank, end in enumerate(self._sockets):
             try:
@@ -106,7 +99,7 @@ class SocketExecutor:
                 raise self._lost(rank, str(e)) from e
 
     def collect(self) -> StepResult:
-        """Raises RunnersLost when any rank is gone, RunnerFault when one could not execute its plan."""
+        """Raises RunnersLost when any rank is gone, or could not execute its plan."""
         while not self._results:
             if self.num_ranks == 1:
                 self._hear(0)  # its recv blocks: no need to poll
@@ -134,7 +127,7 @@ class SocketExecutor:
         if frame is None:
             raise self._lost(rank, "its connection ended")
         if frame[: len(_FAULT)] == _FAULT:
-            raise RunnerFault(f"The runner of rank {rank} failed: {frame[len(_FAULT) :].decode()}", rank)
+            raise RunnersLost(f"The runner of rank {rank} failed: {frame[len(_FAULT) :].decode()}", rank)
         self._results.append(frame)
 
     def _lost(self, rank: int | None, why: str) -> RunnersLost:

@@ -177,8 +177,9 @@ def _number_or_auto(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {f.name: getattr(args, f.name) for f in fields(EngineConfig)}
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    config: EngineConfig = _checked(EngineConfig, **{f.name: getattr(args, f.name) for f in fields(EngineConfig)})
+    return config
 
 
 def _http_settings(args: argparse.Namespace) -> HttpSettings:
@@ -212,7 +213,7 @@ def _sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+    config = _engine_config(args)
     from serve_app.server import ServerSettings, serve
 
     if config.chat_template is not None:  # the fronts have another working directory
@@ -245,7 +246,7 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+    config = _engine_config(args)
     from runtime.inspection import model_report
 
     print(model_report(config))
@@ -253,7 +254,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+    config = _engine_config(args)
     given = _sampling_fields(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     from runtime.llm import LLM
@@ -270,7 +271,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _chat(args: argparse.Namespace) -> int:
     given = _sampling_fields(args)
-    config: EngineConfig = _checked(EngineConfig, **_engine_settings(args))
+    config = _engine_config(args)
     from serve_app.chat import LocalModel, RemoteModel, talk
 
     talk(RemoteModel(args.url, given) if args.url else LocalModel(config, given), args.system)

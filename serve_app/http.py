@@ -83,18 +83,18 @@ class _Routes:
         service, settings = self._service, self._settings
         return [
             *(Route(e.path, _Generation(service, e, settings), methods=["POST"]) for e in ENDPOINTS),
-            Route("/v1/models", self.models),
+            Route("/v1/models", _get(lambda: {"object": "list", "data": [service.model_card()]})),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/abort", self.abort, methods=["POST"]),
             Route("/tokenize", _Call(service, tokenize, settings), methods=["POST"]),
             Route("/detokenize", _Call(service, detokenize, settings), methods=["POST"]),
-            Route("/tokenizer_info", self.tokenizer_info),
+            Route("/tokenizer_info", _get(lambda: tokenizer_info(service))),
             Route("/health", self.health),
             *PAGE_ROUTES,
             Route("/ready", self.ready),
-            Route("/version", self.version),
+            Route("/version", _get(lambda: {"version": version("callboard")})),
             Route("/metrics", self.metrics),
-            Route("/openapi.json", self.openapi),
+            Route("/openapi.json", _get(lambda: document(settings))),
         ]
 
     async def health(self, request: HttpRequest) -> Response:
@@ -108,17 +108,8 @@ class _Routes:
             return _unavailable(reason, status=status, phase=redacted(reason))
         return _json({"status": "ready"})
 
-    async def version(self, request: HttpRequest) -> Response:
-        return _json({"version": version("callboard")})
-
     async def metrics(self, request: HttpRequest) -> Response:
         return Response(await self._service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    async def openapi(self, request: HttpRequest) -> Response:
-        return _json(document(self._settings))
-
-    async def tokenizer_info(self, request: HttpRequest) -> Response:
-        return _json(tokenizer_info(self._service))
 
     async def abort(self, request: HttpRequest) -> Response:
         # Short enough to be read on the loop, from which alone engines can be told.
@@ -127,12 +118,18 @@ class _Routes:
         self._service.abort(asked.request_id, request.scope["owner"])
         return _json({"request_id": asked.request_id, "object": "request.abort"})
 
-    async def models(self, request: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [self._service.model_card()]})
-
     async def model(self, request: HttpRequest) -> Response:
         self._service.check_model(request.path_params["name"])
         return _json(self._service.model_card())
+
+
+def _get(answer: Callable[[], object]) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """GET of what `answer` says, which needs nothing of the request."""
+
+    async def get(request: HttpRequest) -> Response:
+        return _json(answer())
+
+    return get
 
 
 class _Call:

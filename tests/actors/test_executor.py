@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from actors import transport
-from actors.executor import RunnerFault, RunnersLost, SocketExecutor
+from actors.executor import RunnersLost, SocketExecutor
 from runtime.core.executor import InProcess
 from runtime.core.plan import StepResult
 from tests.support.executor_group import (
@@ -142,7 +142,7 @@ def test_without_a_device_one_thread_does_it_all(host):
         assert computing == {group.threads[0]}
         group.executor.submit(failing(20, 1))
         group.executor.submit(plan_of(21))
-        with pytest.raises(RunnerFault, match="rank 1 failed: ValueError: step 20 is bad"):
+        with pytest.raises(RunnersLost, match="rank 1 failed: ValueError: step 20 is bad"):
             group.executor.collect()
 
 
@@ -156,7 +156,7 @@ def test_a_failing_launch_is_told_after_the_results_before_it(host):
         wait_until(lambda: len(runner.launched) == 2)
         runner.go.set()
         assert group.executor.collect().step_id == 0
-        with pytest.raises(RunnerFault, match=r"rank 0 failed: ValueError: step -7 cannot be launched\.$"):
+        with pytest.raises(RunnersLost, match=r"rank 0 failed: ValueError: step -7 cannot be launched\.$"):
             group.executor.collect()
         assert [step for step, _ in runner.launched] == [0, -7], "nothing is launched after a fault"
 
@@ -183,7 +183,7 @@ def test_a_failing_step_is_one_sentence_that_names_the_rank(host, rank, caplog):
             group.executor.submit(failing(0, rank))
             group.executor.submit(plan_of(1))  # unread when the runner fails: that must not reset its socket
             group.runners[rank].go.set()
-            with pytest.raises(RunnerFault) as error:
+            with pytest.raises(RunnersLost) as error:
                 group.executor.collect()
             assert error.value.rank == rank
             assert str(error.value) == f"The runner of rank {rank} failed: ValueError: step 0 is bad."

@@ -205,7 +205,7 @@ async def test_nothing_comes_after_the_end(served):
     for i in range(30):
         reading = asyncio.create_task(read(group, request(i, max_tokens=400)))
         await eventually(lambda: engine.loop.stats()["running"] == 1)
-        engine.loop.abort(f"r{i}")
+        group.abort(f"r{i}")
         tokens, reason, _ = await reading
         assert reason is FinishReason.ABORT
         assert tokens == sequential(request(i, max_tokens=400), 512)[0][: len(tokens)]
@@ -331,7 +331,7 @@ async def test_abort_by_id_is_told_to_the_reader(served):
     engine.runners[-1].delay_s = 0.02
     reading = asyncio.create_task(read(link, request(0, max_tokens=400)))
     await eventually(lambda: engine.loop.stats()["running"] == 1)
-    engine.loop.abort("r0")
+    link.abort("r0")
     assert (await reading)[1] is FinishReason.ABORT
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from actors.executor import RunnerFault, RunnersLost, SocketExecutor, serve_steps
+from actors.executor import RunnersLost, SocketExecutor, serve_steps
 from tests.support.executor_group import HOSTS, Runner, expected, failing, plan_of, processes, same
 
 
@@ -107,7 +107,7 @@ class TestActors:
     def test_a_failing_step_is_one_sentence(self, executor, rank):
         executor.submit(failing(0, rank))
         executor.submit(plan_of(1))
-        with pytest.raises(RunnerFault) as error:
+        with pytest.raises(RunnersLost) as error:
             executor.collect()
         assert str(error.value) == f"The runner of rank {rank} failed: ValueError: step 0 is bad."
         assert error.value.rank == rank

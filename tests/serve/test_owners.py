@@ -9,7 +9,7 @@ import pytest
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
-from tests.actors.test_link import eventually
+from tests.actors.test_link import eventually, link_to
 from tests.serve.test_front_door_engine import body, live, serving
 from tests.serve.test_http import assert_error
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of, post
@@ -38,11 +38,14 @@ async def test_an_abort_ends_only_requests_of_the_same_key():
         owner = next(s.request_id for c in engine.loop._connections for s in c.streams.values()).partition("/")[0]
         for name in (f"{owner}/mine", "one/mine", "/mine", "*"):
             await two.post("/abort", body={"request_id": name}, cast_to=object)
-        engine.loop.abort("mine")  # the operator's: all of that name
+        operator = link_to(engine)
+        await operator.start()
+        operator.abort("mine")  # without an owner: all of that name
         await eventually(lambda: live(engine) == 0)
         for task in (first, second):
             with pytest.raises(openai.APIStatusError, match="aborted"):
                 await task
+        operator.close()
 
 
 async def test_without_keys_everybody_may_abort():
