@@ -3,6 +3,7 @@ rebuilds lost runners. A plain class with a thread; `actors/engine.py` is its Ra
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -23,6 +24,7 @@ from runtime.core.draft_client import DraftClient, DraftWire, speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor
 from runtime.core.request_state import RequestState
+from runtime.core.step_pacing import StepPacing
 from runtime.core.types import CallboardError, FinishReason, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,9 @@ class EngineLoop:
         self.num_rebuilds = 0
         self.reason: str | None = "The engine is loading its model."  # why it cannot serve now
         self.executor, self.info = start_runners()
-        self.core = EngineCore(config, self.info, self.executor, speculation_of(config, self.info, time.monotonic))
+        speculation = speculation_of(config, self.info, time.monotonic)
+        pacing = StepPacing(config.max_itl_ms, time.monotonic)
+        self.core = EngineCore(config, self.info, self.executor, speculation, pacing)
         self._meter = EngineMetrics(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
         self.reason = None
@@ -156,6 +160,8 @@ class EngineLoop:
             if self._deadlines:
                 self._expire_queued()
             try:
+                if self.config.late_planning:
+                    self._wait_to_plan()
                 meter.before_submit(self.core.scheduler.num_in_flight, self._output is not None)
                 admitted = self.core.submit()
                 meter.submitted(admitted)
@@ -172,6 +178,13 @@ class EngineLoop:
             if self._output is not None:
                 meter.collected()
             self._progress = time.monotonic()
+
+    def _wait_to_plan(self) -> None:
+        """Take requests until the next step must be planned, so that they wait for no other one but this one."""
+        while (delay_s := self.core.scheduler.planning_delay_s()) > 0 and not self._closed:
+            self._emit()
+            with contextlib.suppress(queue.Empty):
+                self._take_message(self._inbox.get(timeout=delay_s))
 
     def _take_messages(self) -> None:
         """All that is in the inbox; when there is nothing to compute or to send, wait for something."""
@@ -195,10 +208,13 @@ class EngineLoop:
                 self._progress = time.monotonic()
             else:
                 item = inbox.get()
-            if isinstance(item, tuple):
-                self._handle(*item)
-            else:
-                item()
+            self._take_message(item)
+
+    def _take_message(self, item: tuple[Connection, Submit | Abort | AbortById | None] | Callable[[], None]) -> None:
+        if isinstance(item, tuple):
+            self._handle(*item)
+        else:
+            item()
 
     def _handle(self, connection: Connection, message: Submit | Abort | AbortById | None) -> None:
         if isinstance(message, Submit):

@@ -76,8 +76,17 @@ class EngineConfig:
     kv_layout: Literal["paged", "contiguous"] = setting("paged", "contiguous: one block as long as the context")
     chunked_prefill: bool = setting(True, "split long prompts over steps; off: a prompt is computed whole")
     prefix_cache: bool = setting(True, "reuse the KV blocks of equal prompt prefixes")
+    max_itl_ms: float | None = setting(
+        None,
+        "longest that a step which computes prompts should keep decoding rows waiting; default: about five times a "
+        "decode step, and more where many prompts wait",
+        above=0,
+    )
     policy: Literal["fcfs", "sjf"] = setting("fcfs", "order within a priority: by arrival, or shortest job first")
     pipeline_depth: Literal[1, 2] = setting(2, "steps in flight; 2 plans a step before the last one's tokens are known")
+    late_planning: bool = setting(
+        True, "plan a step shortly before the last one ends, so that requests which arrive until then are in it"
+    )
     cuda_graphs: bool = setting(True, "replay decode steps as one CUDA graph each (kernel_backend triton)")
     packed_weights: bool = setting(True, "pre-pack the linear layers for oneDNN on a CPU")
     draft: str | None = setting(

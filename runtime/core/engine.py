@@ -14,6 +14,7 @@ from runtime.core.executor import Executor
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation import Speculation
+from runtime.core.step_pacing import StepPacing
 from runtime.core.types import Request, StepOutput
 
 
@@ -21,10 +22,15 @@ class EngineCore:
     """One model replica's engine. Not thread-safe: one thread calls everything."""
 
     def __init__(
-        self, config: EngineConfig, info: ModelInfo, executor: Executor, speculation: Speculation | None = None
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        executor: Executor,
+        speculation: Speculation | None = None,
+        pacing: StepPacing | None = None,
     ) -> None:
         self.depth = config.pipeline_depth
-        self.scheduler = Scheduler(config, info, speculation)
+        self.scheduler = Scheduler(config, info, speculation, pacing)
         self.executor = executor
         self.steps_done = 0
 

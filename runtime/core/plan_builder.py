@@ -40,6 +40,9 @@ class StepInFlight(NamedTuple):
     samples: list[Sample]  # in the order of the result
     scored: list[ScoredRow]  # rows whose prompts are scored
     shape: StepShape | None  # None: it computes prompts, too
+    num_decoding: int  # rows that compute no prompt
+    num_prompt_tokens: int
+    planned_at: float  # by the clock of the scheduler's pacing
 
 
 class PlanBuilder:
@@ -47,12 +50,14 @@ class PlanBuilder:
 
     __slots__ = (
         "_counts", "_draft_lens", "_draft_token_ids", "_kv_cache", "_num_samples", "_samples", "_scored", "_slots",
-        "_starts", "budget", "new", "reaches_end", "rows",
+        "_starts", "budget", "max_prompt_tokens", "new", "num_prompt_tokens", "num_prompts", "reaches_end", "rows",
     )  # fmt: skip
 
     def __init__(self, kv_cache: KVCacheManager, budget: int) -> None:
         self._kv_cache = kv_cache
         self.budget = budget  # tokens that are left
+        self.max_prompt_tokens: int | None = None  # beside rows that decode; None: no limit but the budget
+        self.num_prompts = self.num_prompt_tokens = 0  # in the plan
         self.rows: list[RequestState] = []
         self.new: list[NewSlot] = []
         self.reaches_end = False  # some row computes its request's last token
@@ -65,6 +70,13 @@ class PlanBuilder:
         self._draft_token_ids: list[int] = []
         self._scored: list[ScoredRow] = []
 
+    @property
+    def prompt_budget(self) -> int:
+        """Tokens that are left for prompts."""
+        if self.max_prompt_tokens is None:
+            return self.budget
+        return min(self.budget, self.max_prompt_tokens - self.num_prompt_tokens)
+
     def add_row(self, state: RequestState, count: int, drafts: Sequence[int] = ()) -> None:
         """Plan the next `count` tokens of a request, and after its last one `drafts` to be verified."""
         start = state.num_computed
@@ -74,6 +86,9 @@ class PlanBuilder:
         self._starts.append(start)
         self._counts.append(count + len(drafts))
         self.budget -= count + len(drafts)
+        if count > 1:
+            self.num_prompts += 1
+            self.num_prompt_tokens += count
         is_last = end == state.num_total
         if state.prompt_logprobs is not None:
             self._scored.append(ScoredRow(state, state.epoch, num_targets(start, count, state.prompt_len), is_last))
@@ -112,7 +127,7 @@ class PlanBuilder:
         return len(self._samples) == sum(self._counts) == len(self.rows)
 
     def finish(
-        self, step_id: int, freed: list[int], writes: Int32s, num_steps: int = 1
+        self, step_id: int, freed: list[int], writes: Int32s, num_steps: int = 1, planned_at: float = 0.0
     ) -> tuple[StepPlan, StepInFlight]:
         """The plan, run `num_steps` times, and what is to be kept until its result is committed."""
         shape = None
@@ -136,4 +151,5 @@ class PlanBuilder:
             padding = [0] * (len(self.rows) - len(self._draft_lens))
             plan.draft_lens = np.array(self._draft_lens + padding, np.int32)
             plan.draft_token_ids = np.array(self._draft_token_ids, np.int32)
-        return plan, StepInFlight(step_id, self.rows, samples, self._scored, shape)
+        sizes = len(self.rows) - self.num_prompts, self.num_prompt_tokens
+        return plan, StepInFlight(step_id, self.rows, samples, self._scored, shape, *sizes, planned_at)

@@ -37,6 +37,7 @@ from runtime.core.request_state import RequestState, check_request
 from runtime.core.scheduler_stats import SchedulerStats
 from runtime.core.slot_pool import SlotPool
 from runtime.core.speculation import Speculation
+from runtime.core.step_pacing import StepPacing
 from runtime.core.types import CallboardError, FinishReason, Request, StepOutput, TokenLogprobs
 from runtime.core.waiting_queue import WaitingQueue
 
@@ -44,8 +45,15 @@ from runtime.core.waiting_queue import WaitingQueue
 class Scheduler:
     """Plans steps and commits their results. Not thread-safe: its caller is the step loop alone."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, speculation: Speculation | None = None) -> None:
-        self.config, self.info, self.speculation = config, info, speculation
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        speculation: Speculation | None = None,
+        pacing: StepPacing | None = None,
+    ) -> None:
+        """Without `pacing` a step takes as many prompt tokens as its budget holds."""
+        self.config, self.info, self.speculation, self.pacing = config, info, speculation, pacing
         self.block_size = info.block_size
         self.max_num_seqs = config.max_num_seqs or info.max_num_seqs
         self.budget = config.max_num_batched_tokens or info.max_num_batched_tokens
@@ -184,7 +192,10 @@ class Scheduler:
         self._batch_closed |= builder.reaches_end
         num_steps = self._extend_to_multi_step(builder.rows, max_steps) if max_steps > 1 and builder.may_repeat else 1
         self._step_id += 1
-        plan, step = builder.finish(self._step_id, self.slots.take_released(), self.kv_cache.take_writes(), num_steps)
+        planned_at = 0.0 if self.pacing is None else self.pacing.now()
+        plan, step = builder.finish(
+            self._step_id, self.slots.take_released(), self.kv_cache.take_writes(), num_steps, planned_at
+        )
         self._in_flight.append(step)
         return ScheduledStep(plan, admitted)
 
@@ -194,14 +205,15 @@ class Scheduler:
         for state in list(self.running):
             if builder.budget <= 0:
                 break
-            count = state.num_total - state.num_computed
+            missing = state.num_total - state.num_computed
             if state.num_total >= state.plan_limit or state.slot is None or state.drafts_in_flight:
                 continue  # its last token is on the way, or it was preempted a moment ago, or waits for verification
-            if count > builder.budget:
-                if not self.config.chunked_prefill:
-                    continue
-                count = builder.budget
-            speculation = drafting if count == 1 else None
+            if missing > 1 and builder.max_prompt_tokens is None:
+                self._limit_prompts(builder)
+            count = min(missing, builder.budget if missing == 1 else builder.prompt_budget)
+            if count < missing and (count <= 0 or not self.config.chunked_prefill):
+                continue
+            speculation = drafting if missing == 1 else None
             if speculation is not None and state.num_total > len(state.tokens):  # drafts continue known tokens
                 if speculation.defer(state):
                     continue
@@ -221,17 +233,35 @@ class Scheduler:
             self._batch_closed = False
         if is_static and (self._batch_closed or builder.reaches_end):
             return admitted
-        while builder.budget > 0 or is_static:
-            state = self._next_admitted(builder.budget, alone)
+        if len(self.waiting) and builder.max_prompt_tokens is None:
+            self._limit_prompts(builder)
+        while builder.prompt_budget > 0 or is_static:
+            state = self._next_admitted(builder.prompt_budget, alone)
             if state is None:
                 break
             admitted.append(state)
             builder.new.append(self._open_slot(state))
-            count = min(builder.budget, state.num_total - state.num_computed)
+            count = min(builder.prompt_budget, state.num_total - state.num_computed)
             if count > 0:  # a static batch may open more slots than this step's budget computes
                 self.kv_cache.extend(state, state.num_computed + count)
                 builder.add_row(state, count)
         return admitted
+
+    def _limit_prompts(self, builder: PlanBuilder) -> None:
+        """Leave the rows that decode their pace. Called before the plan has a row of a prompt."""
+        if self.pacing is None or not self.config.chunked_prefill:
+            return
+        num_decoding = sum(state.num_total - state.num_computed == 1 for state in self.running)
+        num_known = sum(state.num_total - state.num_computed for state in self.running) - num_decoding
+        builder.max_prompt_tokens = self.pacing.max_prompt_tokens(num_decoding, self.waiting.num_tokens + num_known)
+
+    def planning_delay_s(self) -> float:
+        """Seconds for which the next step need not be planned yet: one is in flight, which takes longer, and a request
+        that arrives meanwhile would have to wait for the next one as well. 0 or less: plan it now."""
+        if self.pacing is None or self.speculation is not None or len(self._in_flight) != 1 or not len(self.slots):
+            return 0.0
+        step = self._in_flight[0]
+        return self.pacing.planning_delay_s(step.num_decoding, step.num_prompt_tokens, step.planned_at)
 
     def _extend_to_multi_step(self, rows: list[RequestState], max_steps: int) -> int:
         """The number of steps that these rows may run in the same plan; they get blocks for all of them."""
@@ -315,6 +345,8 @@ class Scheduler:
             )
         if self.speculation is not None:
             self.speculation.observe_step(step.shape)
+        if self.pacing is not None:
+            self.pacing.observe_step(step.num_decoding, step.num_prompt_tokens, step.planned_at)
         self.stats.structured_lazy += result.begun[0]
         self.stats.structured_eager += result.begun[1]
         states: list[RequestState] = []

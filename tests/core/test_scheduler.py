@@ -15,6 +15,7 @@ from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.plan import StepResult
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation import Speculation
+from runtime.core.step_pacing import StepPacing
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
 from tests.support.fake_runner import EOS, VOCAB, FakeRunner, FixedShare, Oracle, sequential, sequential_scores
 
@@ -65,6 +66,7 @@ configs = st.builds(
     prefix_cache=st.booleans(),
     share_right=st.sampled_from([None, None, 0.0, 0.5, 0.9, 1.0]),
     fixed=st.sampled_from([None, 1, 3, 7]),
+    most_beside=st.sampled_from([None, None, 1, 4]),
 )
 prefixes = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 11, 11, 11, 11], [5] * 12]
 
@@ -97,16 +99,31 @@ events = st.lists(
 )
 
 
+class FixedPacing(StepPacing):
+    """So many prompt tokens beside rows that decode."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(None, lambda: 0.0)
+        self.most = most
+
+    def max_prompt_tokens(self, num_decoding: int, num_queued: int) -> int | None:
+        assert num_queued > 0
+        return self.most if num_decoding else None
+
+
 class Session:
     """Drives one engine through events and remembers what each request got."""
 
     runner_type = FakeRunner
 
-    def __init__(self, share_right: float | None = None, fixed: int | None = None, **kw) -> None:
+    def __init__(
+        self, share_right: float | None = None, fixed: int | None = None, most_beside: int | None = None, **kw
+    ) -> None:
         self.config, self.info = make(**kw)
         self.runner = self.runner_type(self.config, self.info)
         speculation = None if share_right is None else Speculation(Oracle(share_right), fixed, STEP_US, 0.2)
-        self.core = EngineCore(self.config, self.info, self.runner, speculation)
+        pacing = None if most_beside is None else FixedPacing(most_beside)
+        self.core = EngineCore(self.config, self.info, self.runner, speculation, pacing)
         self.added: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}

@@ -1,0 +1,92 @@
+"""Paces steps: how many prompt tokens one takes beside rows that decode, and how late the next one may be planned.
+
+A step is taken to last as long as one that only decodes as many rows, and longer by a constant for each prompt token.
+Both are estimated from the times of recent steps, so that they follow the model, the device and the length of contexts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+# Where no target is given: times of a decoding step that prompts may add to a step, or else a share of all that wait.
+_AUTO_STEPS, _AUTO_SHARE = 4.0, 0.2
+_LEAST_TOKENS = 64  # a prompt goes on by so many at least; more are rounded down to a multiple of them
+_EARLY_US, _EARLY_SHARE = 700.0, 0.1  # how long before a step's expected end the next one is planned at the latest
+
+
+class _Estimate:
+    """Of a quantity that varies: its mean, and what it seldom falls below."""
+
+    _WEIGHT, _LOW_WEIGHT = 0.2, 0.02  # of the newest value
+    _MOST_SURPRISE = 2.0  # times the mean, or its inverse: more is a compiler or a pause of the host
+
+    def __init__(self, first: float) -> None:
+        self.mean = self.low = first
+
+    def observe(self, value: float) -> None:
+        value = min(max(value, self.mean / self._MOST_SURPRISE), self.mean * self._MOST_SURPRISE)
+        self.mean += self._WEIGHT * (value - self.mean)
+        self.low = value if value < self.low else self.low + self._LOW_WEIGHT * (value - self.low)
+
+
+class StepPacing:
+    """Learns what steps take; `max_prompt_tokens` and `planning_delay_s` are what follows from it."""
+
+    def __init__(self, max_itl_ms: float | None, clock: Callable[[], float]) -> None:
+        """`max_itl_ms`: the longest that a step with prompts should take; None: in proportion to one that decodes.
+        `clock` counts seconds."""
+        self._max_us = None if max_itl_ms is None else max_itl_ms * 1e3
+        self._clock = clock
+        self._decode_us: dict[int, _Estimate] = {}  # of a step, by the number of bits of its number of rows
+        self._token_us: _Estimate | None = None  # of a prompt token
+        self._result_at = 0.0
+
+    def now(self) -> float:
+        """Seconds, for `observe_step`."""
+        return self._clock()
+
+    def max_prompt_tokens(self, num_decoding: int, num_queued: int) -> int | None:
+        """Prompt tokens for a step beside `num_decoding` rows; None: as many as there are. `num_queued` is the number
+        of all that are still to be computed: where no target is given, a step takes at least a share of them, so that
+        a burst of prompts does not wait for the few that came first."""
+        if not num_decoding or self._token_us is None or (decode := self._decode(num_decoding)) is None:
+            return None
+        token_us = self._token_us.mean
+        if self._max_us is None:
+            count = int(max(_AUTO_STEPS * decode.mean / token_us, _AUTO_SHARE * num_queued))
+        else:
+            count = int((self._max_us - decode.mean) / token_us)
+        return max(_LEAST_TOKENS, count - count % _LEAST_TOKENS)
+
+    def planning_delay_s(self, num_decoding: int, num_prompt_tokens: int, planned_at: float) -> float:
+        """Seconds for which the step after the only one in flight need not be planned yet; 0 or less: plan it now.
+        A plan that comes too late leaves the device idle, so that a step counts with the least that it may take."""
+        if (decode := self._decode(num_decoding)) is None or (num_prompt_tokens and self._token_us is None):
+            return 0.0
+        expected_us = decode.low + (num_prompt_tokens * self._token_us.low if self._token_us else 0.0)
+        began_at = max(planned_at, self._result_at)
+        return began_at + (expected_us * (1.0 - _EARLY_SHARE) - _EARLY_US) / 1e6 - self._clock()
+
+    def observe_step(self, num_decoding: int, num_prompt_tokens: int, planned_at: float) -> None:
+        """The result of the oldest step has come in."""
+        now = self._clock()
+        took_us, self._result_at = (now - max(planned_at, self._result_at)) * 1e6, now
+        if not num_prompt_tokens:
+            size = num_decoding.bit_length()
+            if (known := self._decode_us.get(size)) is None:
+                self._decode_us[size] = _Estimate(took_us)
+            else:
+                known.observe(took_us)
+        elif num_prompt_tokens >= _LEAST_TOKENS and (decode := self._decode(num_decoding)) is not None:
+            token_us = max(took_us - decode.mean, 0.1 * took_us) / num_prompt_tokens
+            if self._token_us is None:
+                self._token_us = _Estimate(token_us)
+            else:
+                self._token_us.observe(token_us)
+
+    def _decode(self, num_decoding: int) -> _Estimate | None:
+        """Of a step that only decodes so many rows, or, if there was none, of the size nearest to it."""
+        if not (known := self._decode_us):
+            return None
+        size = num_decoding.bit_length()
+        return known[size] if size in known else known[min(known, key=lambda other: abs(other - size))]

@@ -1,0 +1,51 @@
+"""A step is planned shortly before the last one ends, in an engine loop over real sockets: who arrives is in it."""
+
+import asyncio
+import random
+import time
+
+from runtime.core.config import EngineConfig
+from tests.actors.test_link import INFO, Engine, SlowRunner, link_to, read, request
+
+STEP_S = 0.08
+
+
+class PipelinedRunner(SlowRunner):
+    """A step begins when it is submitted or the one before it ends, as on a device."""
+
+    def __init__(self):
+        super().__init__(EngineConfig(block_size=4, max_num_seqs=16), INFO)
+        self.ends = [0.0]
+
+    def submit(self, plan):
+        self.ends.append(max(self.ends[-1], time.monotonic()) + STEP_S)
+        super().submit(plan)
+
+    def collect(self):
+        self.closed.wait(max(0.0, self.ends[-len(self.queue)] - time.monotonic()))
+        return super().collect()
+
+
+async def steps_to_first_token(late: bool) -> float:
+    """Mean of requests that arrive at any time while another one decodes."""
+    engine, rng = Engine(start=PipelinedRunner, late_planning=late), random.Random(0)
+    link = link_to(engine)
+    await link.start()
+    await read(link, request(0, max_tokens=3))  # it learns what steps take
+    stream = asyncio.create_task(read(link, request(1, max_tokens=400)))
+    took = []
+    for i in range(2, 16):
+        await asyncio.sleep(rng.uniform(2, 4) * STEP_S)
+        start = time.monotonic()
+        await read(link, request(i, max_tokens=1))
+        took.append((time.monotonic() - start) / STEP_S)
+    assert not stream.done()
+    stream.cancel()
+    link.close()
+    engine.loop.close()
+    return sum(took) / len(took)
+
+
+async def test_who_arrives_during_a_step_is_in_the_next_one():
+    late, early = await asyncio.gather(steps_to_first_token(True), steps_to_first_token(False))
+    assert late < early - 0.5
