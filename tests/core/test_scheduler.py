@@ -15,9 +15,17 @@ from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.plan import StepResult
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation import Speculation
-from runtime.core.step_pacing import StepPacing
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
-from tests.support.fake_runner import EOS, VOCAB, FakeRunner, FixedShare, Oracle, sequential, sequential_scores
+from tests.support.fake_runner import (
+    EOS,
+    VOCAB,
+    FakeRunner,
+    FixedPacing,
+    FixedShare,
+    Oracle,
+    sequential,
+    sequential_scores,
+)
 
 
 def check(core: EngineCore) -> None:
@@ -97,18 +105,6 @@ events = st.lists(
     min_size=4,
     max_size=30,
 )
-
-
-class FixedPacing(StepPacing):
-    """So many prompt tokens beside rows that decode."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(None, lambda: 0.0)
-        self.most = most
-
-    def max_prompt_tokens(self, num_decoding: int, num_queued: int) -> int | None:
-        assert num_queued > 0
-        return self.most if num_decoding else None
 
 
 class Session:

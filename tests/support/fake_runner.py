@@ -15,6 +15,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.output_length import OutputLengthEstimator
 from runtime.core.plan import StepResult, decode_plan, decode_result, encode_plan, encode_result
 from runtime.core.speculation import Drafter
+from runtime.core.step_pacing import StepPacing
 from runtime.core.types import FinishReason, Request, StepOutput, TokenLogprobs
 
 EOS = 0
@@ -116,6 +117,18 @@ class CheckedCore(EngineCore):
         output = super().collect()
         assert self.scheduler.find_faults() == []
         return output
+
+
+class FixedPacing(StepPacing):
+    """So many prompt tokens beside rows that decode."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(None, lambda: 0.0)
+        self.most = most
+
+    def max_prompt_tokens(self, num_decoding: int, num_queued: int) -> int | None:
+        assert num_queued > 0
+        return self.most if num_decoding else None
 
 
 class FakeRunner:
