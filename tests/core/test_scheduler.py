@@ -112,14 +112,11 @@ class Session:
 
     runner_type = FakeRunner
 
-    def __init__(
-        self, share_right: float | None = None, fixed: int | None = None, most_beside: int | None = None, **kw
-    ) -> None:
+    def __init__(self, share_right=None, fixed=None, most_beside=None, **kw) -> None:
         self.config, self.info = make(**kw)
         self.runner = self.runner_type(self.config, self.info)
         speculation = None if share_right is None else Speculation(Oracle(share_right), fixed, STEP_US, 0.2)
-        pacing = None if most_beside is None else FixedPacing(most_beside)
-        self.core = EngineCore(self.config, self.info, self.runner, speculation, pacing)
+        self.core = EngineCore(self.config, self.info, self.runner, speculation, FixedPacing(most_beside))
         self.added: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}

@@ -120,9 +120,9 @@ class CheckedCore(EngineCore):
 
 
 class FixedPacing(StepPacing):
-    """So many prompt tokens beside rows that decode."""
+    """So many prompt tokens beside rows that decode; None: as many as there are."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int | None) -> None:
         super().__init__(None, lambda: 0.0)
         self.most = most
 
