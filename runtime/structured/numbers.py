@@ -93,29 +93,35 @@ def _point(low: str, high: str | None, low_open: bool, high_open: bool, room: in
     return f"(?:\\x{{2e}}{digits})" + ("?" if bare else "")
 
 
-def _digits(low: str | None, high: str | None, low_open: bool, high_open: bool, room: int) -> str | None:
-    """One to `room` digits that go on within the bounds; None for a bound that no longer matters."""
-    low = None if low == "" and not low_open else low
+def _digits(
+    low: str | None, high: str | None, low_open: bool, high_open: bool, room: int, least: int = 1
+) -> str | None:
+    """`least` to `room` digits that go on within the bounds, whose own missing digits are zeros; None for a bound that
+    no longer matters."""
     if room == 0 or (high == "" and high_open):
         return None
     if low is None and high is None:
-        return f"[0-9]{{1,{room}}}"
+        return f"[0-9]{{{room}}}" if least == room else f"[0-9]{{{least},{room}}}"
     groups: dict[tuple[str | None, str | None], list[int]] = {}
-    least, most = int(low[:1] or "0") if low is not None else 0, int(high[:1] or "0") if high is not None else 9
-    for digit in range(least, most + 1):
-        above = None if low is None or digit > least else low[1:]
-        below = None if high is None or digit < most else high[1:]
+    first, last = int(low[:1] or "0") if low is not None else 0, int(high[:1] or "0") if high is not None else 9
+    for digit in range(first, last + 1):
+        above = low[1:] if low is not None and digit == first else None
+        below = high[1:] if high is not None and digit == last else None
+        if above is not None and not above.strip("0") and not low_open:
+            above = None
+        if below == "9" * (room - 1) and not high_open:
+            below = None
         groups.setdefault((above, below), []).append(digit)
     options = []
     for (above, below), found in groups.items():
-        first = f"[{found[0]}-{found[-1]}]"
-        rest = _digits(above, below, low_open, high_open, room - 1)
+        digits = f"[{found[0]}-{found[-1]}]" if len(found) > 1 else str(found[0])
+        rest = _digits(above, below, low_open, high_open, room - 1, max(least - 1, 1))
         # It may end here if zeros from here on are within the bounds.
-        ends = (above is None or (above == "" and not low_open)) and not (below == "" and high_open)
+        ends = least == 1 and above is None and not (below == "" and high_open)
         if rest is not None:
-            options.append(first + (f"(?:{rest})?" if ends else rest))
+            options.append(digits + (f"(?:{rest})?" if ends else rest))
         elif ends:
-            options.append(first)
+            options.append(digits)
     return _any_of(options)
 
 
@@ -123,24 +129,9 @@ def _naturals(low: int, high: int) -> str:
     """The whole numbers from `low` >= 0 to `high` >= low."""
     options = []
     for length in range(len(str(low)), len(str(high)) + 1):
-        start = max(low, 10 ** (length - 1) if length > 1 else 0)
-        options += _same_length(str(start), str(min(high, 10**length - 1)))
+        start, end = max(low, 10 ** (length - 1) if length > 1 else 0), min(high, 10**length - 1)
+        options.append(_digits(str(start), str(end), False, False, length, length) or "")
     return _any_of(options) or ""
-
-
-def _same_length(low: str, high: str) -> list[str]:
-    if not low:
-        return [""]
-    rest = len(low) - 1
-    if low[1:] == "0" * rest and high[1:] == "9" * rest:
-        return [f"[{low[0]}-{high[0]}]" + (f"[0-9]{{{rest}}}" if rest else "")]
-    if low[0] == high[0]:
-        return [low[0] + (_any_of(_same_length(low[1:], high[1:])) or "")]
-    options = [low[0] + (_any_of(_same_length(low[1:], "9" * rest)) or "")]
-    if int(high[0]) - int(low[0]) > 1:
-        options.append(f"[{int(low[0]) + 1}-{int(high[0]) - 1}][0-9]{{{rest}}}")
-    options.append(high[0] + (_any_of(_same_length("0" * rest, high[1:])) or ""))
-    return options
 
 
 def _any_of(options: list[str]) -> str | None:
@@ -152,24 +143,29 @@ def _any_of(options: list[str]) -> str | None:
 def rule(schema: dict[str, Any], where: str) -> Rule:
     """The expression of the numbers that a flat schema of type number or integer allows; raises GrammarError."""
     low, high, low_open, high_open = _ends(schema, where)
-    of = schema.get("multipleOf")
+    is_free, of = low is None and high is None, schema.get("multipleOf")
     if of is not None and of <= 0:
         raise at(where, f"has 'multipleOf' as {shown(of)}; it should be above 0")
-    if schema["type"] == "number" and (of is None or of != int(of)):
-        if of is not None:
-            return _decimal_multiples(Decimal(of), low, high, low_open, high_open, where)
-        if low is None and high is None:
-            return terminal(NUMBER)
-        found = decimals(low, high, low_open, high_open)
+    if schema["type"] == "integer":  # it is a multiple of a fraction if it is one of the fraction's numerator
+        of = Fraction(1 if of is None else of).numerator
+    if of is None:
+        found = NUMBER if is_free else decimals(low, high, low_open, high_open)
         return NEVER if found is None else terminal(found)
-    least = None if low is None else math.floor(low) + 1 if low_open else math.ceil(low)
-    most = None if high is None else math.ceil(high) - 1 if high_open else math.floor(high)
-    # A whole number is a multiple of a fraction if it is one of the fraction's numerator.
-    whole = Fraction(1 if of is None else of).numerator
-    if (multiples := _integer_multiples(whole, least, most)) is None:
-        raise at(
-            where, f"has 'multipleOf' {shown(of)}; supported are numbers up to {_MOST_DIVISOR}, and divisors of 10^n"
-        )
+    multiples: Rule | None
+    if of == int(of):
+        least = None if low is None else math.floor(low) + 1 if low_open else math.ceil(low)
+        most = None if high is None else math.ceil(high) - 1 if high_open else math.floor(high)
+        multiples = _whole_multiples(int(of), least, most)
+    else:
+        places = -int(Decimal(of).normalize().as_tuple().exponent)
+        free = f"\\x{{2d}}?(?:0|[1-9][0-9]{{0,14}})(?:\\x{{2e}}[0-9]{{1,{places}}})?"
+        found = free if is_free else decimals(low, high, low_open, high_open)
+        unit = int(Decimal(of).scaleb(places))
+        endings = free if unit == 1 else _endings(unit, places)
+        multiples = NEVER if found is None else None if endings is None else Terminal((found, endings))
+    if multiples is None:
+        supported = f"whole numbers up to {_MOST_DIVISOR}, and numbers that divide 10^n"
+        raise at(where, f"has 'multipleOf' {shown(of)}; supported are {supported}")
     return multiples
 
 
@@ -191,7 +187,8 @@ def _ends(schema: dict[str, Any], where: str) -> tuple[Decimal | None, Decimal |
     return None if low is None else Decimal(low), None if high is None else Decimal(high), low_open, high_open
 
 
-def _integer_multiples(of: int, least: int | None, most: int | None) -> Rule | None:
+def _whole_multiples(of: int, least: int | None, most: int | None) -> Rule | None:
+    """Whole numbers within bounds; None if they cannot be told."""
     ranged = INTEGER if least is None and most is None else integers(least, most)
     if ranged is None:
         return NEVER
@@ -200,11 +197,8 @@ def _integer_multiples(of: int, least: int | None, most: int | None) -> Rule | N
     if least is not None and most is not None and (most - least) // of < _MOST_LISTED:
         found = _any_of([str(n).replace("-", "\\x{2d}") for n in range(-(-least // of) * of, most + 1, of)])
         return NEVER if found is None else terminal(found)
-    for places in range(1, 7):
-        if 10**places % of == 0 and 10**places // of <= _MOST_LISTED:
-            endings = range(0, 10**places, of)
-            options = [*map(str, endings), *(f"[0-9]*{n:0{places}}" for n in endings)]
-            return Terminal((ranged, "\\x{2d}?" + (_any_of(options) or "")))
+    if (endings := _endings(of, 0)) is not None:
+        return Terminal((ranged, endings))
     if of > _MOST_DIVISOR:
         return None
     low = -_MOST_MULTIPLE if least is None else max(-_MOST_MULTIPLE, least)
@@ -214,28 +208,18 @@ def _integer_multiples(of: int, least: int | None, most: int | None) -> Rule | N
     return JsonSchema(json.dumps({"type": "integer", "multipleOf": of, "minimum": low, "maximum": high}))
 
 
-def _decimal_multiples(
-    of: Decimal, low: Decimal | None, high: Decimal | None, low_open: bool, high_open: bool, where: str
-) -> Rule:
-    """Multiples of a number that is not whole: of `unit` * 10**-places."""
-    places = -int(of.normalize().as_tuple().exponent)
-    unit = int(of.scaleb(places))
-    free = f"\\x{{2d}}?(?:0|[1-9][0-9]{{0,14}})(?:\\x{{2e}}[0-9]{{1,{places}}})?"
-    ranged = free if low is None and high is None else decimals(low, high, low_open, high_open)
-    if ranged is None:
-        return NEVER
+def _endings(unit: int, places: int) -> str | None:
+    """The multiples of `unit` * 10**-places by their last digits; None if too many of these would have to be listed."""
     tail = next((n for n in range(1, 7) if 10**n % unit == 0 and 10**n // unit <= _MOST_LISTED), None)
-    if unit == 1:
-        return Terminal((ranged, free))
     if tail is None or places > 9:
-        raise at(where, f"has 'multipleOf' {shown(of)}; supported are whole numbers, and fractions that divide 1000")
+        return None
     width = max(tail, places)  # the last digits, before and behind the point, of which the last `tail` decide
     options = []
     for n in range(0, 10**tail, unit):
-        ending_digits = ["[0-9]"] * (width - tail) + list(f"{n:0{tail}}")
-        before, behind = ending_digits[: width - places], ending_digits[width - places :]
+        digits = ["[0-9]"] * (width - tail) + list(f"{n:0{tail}}")
+        before, behind = digits[: width - places], digits[width - places :]
         whole = f"(?:[0-9]*{''.join(before)}|{int(''.join(before))})" if before else "[0-9]+"
         for length in range(places + 1):  # zeros at the end need not be written
             if set(behind[length:]) <= {"0", "[0-9]"}:
                 options.append(whole + ("\\x{2e}" + "".join(behind[:length]) if length else ""))
-    return Terminal((ranged, "\\x{2d}?" + (_any_of(list(dict.fromkeys(options))) or "")))
+    return "\\x{2d}?" + (_any_of(list(dict.fromkeys(options))) or "")
