@@ -35,11 +35,10 @@ class CompilerBusy(CallboardError):
 class _Work:
     """A grammar that is to be compiled, for all that ask for it meanwhile."""
 
-    spec: GrammarSpec
-    answer: asyncio.Future[Grammar | GrammarError]
     is_small: bool
+    task: asyncio.Task[Grammar | GrammarError]
     num_waiting: int = 0
-    task: asyncio.Task[None] | None = None  # since it was begun
+    has_begun: bool = False
 
 
 class GrammarCompiler:
@@ -48,8 +47,8 @@ class GrammarCompiler:
     kept ready as long as there are fewer than `max_children`. One child takes only small specifications, which
     therefore never wait for large ones.
 
-    Without a free child, up to `max_queued` small specifications and as many others wait, as long as a request waits
-    for them. Answers and refusals are kept by specification: at most `max_entries`, of `max_bytes` in all."""
+    Without a free child, up to `max_queued` small specifications and as many others wait, in the order of their arrival
+    and as long as a request waits for them. Answers and refusals are kept by specification: at most `max_entries`, of `max_bytes` in all."""
 
     def __init__(
         self,
@@ -63,9 +62,9 @@ class GrammarCompiler:
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._answers: OrderedDict[GrammarSpec, Grammar | GrammarError] = OrderedDict()
         self._num_bytes = 0
-        self._open: dict[GrammarSpec, _Work] = {}  # queued or begun
-        self._queue: dict[GrammarSpec, _Work] = {}  # in the order of their arrival
-        self._begun: list[_Work] = []
+        self._open: dict[GrammarSpec, _Work] = {}  # waiting or begun
+        self._num_large = max(1, max_children - 1)  # large specifications at once
+        self._places, self._large_places = asyncio.Semaphore(max_children), asyncio.Semaphore(self._num_large)
         self._threads = ThreadPoolExecutor(max_children, "grammar")  # each waits for one child
         self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -83,7 +82,7 @@ class GrammarCompiler:
         """Raises GrammarError, or CompilerBusy if it would have to wait and too many do."""
         answer = self._answers.get(spec)
         if answer is None:
-            answer = await self._answer(self._open.get(spec) or self._added(spec))
+            answer = await self._answer(spec, self._open.get(spec) or self._added(spec))
         else:
             self._answers.move_to_end(spec)
         if isinstance(answer, GrammarError):
@@ -101,59 +100,43 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _added(self, spec: GrammarSpec) -> _Work:
-        work = _Work(spec, asyncio.get_running_loop().create_future(), _is_small(spec))
-        if not self._may_begin(work):
-            queued = sum(other.is_small == work.is_small for other in self._queue.values())
-            if queued >= self._max_queued:
-                raise CompilerBusy(
-                    f"{queued} grammars wait to be compiled, the limit; come back in {self._deadline_s:g} seconds.",
-                    self._deadline_s,  # by then each child has ended its present work
-                )
-        self._open[spec] = self._queue[spec] = work
-        self._begin()
+        is_small = _is_small(spec)
+        num_open = sum(other.is_small == is_small for other in self._open.values())
+        if num_open >= self._max_queued + (1 if is_small else self._num_large):
+            raise CompilerBusy(
+                f"{self._max_queued} grammars wait to be compiled, the limit; come back in {self._deadline_s:g} seconds.",
+                self._deadline_s,  # by then each child has ended its present work
+            )
+        work = self._open[spec] = _Work(is_small, asyncio.create_task(self._compile(spec)))
         return work
 
-    async def _answer(self, work: _Work) -> Grammar | GrammarError:
+    async def _answer(self, spec: GrammarSpec, work: _Work) -> Grammar | GrammarError:
         work.num_waiting += 1
         try:
-            return await asyncio.shield(work.answer)  # a client that leaves does not cancel it for the others
+            return await asyncio.shield(work.task)  # a client that leaves does not cancel it for the others
         finally:
             work.num_waiting -= 1
-            if not work.num_waiting and self._queue.pop(work.spec, None) is not None:
-                del self._open[work.spec]
+            if not work.num_waiting and not work.has_begun:
+                work.task.cancel()
+                self._open.pop(spec, None)
 
-    def _may_begin(self, work: _Work) -> bool:
-        others = sum(not begun.is_small for begun in self._begun)
-        has_room = work.is_small or others < max(1, self._max_children - 1)
-        return has_room and len(self._begun) < self._max_children
-
-    def _begin(self) -> None:
-        """Begins all queued work for which there is a child, in the order of arrival."""
-        while (work := next(filter(self._may_begin, self._queue.values()), None)) is not None:
-            del self._queue[work.spec]
-            self._begun.append(work)
-            work.task = asyncio.create_task(self._compile(work))
-
-    async def _compile(self, work: _Work) -> None:
-        self.start()
-        spec, found = work.spec, work.answer
-        try:
-            answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, spec)
-        except asyncio.CancelledError:
-            found.cancel()
-            raise
-        except Exception as e:
-            found.set_exception(e)
-            return
-        finally:
-            del self._open[spec]
-            self._begun.remove(work)
-            self._begin()
-        found.set_result(answer)
+    async def _compile(self, spec: GrammarSpec) -> Grammar | GrammarError:
+        work = self._open[spec]
+        async with contextlib.AsyncExitStack() as places:
+            if not work.is_small:
+                await places.enter_async_context(self._large_places)
+            await places.enter_async_context(self._places)
+            work.has_begun = True
+            self.start()
+            try:
+                answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, spec)
+            finally:
+                del self._open[spec]
         self._answers[spec] = answer
         self._num_bytes += _size(spec, answer)
         while len(self._answers) > self._max_entries or self._num_bytes > self._max_bytes:
             self._num_bytes -= _size(*self._answers.popitem(last=False))
+        return answer
 
     # ---- in threads -------------------------------------------------------------------------------------------------
 
