@@ -48,7 +48,8 @@ class GrammarCompiler:
     therefore never wait for large ones.
 
     Without a free child, up to `max_queued` small specifications and as many others wait, in the order of their arrival
-    and as long as a request waits for them. Answers and refusals are kept by specification: at most `max_entries`, of `max_bytes` in all."""
+    and as long as a request waits for them. Answers and refusals are kept by specification: at most `max_entries`, of
+    `max_bytes` in all."""
 
     def __init__(
         self,
@@ -103,10 +104,9 @@ class GrammarCompiler:
         is_small = _is_small(spec)
         num_open = sum(other.is_small == is_small for other in self._open.values())
         if num_open >= self._max_queued + (1 if is_small else self._num_large):
-            raise CompilerBusy(
-                f"{self._max_queued} grammars wait to be compiled, the limit; come back in {self._deadline_s:g} seconds.",
-                self._deadline_s,  # by then each child has ended its present work
-            )
+            wait_s = self._deadline_s  # by then each child has ended its present work
+            reason = f"{self._max_queued} grammars wait to be compiled, the limit"
+            raise CompilerBusy(f"{reason}; come back in {wait_s:g} seconds.", wait_s)
         work = self._open[spec] = _Work(is_small, asyncio.create_task(self._compile(spec)))
         return work
 

@@ -116,19 +116,6 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
                 return Repeat(prune(part), least, most) if can_end(part) else NOTHING
         return rule
 
-    def is_whole(rule: Rule) -> bool:
-        """True if nothing is to be pruned."""
-        match rule:
-            case Sequence(parts):
-                return all(map(is_whole, parts))
-            case Choice(parts):
-                return bool(parts) and all(map(is_whole, parts))
-            case Repeat(part):
-                return is_whole(part)
-            case Name(name):
-                return name in alive
-        return True
-
     found, names = -1, list(rules)[::-1]  # most rules stand before those that they need
     while found < len(alive):
         found = len(alive)
@@ -142,7 +129,7 @@ def pruned(rules: Mapping[str, Rule]) -> dict[str, Rule]:
     todo = ["start"]
     while todo:
         if (name := todo.pop()) not in kept:
-            kept[name] = rules[name] if is_whole(rules[name]) else prune(rules[name])
+            kept[name] = prune(rules[name])
             todo += _names(kept[name])
     return kept
 

@@ -203,16 +203,7 @@ class _Writer:
         """Some of `values`, each at most once."""
         if len(values) <= _MAX_PERMUTED:
             return self._permuted(tuple(values), 0, least, len(values) if most is None else most, {})
-        is_bound = most is not None and most < len(values)
-        cap = max(1, least, most if is_bound and most is not None else 0)  # values so far are counted up to here
-        after: list[Rule] = [NOTHING if n >= least else NEVER for n in range(cap + 1)]
-        for value in reversed(values):
-            states = []
-            for n in range(cap + 1):
-                taken = sequence(*([_COMMA] if n else []), _value(value), after[min(n + 1, cap)])
-                states.append(after[n] if is_bound and n == most else self._named(choice([taken, after[n]])))
-            after = states
-        return after[0]
+        return self._members([(_value(value), False) for value in values], NEVER, least, most)
 
     def _permuted(
         self, left: tuple[Any, ...], count: int, least: int, most: int, written: dict[tuple[Any, ...], Rule]
@@ -260,7 +251,13 @@ class _Writer:
             members.append((sequence(key, _COLON, self._rule(value, f"{where}/properties/{name}")), name in required))
         taken = [literal_string(name) for name in listed]
         others = self._free_members(keys, patterns if names is None else {}, free, any_key, taken, where)
-        return sequence(terminal("\\x{7b}"), self._members(schema, members, others, where), terminal("\\x{7d}"))
+        least, most = _count(schema, "minProperties") or 0, _count(schema, "maxProperties")
+        least = least if least > len(set(required)) else 0
+        if least > 1 and others != NEVER:
+            problem = "has 'minProperties' above its required properties, where names are free to repeat"
+            self._schemas.cannot(where, "minProperties", problem)
+            least = 1
+        return sequence(terminal("\\x{7b}"), self._members(members, others, least, most), terminal("\\x{7d}"))
 
     def _patterns(self, patterns: Schema, where: str) -> dict[str, str]:
         """Terms of keys, by their patterns."""
@@ -289,15 +286,9 @@ class _Writer:
             return None, _ANY_KEY
         return None, self._text(flat, where)
 
-    def _members(self, schema: Schema, members: list[tuple[Rule, bool]], others: Rule, where: str) -> Rule:
-        """All that stands between the braces: `members` in their order, each with whether it must be there, then
-        `others`."""
-        least, most = _count(schema, "minProperties"), _count(schema, "maxProperties")
-        least = 0 if least is None or least <= sum(must for _, must in members) else least
-        if least > 1 and others != NEVER:
-            problem = "has 'minProperties' above its required properties, where names are free to repeat"
-            self._schemas.cannot(where, "minProperties", problem)
-            least = 1
+    def _members(self, members: list[tuple[Rule, bool]], others: Rule, least: int, most: int | None) -> Rule:
+        """`least` to `most` of these with commas between: `members` in their order, each with whether it must be there,
+        then `others`."""
         most = None if most is None or (others == NEVER and most >= len(members)) else most
         cap = max(1, least, most or 0)  # members so far are counted up to here
         if cap > MAX_RULES:
