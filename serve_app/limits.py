@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope
 
 from runtime.output.fields import invalid, shortened
-from runtime.text.weight import TooHeavy, weight
 from serve_app.errors import ApiError
 from serve_app.requests import SamplingFields
 from serve_app.settings import HttpSettings
@@ -92,10 +91,26 @@ def check_counts(request: SamplingFields, settings: HttpSettings) -> None:
 
 def check_template_values(name: str, value: Any) -> None:
     """Raises the 400 for a field that a template would make too much text of."""
-    try:
-        weight(value, _MAX_TEMPLATE_CHARS, most_depth=_MAX_TEMPLATE_DEPTH)
-    except TooHeavy as e:
-        raise invalid(name, f"is too much for a template: {e}") from None
+    size, level = 0, [value]
+    for _ in range(_MAX_TEMPLATE_DEPTH + 1):
+        below: list[Any] = []
+        for item in level:
+            match item:
+                case dict():
+                    size += 2 + sum(len(key) + 4 for key in item)
+                    below += item.values()
+                case list():
+                    size += 2 + 2 * len(item)
+                    below += item
+                case str():
+                    size += len(item) + 2
+                case _:
+                    size += max(8, item.bit_length() // 3) if isinstance(item, int) else 8
+        if size > _MAX_TEMPLATE_CHARS:
+            raise invalid(name, f"is too much for a template: it makes {size} characters, above {_MAX_TEMPLATE_CHARS}")
+        level = below
+    if level:
+        raise invalid(name, f"is too much for a template: it is nested deeper than {_MAX_TEMPLATE_DEPTH}")
 
 
 @asynccontextmanager

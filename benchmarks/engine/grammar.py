@@ -20,9 +20,9 @@ import openai.types
 from pydantic import BaseModel
 
 from benchmarks.library.measure import Results, new_parser, percentiles
+from runtime.child import Child, Overrun
 from runtime.core.config import ModelInfo
 from runtime.core.types import Grammar, GrammarSpec
-from runtime.structured.child import Child
 from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.engines import build_loaded, load
 from runtime.structured.grammar import compiled
@@ -156,7 +156,7 @@ def eager(vocabulary: Vocabulary, grammars: list[Grammar]) -> dict[str, object]:
             sizes.append(automaton.nbytes)
             seconds.append(took)
             ns_per_byte.append(took * 1e9 / len(grammar.expression) / len(vocabulary.tokens))
-        except GrammarError:
+        except (GrammarError, Overrun):
             too_large += 1
     if child is not None:
         child.kill()

@@ -25,8 +25,8 @@ from typing import Any
 import llguidance
 import numpy as np
 
+from runtime.child import Child, Overrun
 from runtime.core.types import CallboardError, GrammarSpec
-from runtime.structured.child import Child
 from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.pattern import GrammarError
@@ -114,7 +114,7 @@ def run(cases: list[Case], compile_: Callable[[str], tuple[str, float]]) -> dict
             child.run(60.0, compile_, "{}")
         try:
             grammar, took = child.run(_DEADLINE_S, compile_, json.dumps(case.schema))
-        except GrammarError as e:
+        except (GrammarError, Overrun) as e:
             reasons[_reason(str(e))] += 1
             continue
         seconds.append(took)

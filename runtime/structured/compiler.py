@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
-import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from runtime.child import ChildPool, Overrun
 from runtime.core.types import CallboardError, Grammar, GrammarSpec
-from runtime.structured.child import Child
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 
 _MEMORY = 2 << 30  # of address space; a child at rest takes a tenth
-_START_S = 60.0  # at most, for a child to start
 # A small specification takes some milliseconds: it has at most so many bytes, and none of the words that stand for
 # intersections and merged schemas (or an escape that may spell them).
 _SMALL_BYTES = 4096
@@ -59,7 +56,7 @@ class GrammarCompiler:
         max_entries: int = 1024,
         max_bytes: int = 64 << 20,
     ) -> None:
-        self._deadline_s, self._max_children, self._max_queued = deadline_s, max_children, max_queued
+        self._deadline_s, self._max_queued = deadline_s, max_queued
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self._answers: OrderedDict[GrammarSpec, Grammar | GrammarError] = OrderedDict()
         self._num_bytes = 0
@@ -67,17 +64,12 @@ class GrammarCompiler:
         self._num_large = max(1, max_children - 1)  # large specifications at once
         self._places, self._large_places = asyncio.Semaphore(max_children), asyncio.Semaphore(self._num_large)
         self._threads = ThreadPoolExecutor(max_children, "grammar")  # each waits for one child
-        self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._num_children = 0  # idle, at work or being started
-        self._closed = False
+        digits = GrammarSpec("regex", "\\D")  # Unicode's are looked up once
+        self._children = ChildPool(max_children, _MEMORY, 5, compiled, digits)  # nice: running streams go first
 
     def start(self) -> None:
         """Have a child ready before the first grammar comes."""
-        with self._lock:
-            if self._idle.empty() and self._num_children < self._max_children and not self._closed:
-                self._num_children += 1
-                threading.Thread(target=self._add_child, daemon=True).start()
+        self._children.start()
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises GrammarError, or CompilerBusy if it would have to wait and too many do."""
@@ -92,12 +84,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End all children."""
-        self._closed = True
-        while not self._idle.empty():
-            if (child := self._idle.get()) is not None:
-                child.kill()
-        for _ in range(self._max_children):
-            self._idle.put(None)
+        self._children.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _added(self, spec: GrammarSpec) -> _Work:
@@ -127,7 +114,6 @@ class GrammarCompiler:
                 await places.enter_async_context(self._large_places)
             await places.enter_async_context(self._places)
             work.has_begun = True
-            self.start()
             try:
                 answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, spec)
             finally:
@@ -138,34 +124,14 @@ class GrammarCompiler:
             self._num_bytes -= _size(*self._answers.popitem(last=False))
         return answer
 
-    # ---- in threads -------------------------------------------------------------------------------------------------
-
     def _run(self, spec: GrammarSpec) -> Grammar | GrammarError:
-        child = self._idle.get()
-        if child is None:
-            return GrammarError("comes too late: the server is ending")
-        self.start()
+        """In a thread."""
         try:
-            return child.run(self._deadline_s, compiled, spec)
+            return self._children.run(self._deadline_s, compiled, spec)
+        except Overrun as e:
+            return GrammarError(f"is too complex: compiling it {e}")
         except GrammarError as e:
             return e
-        finally:
-            self._give_back(child)
-
-    def _add_child(self) -> None:
-        child = Child(_MEMORY, niceness=5)  # running streams go first
-        with contextlib.suppress(GrammarError):
-            child.run(_START_S, compiled, GrammarSpec("regex", "\\D"))  # Unicode digits are looked up once
-        self._give_back(child)
-
-    def _give_back(self, child: Child) -> None:
-        if child.is_alive and not self._closed:
-            self._idle.put(child)
-            return
-        child.kill()
-        with self._lock:
-            self._num_children -= 1
-        self.start()
 
 
 def _is_small(spec: GrammarSpec) -> bool:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.child import Child, Overrun
 from runtime.core.types import CallboardError, Grammar
 from runtime.structured.automaton import Automaton, EagerMatcher, build
 from runtime.structured.automaton_policy import AutomatonPolicy
-from runtime.structured.child import Child
 from runtime.structured.lazy import LazyEngine, LazyMatcher
 from runtime.structured.matcher import Matcher
 from runtime.structured.pattern import GrammarError
@@ -103,7 +103,7 @@ class Engines:
                 self._child = Child(_MEMORY, niceness=10)
                 self._child.run(_START_S, load, self.vocabulary)
             automaton, seconds = self._child.run(self._deadline_s, build_loaded, grammar.expression)
-        except GrammarError as e:
+        except (GrammarError, Overrun) as e:
             logger.info("the lazy engine keeps a grammar: it %s", e)
             return
         with self._lock:

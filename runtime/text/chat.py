@@ -7,20 +7,23 @@ also tells what the model writes: `tool_format` and `thinks` are read off it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import jinja2
-
+from runtime.child import ChildPool, Overrun
 from runtime.core.types import CallboardError
-from runtime.text import reasoning
-from runtime.text.sandbox import TemplateSandbox
+from runtime.text import reasoning, sandbox
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import HERMES, LLAMA3, CallDelta, ToolCallParser, ToolFormat
 
 MAX_PROMPT_CHARS = 4 << 20
+MAX_SECONDS = 1.0  # of CPU time, for one rendering; a long conversation takes milliseconds
+_MEMORY = 256 << 20  # address space of a process that renders; at rest it takes a tenth
+_DEADLINE_S = 5.0  # until it is killed, if it cannot be interrupted
+_MAX_CHILDREN = 3  # prompts that are rendered at a time
+_T = TypeVar("_T")
 
 # Marks the end of the message that is to be continued. Its trailing space tells whether the template trims messages.
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -33,20 +36,10 @@ class ChatTemplate:
         """Raises CallboardError if a source is not a valid template; `special_tokens` are visible to it by name.
 
         `tool_source` is a template of its own for conversations with tools, as some models have."""
-        sources = [source] if tool_source is None else [source, tool_source]
-        try:
-            templates = [_SANDBOX.template(text, special_tokens) for text in sources]
-        except jinja2.TemplateSyntaxError as e:
-            raise CallboardError(f"The model's chat template has an error in line {e.lineno}: {_sentence(e)}.") from e
-        except (
-            ValueError,
-            ArithmeticError,
-            RecursionError,
-            MemoryError,
-            SyntaxError,
-        ) as e:  # of the program made of it
-            raise CallboardError(f"The model's chat template cannot be compiled: {_sentence(e)}.") from e
-        self._template, self._tool_template = templates[0], templates[-1]
+        self._source, self._tool_source = source, source if tool_source is None else tool_source
+        self._special_tokens = dict(special_tokens)
+        for text in {source, self._tool_source}:
+            _run(sandbox.check, text, self._special_tokens, MAX_SECONDS)
         self.thinks = reasoning.CLOSE in source  # whether the model may write reasoning before its answer
 
     @classmethod
@@ -104,24 +97,10 @@ class ChatTemplate:
         if continue_final_message:
             add_generation_prompt = False
             messages = _with_end_marked(messages)
-        template = self._tool_template if tools else self._template
-        context = {"documents": None, **kwargs}
-        prompt: list[str] = []
-        num_chars = 0
-        _SANDBOX.start_clock()
-        try:
-            for part in template.generate(
-                context, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
-            ):
-                num_chars += len(part)
-                if num_chars > MAX_PROMPT_CHARS:
-                    raise CallboardError(f"The prompt is over {MAX_PROMPT_CHARS} characters; shorten the messages.")
-                prompt.append(part)
-        except CallboardError:
-            raise
-        except Exception as e:  # a template is a program: what it meets in the messages can raise anything
-            raise CallboardError(f"The model's chat template cannot use these messages: {_sentence(e)}.") from e
-        text = "".join(prompt)
+        values = {"documents": None, **kwargs, "messages": messages, "tools": tools}
+        values["add_generation_prompt"] = add_generation_prompt
+        source = self._tool_source if tools else self._source
+        text = _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
         return _cut_at_mark(text) if continue_final_message else text
 
 
@@ -166,8 +145,12 @@ def _is_json(pieces: Sequence[CallDelta], value: object) -> bool:
         return False
 
 
-def _sentence(error: Exception) -> str:
-    return str(error).strip().rstrip(".") or type(error).__name__
+_CHILDREN = ChildPool(_MAX_CHILDREN, _MEMORY, 0, sandbox.check, "", {}, MAX_SECONDS)
 
 
-_SANDBOX = TemplateSandbox()
+def _run(function: Callable[..., _T], *args: Any) -> _T:
+    """A function of the sandbox, in a process of its own."""
+    try:
+        return _CHILDREN.run(_DEADLINE_S, function, *args)
+    except Overrun as e:
+        raise CallboardError(f"The model's chat template cannot be run: it {e}.") from None

@@ -61,7 +61,7 @@ class Children:
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[Children]:
     fake = Children()
-    monkeypatch.setattr(compiler, "Child", fake)
+    monkeypatch.setattr("runtime.child.Child", fake)
     yield fake
     fake.free("all")
 

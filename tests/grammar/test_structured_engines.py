@@ -14,11 +14,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from runtime.child import Child, Overrun
 from runtime.core.types import CallboardError, GrammarSpec
 from runtime.structured import numbers
 from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.automaton_policy import AutomatonPolicy
-from runtime.structured.child import Child
 from runtime.structured.compiler import GrammarCompiler
 from runtime.structured.engines import Engines
 from runtime.structured.grammar import compiled
@@ -194,11 +194,11 @@ def test_a_child_is_killed_for_time_and_memory_and_says_what_is_wrong():
     with pytest.raises(GrammarError, match="open"):
         child.run(30.0, compiled, GrammarSpec("regex", "("))
     assert child.is_alive
-    with pytest.raises(GrammarError, match=r"over 0\.2 s"):
+    with pytest.raises(Overrun, match=r"over 0\.2 s"):
         child.run(0.2, time.sleep, 60)
     assert not child.is_alive
     child = Child(1 << 30)
-    with pytest.raises(GrammarError, match="memory"):
+    with pytest.raises(Overrun, match="memory"):
         child.run(30.0, partial(bytes, 4 << 30))
     child.kill()
 

@@ -6,11 +6,19 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from runtime.core.types import CallboardError
-from runtime.text import sandbox
+from runtime.text import chat
 from runtime.text.chat import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
+# The limits: of memory, of time, of time for what cannot be interrupted, of the prompt's length.
+LIMIT = "took more memory than the limit|ran for over|took over 1 s|prompt is over 4194304 characters"
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(chat, "_DEADLINE_S", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -22,36 +30,34 @@ ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% 
             "ran for over",
         ),
         ("{% for k in [[[[[[[[]]]]]]]] recursive %}{{ loop([k] * 90000) }}{% endfor %}", "ran for over|recursion"),
-        ("{{ 'x' * 10 ** 10 }}", "above 4194304"),
-        ("{{ 10 ** 10 * 'x' }}", "above 4194304"),
-        ("{{ ([0] * 99999) * 99999 }}", "above 4194304"),
-        ("{{ 10 ** (10 ** 10) }}", "above 4194304"),
-        ("{{ 'x'.ljust(10 ** 10) }}", "above 4194304"),
+        ("{{ 'x' * 10 ** 10 }}", LIMIT),
+        ("{{ 10 ** 10 * 'x' }}", LIMIT),
+        ("{{ ([0] * 99999) * 99999 }}", LIMIT),
+        ("{{ 10 ** (10 ** 10) }}", LIMIT),
+        ("{{ 'x'.ljust(10 ** 10) }}", LIMIT),
         (
             "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "above 4194304",
+            LIMIT,
         ),
         (
             "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-            "above 4194304",
+            LIMIT,
         ),
-        ("{% set x = 'x' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60, "above 4194304"),
+        ("{% set x = 'x' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60, LIMIT),
         (
             "{% macro m(x) %}{{ x }}{{ x }}{% endmacro %}" + "{{ " + "m(" * 40 + "'x'" + ")" * 40 + " }}",
-            "above 4194304",
+            LIMIT,
         ),
     ],
 )
-def test_a_bomb_is_an_error(monkeypatch, source: str, reason: str):
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
-    begin = time.thread_time()
-    with pytest.raises(CallboardError, match=f"cannot use these messages: .*({reason})"):
+def test_a_bomb_is_an_error(limits, source: str, reason: str):
+    begin = time.monotonic()
+    with pytest.raises(CallboardError, match=reason):
         ChatTemplate(source, {}).render(MESSAGES)
-    assert time.thread_time() - begin < 2.0
+    assert time.monotonic() - begin < 10.0
 
 
-def test_a_bomb_spends_its_own_time_only(monkeypatch):
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.05)
+def test_a_bomb_spends_its_own_time_only(limits):
     bomb, template = (
         ChatTemplate(ENDLESS, {}),
         ChatTemplate("{{ 'ab' * 2 ~ 3 }}{% set x | upper %}c{% endset %}{{ x }}", {}),
@@ -84,7 +90,7 @@ NESTED = "{% set x = [0] * 400000 %}{% set y = [x] * 400000 %}"  # small in memo
         "[0] | slice(70000000) | list",
         "1.5 | round(70000000, 'ceil')",
         "'x'.encode().center(70000000)",
-        "'a'.translate({97: 'b' * 4000000})",
+        "'a'.translate({97: 'b' * 5000000})",
         "'\\t'.expandtabs(70000000)",
         "(5).to_bytes(70000000, 'big')",
         "'x' | center(70000000)",
@@ -101,13 +107,11 @@ NESTED = "{% set x = [0] * 400000 %}{% set y = [x] * 400000 %}"  # small in memo
         "'{}'.format(y)",
     ],
 )
-def test_a_single_step_makes_no_large_value(expression: str):
-    begin = time.thread_time()
-    with pytest.raises(
-        CallboardError, match=r"above 4194304|a width that is a value|unsafe|No filter|namespace|undefined"
-    ):
+def test_a_single_step_makes_no_large_value(limits, expression: str):
+    begin = time.monotonic()
+    with pytest.raises(CallboardError, match=f"{LIMIT}|No filter"):
         ChatTemplate(f"{NESTED}{{{{ {expression} }}}}", {}).render([])
-    assert time.thread_time() - begin < 1.0
+    assert time.monotonic() - begin < 10.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""Processes for work that may run away: each has a limit on its memory, and each piece of work a deadline.
+
+`python -m runtime.child FD MEMORY NICENESS` is the process; `Child` is its owner's side, `ChildPool` some of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from runtime.core.types import CallboardError
+
+_T = TypeVar("_T")
+_NO_MEMORY = "took more memory than the limit"
+_START_S = 60.0  # at most, for a child to start
+
+
+class Overrun(CallboardError):
+    """Work went over a limit. The text is a predicate: what names the work goes before it."""
+
+
+class Child:
+    """One child, started at once. One thread at a time runs work in it; `kill` may come from any."""
+
+    def __init__(self, memory: int, niceness: int = 0) -> None:
+        """Starts a process with at most `memory` bytes of address space."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "runtime.child", str(theirs.fileno()), str(memory), str(niceness)],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
+            )
+        self._connection = Connection(ours.detach())
+
+    def run(self, deadline_s: float, function: Callable[..., _T], *args: Any) -> _T:
+        """`function(*args)`, all of which must be picklable; raises what it raises. The process is killed when the
+        deadline passes or its memory runs out: Overrun then."""
+        try:
+            self._connection.send((deadline_s, function, args))
+            if not self._connection.poll(deadline_s):
+                raise Overrun(f"took over {deadline_s:g} s, the limit")
+            result, error = self._connection.recv()
+        except (EOFError, OSError):
+            self.kill()
+            raise Overrun(_NO_MEMORY) from None
+        except BaseException:
+            self.kill()
+            raise
+        if isinstance(error, MemoryError):
+            raise Overrun(_NO_MEMORY)
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it; a second time does nothing."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+
+class ChildPool:
+    """Up to `max_children` children for work of one kind, of which an idle one is kept ready from the first work on."""
+
+    def __init__(
+        self, max_children: int, memory: int, niceness: int, warm_up: Callable[..., object], *args: Any
+    ) -> None:
+        """`warm_up(*args)` is the first work of each child: it does what all later work needs."""
+        self._max_children, self._memory, self._niceness = max_children, memory, niceness
+        self._warm_up = (warm_up, *args)
+        self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_children = 0  # idle, at work or being started
+        self._closed = False
+
+    def start(self) -> None:
+        """Have a child ready before the first work comes."""
+        with self._lock:
+            if self._idle.empty() and self._num_children < self._max_children and not self._closed:
+                self._num_children += 1
+                threading.Thread(target=self._add, daemon=True).start()
+
+    def run(self, deadline_s: float, function: Callable[..., _T], *args: Any) -> _T:
+        """As Child.run, in any thread: the deadline counts from when a child is free."""
+        self.start()
+        child = self._idle.get()
+        if child is None:
+            raise Overrun("comes too late: its process is ending")
+        self.start()
+        try:
+            return child.run(deadline_s, function, *args)
+        finally:
+            self._give_back(child)
+
+    def close(self) -> None:
+        """End all children."""
+        self._closed = True
+        while not self._idle.empty():
+            if (child := self._idle.get()) is not None:
+                child.kill()
+        for _ in range(self._max_children):
+            self._idle.put(None)
+
+    def _add(self) -> None:
+        child = Child(self._memory, self._niceness)
+        with contextlib.suppress(CallboardError):
+            child.run(_START_S, *self._warm_up)
+        self._give_back(child)
+
+    def _give_back(self, child: Child) -> None:
+        if child.is_alive and not self._closed:
+            self._idle.put(child)
+            return
+        child.kill()
+        with self._lock:
+            self._num_children -= 1
+        self.start()
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        deadline_s, function, args = connection.recv()
+        # A limit of CPU time: if the owner is gone, nothing else ends this process.
+        used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used + deadline_s) + 2, resource.RLIM_INFINITY))
+        try:
+            connection.send((function(*args), None))
+        except Exception as e:  # the owner decides about it
+            connection.send((None, e))
+
+
+if __name__ == "__main__":
+    fd, memory, niceness = map(int, sys.argv[1:])
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is its owner's
+    os.nice(niceness)
+    with contextlib.suppress(EOFError, OSError):
+        _serve(Connection(fd))
