@@ -21,7 +21,6 @@ MAX_PROPERTIES = 1_000  # in all
 MAX_ENUM_BYTES = 65_536  # of one enum
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-TYPE_SET = frozenset(TYPES)
 ABOUT = {
     "object": (
         *("properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"),
@@ -58,53 +57,46 @@ def is_schema(value: Any) -> bool:
     return isinstance(value, dict | bool)
 
 
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and math.isfinite(value)
+
+
 def _is_count(value: Any) -> bool:
     return is_number(value) and value >= 0 and value == int(value)
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
-_SHAPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "number": ("a number", lambda v: is_number(v) and math.isfinite(v)),
-    "end": ("a number", lambda v: isinstance(v, bool) or (is_number(v) and math.isfinite(v))),  # draft 4: true or false
-    "count": ("a whole number from 0 on", _is_count),
-    "flag": ("true or false", lambda v: isinstance(v, bool)),
-    "text": ("a text", lambda v: isinstance(v, str)),
-    "schema": ("a schema", is_schema),
-    "schemas": ("a list of schemas", lambda v: isinstance(v, list) and bool(v) and all(map(is_schema, v))),
-    "items": ("a schema or a list of them", lambda v: is_schema(v) or (isinstance(v, list) and all(map(is_schema, v)))),
-    "map": ("an object of schemas", lambda v: isinstance(v, dict) and all(map(is_schema, v.values()))),
-    "names": ("a list of texts", lambda v: v is False or _are_texts(v)),  # draft 3: false
-    "lists": ("an object of lists of texts", lambda v: isinstance(v, dict) and all(map(_are_texts, v.values()))),
-    "dependencies": (
-        "an object of schemas and lists of texts",
-        lambda v: isinstance(v, dict) and all(is_schema(each) or _are_texts(each) for each in v.values()),
-    ),
-    "values": ("a list of values", lambda v: isinstance(v, list)),
-    "types": (
-        f"one of {', '.join(TYPES)}, or a list of them",
-        lambda v: bool(v) and all(isinstance(t, str) and t in TYPE_SET for t in (v if isinstance(v, list) else [v])),
-    ),
-}  # fmt: skip
-_SHAPE_OF = {
-    **dict.fromkeys(("minimum", "maximum", "multipleOf"), "number"),
-    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), "end"),
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), "count"),
-    **dict.fromkeys(("uniqueItems", "nullable"), "flag"),
-    **dict.fromkeys(("pattern", "format", "$ref"), "text"),
-    **dict.fromkeys(("additionalProperties", "additionalItems", "propertyNames"), "schema"),
-    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), "schema"),
-    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), "schemas"),
-    **dict.fromkeys(("properties", "patternProperties", "dependentSchemas"), "map"),
-    "items": "items",
-    "dependentRequired": "lists",
-    "dependencies": "dependencies",
-    "required": "names",
-    "enum": "values",
-    "type": "types",
-}
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(fits, value))
+
+
+def _map_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
+
+
+_are_schemas, _are_texts, _are_types = _list_of(is_schema), _list_of(_is_text), _list_of(TYPES.__contains__)
+# The keywords of each shape, and what to call it.
+_SHAPES: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("minimum maximum multipleOf", "a number", _is_finite),
+    ("exclusiveMinimum exclusiveMaximum", "a number", lambda v: isinstance(v, bool) or _is_finite(v)),  # draft 4: bool
+    ("minLength maxLength minItems maxItems minProperties maxProperties", "a whole number from 0 on", _is_count),
+    ("uniqueItems nullable", "true or false", lambda v: isinstance(v, bool)),
+    ("pattern format $ref", "a text", _is_text),
+    ("additionalProperties additionalItems propertyNames", "a schema", is_schema),
+    ("unevaluatedProperties unevaluatedItems", "a schema", is_schema),
+    ("allOf anyOf oneOf prefixItems", "a list of schemas", lambda v: bool(v) and _are_schemas(v)),
+    ("items", "a schema or a list of them", lambda v: is_schema(v) or _are_schemas(v)),
+    ("properties patternProperties dependentSchemas", "an object of schemas", _map_of(is_schema)),
+    ("dependentRequired", "an object of lists of texts", _map_of(_are_texts)),
+    ("dependencies", "an object of schemas and lists of texts", _map_of(lambda v: is_schema(v) or _are_texts(v))),
+    ("required", "a list of texts", lambda v: v is False or _are_texts(v)),  # draft 3: false
+    ("enum", "a list of values", lambda v: isinstance(v, list)),
+    ("type", f"one of {', '.join(TYPES)}, or a list of them", lambda v: v in TYPES or (bool(v) and _are_types(v))),
+)
+_SHAPE_OF = {keyword: (wanted, fits) for keywords, wanted, fits in _SHAPES for keyword in keywords.split()}
 
 
 def parse(text: str) -> Any:
@@ -141,7 +133,7 @@ def check(schema: Any, where: str) -> list[str]:
         raise at(where, f"has {shown(schema)} where a schema should be")
     for keyword, value in schema.items():
         if keyword in _SHAPE_OF:
-            wanted, fits = _SHAPES[_SHAPE_OF[keyword]]
+            wanted, fits = _SHAPE_OF[keyword]
             if not fits(value):
                 raise at(where, f"has {keyword!r} as {shown(value)}; it should be {wanted}")
         if keyword == "enum" and (size := len(dumped(value))) > MAX_ENUM_BYTES:

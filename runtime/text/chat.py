@@ -20,7 +20,7 @@ from runtime.text.tool_calls import HERMES, LLAMA3, CallDelta, ToolCallParser, T
 
 MAX_PROMPT_CHARS = 4 << 20
 MAX_SECONDS = 1.0  # of CPU time, for one rendering; a long conversation takes milliseconds
-_MEMORY = 256 << 20  # address space of a process that renders; at rest it takes a tenth
+_MEMORY = 512 << 20  # address space of a process that renders; at rest it takes a twentieth
 _DEADLINE_S = 5.0  # until it is killed, if it cannot be interrupted
 _MAX_CHILDREN = 3  # prompts that are rendered at a time
 _T = TypeVar("_T")
@@ -30,7 +30,7 @@ _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate:
-    """One model's chat template, compiled once. Threads may share it."""
+    """One model's chat template, compiled once (in sandbox.py). Threads may share it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """Raises CallboardError if a source is not a valid template; `special_tokens` are visible to it by name.
@@ -38,7 +38,7 @@ class ChatTemplate:
         `tool_source` is a template of its own for conversations with tools, as some models have."""
         self._source, self._tool_source = source, source if tool_source is None else tool_source
         self._special_tokens = dict(special_tokens)
-        for text in {source, self._tool_source}:
+        for text in (source, self._tool_source):
             _run(sandbox.check, text, self._special_tokens, MAX_SECONDS)
         self.thinks = reasoning.CLOSE in source  # whether the model may write reasoning before its answer
 
