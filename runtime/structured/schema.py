@@ -166,20 +166,8 @@ class _Writer:
                 return sequence(terminal("\\x{5b}"), self._distinct(values, least, most), terminal("\\x{5d}"))
             self._schemas.cannot(where, "uniqueItems")
         first = [self._rule(item, f"{where}/prefixItems/{i}") for i, item in enumerate(schema.get("prefixItems", ()))]
-        items = schema.get("items", True)
-        others = self._rule(items, f"{where}/items")
-        k = len(first)
-        rest_least, rest_most = max(least - k, 0), None if most is None else max(most - k, 0)
-        rest: Rule
-        if items is False or rest_most == 0:
-            rest = NEVER if rest_least else NOTHING
-        elif k:
-            rest = repeat(sequence(_COMMA, others), rest_least, rest_most)
-        else:
-            more = repeat(
-                sequence(_COMMA, others), max(rest_least - 1, 0), None if rest_most is None else rest_most - 1
-            )
-            rest = sequence(others, more) if rest_least else optional(sequence(others, more))
+        items, k = schema.get("items", True), len(first)
+        rest = _more(NEVER if items is False else self._rule(items, f"{where}/items"), k, least, most)
         for i in reversed(range(k)):
             rest = self._named(sequence(_COMMA if i else NOTHING, first[i], rest))
             if most is not None and i >= most:
@@ -214,7 +202,7 @@ class _Writer:
             options: list[Rule] = [NOTHING] if count >= least else []
             for i, value in enumerate(left if count < most else ()):
                 others = self._permuted(left[:i] + left[i + 1 :], count + 1, least, most, written)
-                options.append(sequence(*([_COMMA] if count else []), _value(value), others))
+                options.append(sequence(*_separated([_value(value)], count), others))
             written[key] = self._named(choice(options))
         return written[key]
 
@@ -251,7 +239,7 @@ class _Writer:
             members.append((sequence(key, _COLON, self._rule(value, f"{where}/properties/{name}")), name in required))
         taken = [literal_string(name) for name in listed]
         others = self._free_members(keys, patterns if names is None else {}, free, any_key, taken, where)
-        least, most = _count(schema, "minProperties") or 0, _count(schema, "maxProperties")
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties")
         least = least if least > len(set(required)) else 0
         if least > 1 and others != NEVER:
             problem = "has 'minProperties' above its required properties, where names are free to repeat"
@@ -305,7 +293,7 @@ class _Writer:
             states: dict[int, Rule] = {}
             for n in before:
                 follows = after[min(n + len(some), cap)]
-                member = sequence(*_separated(some, n > 0))
+                member = sequence(*_separated(some, n))
                 if most is not None and n + len(some) > most:
                     states[n] = NEVER if must else after[n]
                 elif must:
@@ -339,30 +327,23 @@ class _Writer:
 
 
 def _more(member: Rule, n: int, least: int, most: int | None) -> Rule:
-    """Any number of `member` after `n` others, with their commas."""
-    room = None if most is None else max(most - n, 0)
-    if member == NEVER or room == 0:
-        return NOTHING if n >= least else NEVER
+    """As many of `member` after `n` others, with their commas, that there are `least` to `most` in all."""
+    least, most = max(least - n, 0), None if most is None else max(most - n, 0)
+    if member == NEVER or most == 0:
+        return NEVER if least else NOTHING
     if n:
-        return repeat(sequence(_COMMA, member), 0, room)
-    some = sequence(member, repeat(sequence(_COMMA, member), 0, None if room is None else room - 1))
+        return repeat(sequence(_COMMA, member), least, most)
+    some = sequence(member, repeat(sequence(_COMMA, member), max(least - 1, 0), None if most is None else most - 1))
     return some if least else optional(some)
 
 
-def _separated(members: list[Rule], after_others: bool) -> Iterable[Rule]:
-    for i, member in enumerate(members):
-        if i or after_others:
-            yield _COMMA
-        yield member
+def _separated(members: Iterable[Rule], num_before: int = 0) -> Iterable[Rule]:
+    for i, member in enumerate(members, num_before):
+        yield from (_COMMA, member) if i else (member,)
 
 
 def _too_large() -> GrammarError:
     return GrammarError(f"makes more than {MAX_RULES} rules, the limit; make it smaller")
-
-
-def _count(schema: Schema, name: str) -> int | None:
-    count: int | None = schema.get(name)
-    return count
 
 
 def _bounds(schema: Schema, of: str, where: str) -> tuple[int, int | None]:
@@ -378,16 +359,12 @@ def _bounds(schema: Schema, of: str, where: str) -> tuple[int, int | None]:
 
 def _value(value: Any) -> Rule:
     """One JSON value, with the white space that any value has."""
-    parts: list[Rule] = []
     match value:
         case list():
-            for item in value:
-                parts += [_COMMA, _value(item)] if parts else [_value(item)]
-            return sequence(terminal("\\x{5b}"), *parts, terminal("\\x{5d}"))
+            return sequence(terminal("\\x{5b}"), *_separated(map(_value, value)), terminal("\\x{5d}"))
         case dict():
-            for name, member in value.items():
-                parts += [*([_COMMA] if parts else []), terminal(literal_string(name)), _COLON, _value(member)]
-            return sequence(terminal("\\x{7b}"), *parts, terminal("\\x{7d}"))
+            members = (sequence(terminal(literal_string(name)), _COLON, _value(v)) for name, v in value.items())
+            return sequence(terminal("\\x{7b}"), *_separated(members), terminal("\\x{7d}"))
         case str():
             return terminal(literal_string(value))
     return terminal(literal_text(dumped(value)))
