@@ -30,7 +30,9 @@ _ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 class Architecture:
     """How one value of `general.architecture` translates."""
 
-    config: Callable[[GgufFile], dict[str, Any]]
+    hf_class: str
+    model_type: str  # of a config.json
+    config: Callable[[GgufFile], dict[str, Any]]  # the rest of it
     # GGUF name -> HF name, both without .weight or .bias; {} is the layer, and a second {} the expert: GGUF has the
     # weights of all experts in one tensor.
     names: dict[str, str]
@@ -106,7 +108,8 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
         except KeyError as e:
             what = f"tensor {tensor.name!r} is not one that a {arch_name!r} model has here"
             raise CallboardError(f"{file.path}: {what}.") from e
-    return GgufModel(file, arch.config(file), sources)
+    config = {"architectures": [arch.hf_class], "model_type": arch.model_type, **arch.config(file)}
+    return GgufModel(file, config, sources)
 
 
 def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
@@ -176,8 +179,8 @@ def _tokens_config(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _decoder_config(file: GgufFile, hf_class: str, model_type: str) -> dict[str, Any]:
-    """The fields that all architectures but GPT-2 have in common; of the `rope.` keys only the base."""
+def _decoder_config(file: GgufFile) -> dict[str, Any]:
+    """The fields that all architectures but GPT-2 have in common."""
     arch = file.value("general.architecture", str)
     num_heads = _count(file, f"{arch}.attention.head_count")
     hidden_size = _count(file, f"{arch}.embedding_length")
@@ -189,8 +192,6 @@ def _decoder_config(file: GgufFile, hf_class: str, model_type: str) -> dict[str,
             f"supported of {arch}."
         )
     return {
-        "architectures": [hf_class],
-        "model_type": model_type,
         "hidden_size": hidden_size,
         "intermediate_size": _count(file, f"{arch}.feed_forward_length"),
         "num_hidden_layers": _count(file, f"{arch}.block_count"),
@@ -202,6 +203,7 @@ def _decoder_config(file: GgufFile, hf_class: str, model_type: str) -> dict[str,
         "rope_theta": _real(file, f"{arch}.rope.freq_base", 10000.0),
         "max_position_embeddings": _count(file, f"{arch}.context_length"),
         **_tokens_config(file),
+        **_rope_scaling(file),
     }
 
 
@@ -250,13 +252,16 @@ _GEMMA_NORM_NAMES = {
 }
 _FFN_NAMES = {f"blk.{{}}.ffn_{n}": f"model.layers.{{}}.mlp.{n}_proj" for n in ("gate", "up", "down")}
 _LLAMA_NAMES = _TOP_NAMES | _ATTENTION_NAMES | _NORM_NAMES | _FFN_NAMES
+_GEMMA_NAMES = _TOP_NAMES | _ATTENTION_NAMES | _GEMMA_NORM_NAMES | _FFN_NAMES
 
 
 def _llama_config(file: GgufFile) -> dict[str, Any]:
-    config = _decoder_config(file, "LlamaForCausalLM", "llama")
+    config = _decoder_config(file)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-    return config | (_rope_scaling(file) or _llama3_rope_scaling(file, config["rope_theta"], config["head_dim"]))
+    if "rope_scaling" not in config:
+        config |= _llama3_rope_scaling(file, config["rope_theta"], config["head_dim"])
+    return config
 
 
 def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> dict[str, Any]:
@@ -287,73 +292,52 @@ def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> di
 
 def _mixtral_config(file: GgufFile) -> dict[str, Any]:
     return _llama_config(file) | {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
         "num_local_experts": _count(file, "llama.expert_count"),
         "num_experts_per_tok": _count(file, "llama.expert_used_count"),
-        "sliding_window": None,
     }
 
 
-def _qwen_config(hf_class: str) -> Callable[[GgufFile], dict[str, Any]]:
-    return lambda file: (
-        _decoder_config(file, hf_class, hf_class.removesuffix("ForCausalLM").lower())
-        | {"use_sliding_window": False}
-        | _rope_scaling(file)
-    )
-
-
 def _qwen3moe_config(file: GgufFile) -> dict[str, Any]:
-    config = _decoder_config(file, "Qwen3MoeForCausalLM", "qwen3_moe") | _rope_scaling(file)
-    return config | {
+    return _decoder_config(file) | {
         "num_experts": _count(file, "qwen3moe.expert_count"),
         "num_experts_per_tok": _count(file, "qwen3moe.expert_used_count"),
         "moe_intermediate_size": _count(file, "qwen3moe.expert_feed_forward_length"),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
         "norm_topk_prob": True,  # of all released models
     }
 
 
-def _gemma_config(
-    file: GgufFile, hf_class: str, model_type: str, full_every: int, layers_of_27b: int
-) -> dict[str, Any]:
-    config = _decoder_config(file, hf_class, model_type)
+def _gemma_config(file: GgufFile, full_every: int, layers_of_27b: int) -> dict[str, Any]:
+    config = _decoder_config(file)
     del config["hidden_act"]
-    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    num_layers = config["num_hidden_layers"]
     # Queries are scaled by the width of a head, which in the 27B models is not the one that they have.
     by_width = config["hidden_size"] // config["num_attention_heads"]
     layer_types = ["full_attention" if i % full_every == 0 else "sliding_attention" for i in range(1, num_layers + 1)]
     return config | {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": by_width if num_layers == layers_of_27b else head_dim,
+        "query_pre_attn_scalar": by_width if num_layers == layers_of_27b else config["head_dim"],
         "sliding_window": _count(file, f"{file.value('general.architecture', str)}.attention.sliding_window"),
         "layer_types": layer_types,
-        "attention_bias": False,
     }
 
 
 def _gemma2_config(file: GgufFile) -> dict[str, Any]:
-    return _gemma_config(file, "Gemma2ForCausalLM", "gemma2", full_every=2, layers_of_27b=46) | {
+    return _gemma_config(file, full_every=2, layers_of_27b=46) | {
         "attn_logit_softcapping": _real(file, "gemma2.attn_logit_softcapping", 50.0),
         "final_logit_softcapping": _real(file, "gemma2.final_logit_softcapping", 30.0),
     }
 
 
 def _gemma3_config(file: GgufFile) -> dict[str, Any]:
+    # RoPE's scaling is that of the layers with full attention.
     every = _count(file, "gemma3.attention.sliding_window_pattern", 6)
-    return (
-        _gemma_config(file, "Gemma3ForCausalLM", "gemma3_text", full_every=every, layers_of_27b=62)
-        | {
-            "rope_theta": _real(file, "gemma3.rope.freq_base", 1e6),
-            "rope_local_base_freq": _real(file, "gemma3.rope.freq_base_swa", 10000.0),
-        }
-        | _rope_scaling(file)  # of the layers with full attention
-    )
+    return _gemma_config(file, full_every=every, layers_of_27b=62) | {
+        "rope_theta": _real(file, "gemma3.rope.freq_base", 1e6),
+        "rope_local_base_freq": _real(file, "gemma3.rope.freq_base_swa", 10000.0),
+    }
 
 
 def _phi3_config(file: GgufFile) -> dict[str, Any]:
-    config = _decoder_config(file, "Phi3ForCausalLM", "phi3")
+    config = _decoder_config(file)
     head_dim = config["head_dim"]
     config["partial_rotary_factor"] = _count(file, "phi3.rope.dimension_count", head_dim) / head_dim
     config["sliding_window"] = file.value("phi3.attention.sliding_window", int, 0) or None
@@ -369,8 +353,6 @@ def _phi3_config(file: GgufFile) -> dict[str, Any]:
 
 def _gpt2_config(file: GgufFile) -> dict[str, Any]:
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
         "n_embd": _count(file, "gpt2.embedding_length"),
         "n_inner": _count(file, "gpt2.feed_forward_length"),
         "n_layer": _count(file, "gpt2.block_count"),
@@ -383,10 +365,12 @@ def _gpt2_config(file: GgufFile) -> dict[str, Any]:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_llama_config, _LLAMA_NAMES, interleaved=True),
-    "qwen2": Architecture(_qwen_config("Qwen2ForCausalLM"), _LLAMA_NAMES),
-    "qwen3": Architecture(_qwen_config("Qwen3ForCausalLM"), _LLAMA_NAMES | _HEAD_NORM_NAMES),
+    "llama": Architecture("LlamaForCausalLM", "llama", _llama_config, _LLAMA_NAMES, interleaved=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _decoder_config, _LLAMA_NAMES),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _decoder_config, _LLAMA_NAMES | _HEAD_NORM_NAMES),
     "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
         _qwen3moe_config,
         _TOP_NAMES
         | _ATTENTION_NAMES
@@ -396,15 +380,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         | {"blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate"}
         | {f"blk.{{}}.ffn_{n}_exps": f"model.layers.{{}}.mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")},
     ),
-    "gemma2": Architecture(
-        _gemma2_config, _TOP_NAMES | _ATTENTION_NAMES | _GEMMA_NORM_NAMES | _FFN_NAMES, norms_plus_one=True
-    ),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", _gemma2_config, _GEMMA_NAMES, norms_plus_one=True),
     "gemma3": Architecture(
-        _gemma3_config,
-        _TOP_NAMES | _ATTENTION_NAMES | _HEAD_NORM_NAMES | _GEMMA_NORM_NAMES | _FFN_NAMES,
-        norms_plus_one=True,
+        "Gemma3ForCausalLM", "gemma3_text", _gemma3_config, _GEMMA_NAMES | _HEAD_NORM_NAMES, norms_plus_one=True
     ),
     "phi3": Architecture(
+        "Phi3ForCausalLM",
+        "phi3",
         _phi3_config,
         _TOP_NAMES
         | _NORM_NAMES
@@ -416,6 +398,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
     ),
     "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        "gpt2",
         _gpt2_config,
         {
             "token_embd": "transformer.wte",
@@ -435,6 +419,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # A llama file with experts.
 _MIXTRAL = Architecture(
+    "MixtralForCausalLM",
+    "mixtral",
     _mixtral_config,
     _TOP_NAMES | _ATTENTION_NAMES | _NORM_NAMES
     | {"blk.{}.ffn_gate_inp": "model.layers.{}.block_sparse_moe.gate"}
