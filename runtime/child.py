@@ -102,7 +102,7 @@ class ChildPool:
         self.start()
         child = self._idle.get()
         if child is None:
-            raise Overrun("comes too late: its process is ending")
+            raise Overrun("found no process to run in")
         self.start()
         try:
             return child.run(deadline_s, function, *args)
@@ -119,10 +119,18 @@ class ChildPool:
             self._idle.put(None)
 
     def _add(self) -> None:
-        child = Child(self._memory, self._niceness)
+        try:
+            child = Child(self._memory, self._niceness)
+        except OSError:  # no more processes
+            with self._lock:
+                self._num_children -= 1
+            self._idle.put(None)  # for the work that waits for it
+            return
         with contextlib.suppress(CallboardError):
             child.run(_START_S, *self._warm_up)
-        self._give_back(child)
+        if self._closed:
+            child.kill()
+        self._idle.put(child)  # if it could not start, its first work fails
 
     def _give_back(self, child: Child) -> None:
         if child.is_alive and not self._closed:

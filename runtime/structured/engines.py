@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.child import Child, Overrun
+from runtime.child import ChildPool, Overrun
 from runtime.core.types import CallboardError, Grammar
 from runtime.structured.automaton import Automaton, EagerMatcher, build
 from runtime.structured.automaton_policy import AutomatonPolicy
@@ -25,7 +25,6 @@ from runtime.structured.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 _MEMORY = 4 << 30  # address space of a build
-_START_S = 60.0  # at most, for a child to start and to read the vocabulary
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class Engines:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._lock = threading.Lock()
         self._builder = ThreadPoolExecutor(1, "automaton")
-        self._child: Child | None = None
+        self._child = ChildPool(1, _MEMORY, 10, load, vocabulary)
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """For one output, at its beginning: 10 us for a known grammar, else about 1 ms. Raises CallboardError if the
@@ -94,14 +93,10 @@ class Engines:
     def close(self) -> None:
         """End the background work."""
         self._builder.shutdown(wait=False, cancel_futures=True)
-        if self._child is not None:
-            self._child.kill()
+        self._child.close()
 
     def _build(self, grammar: Grammar, entry: _Entry, policy: AutomatonPolicy) -> None:
         try:
-            if self._child is None or not self._child.is_alive:
-                self._child = Child(_MEMORY, niceness=10)
-                self._child.run(_START_S, load, self.vocabulary)
             automaton, seconds = self._child.run(self._deadline_s, build_loaded, grammar.expression)
         except (GrammarError, Overrun) as e:
             logger.info("the lazy engine keeps a grammar: it %s", e)
