@@ -30,7 +30,7 @@ def tool(parameters: dict) -> dict:
         ({"chat_template_kwargs": nested(70)}, "chat_template_kwargs", "deeper than 64"),
         ({"chat_template_kwargs": {"a": "x" * 300_000}}, "chat_template_kwargs", "above 262144"),
         # Within these limits the template's own indents can still be too much.
-        ({"tools": [tool(nested(50) | {str(i): nested(50) for i in range(400)})]}, "messages", "over 4194304 characters"),
+        ({"tools": [tool(nested(50) | {str(i): nested(50) for i in range(400)})]}, "messages", "over 4194304"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
