@@ -54,10 +54,10 @@ class SocketDraft:
     def receive(self, timeout_s: float) -> list[Chain] | None:
         chains: list[Chain] | None = None
         while self._readable.poll(timeout_s * 1000 if chains is None else 0):
-            frame = self._draft.receive()
-            if frame is None:
+            frames = self._draft.receive()
+            if not frames:
                 raise ConnectionResetError("the draft has closed its connection")
-            chains = (chains or []) + self._decoder.decode(frame)
+            chains = (chains or []) + [chain for frame in frames for chain in self._decoder.decode(frame)]
         return chains
 
 
@@ -106,12 +106,12 @@ class DraftLoop:
                 self._engines[engine.sock.fileno()] = engine
                 self._poll.register(engine.sock, select.POLLIN)
             return
-        try:
-            frame = self._engines[fd].receive()
-        except OSError:
-            frame = None
-        if frame is not None:
+        frames = []
+        with suppress(OSError):
+            frames = self._engines[fd].receive()
+        for frame in frames:
             self._core.take(fd, self._decoder.decode(frame))
+        if frames:
             return
         self._core.forget(fd)
         self._poll.unregister(fd)

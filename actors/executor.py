@@ -56,12 +56,13 @@ class SocketExecutor:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._listener = Listener(socket.SOCK_SEQPACKET)
+        self._listener = Listener()
         self._invited: dict[Address, int] = {}  # ranks
         self._sockets: list[FrameSocket] = []  # by rank
         self._ranks: dict[int, int] = {}  # by file descriptor
         self._poll = select.poll()
-        self._results: deque[bytes] = deque()  # rank 0's, heard while a plan waited for room
+        self._results: deque[bytearray] = deque()  # rank 0's that were heard and not collected yet
+        self._fault: RunnersLost | None = None  # told after these results
         self._closed = False
 
     def address(self, rank: int, host: str = "") -> Address:
@@ -101,6 +102,8 @@ class SocketExecutor:
     def collect(self) -> StepResult:
         """Raises RunnersLost when any rank is gone, or could not execute its plan."""
         while not self._results:
+            if self._fault is not None:
+                raise self._fault
             if self.num_ranks == 1:
                 self._hear(0)  # its recv blocks: no need to poll
             else:
@@ -118,17 +121,20 @@ class SocketExecutor:
                     self._hear(self._ranks[fd])
         finally:
             self._poll.modify(sock, select.POLLIN)
+        if self._fault is not None:
+            raise self._fault
 
     def _hear(self, rank: int) -> None:
         try:
-            frame = self._sockets[rank].receive()
+            frames = self._sockets[rank].receive()
         except OSError as e:
             raise self._lost(rank, str(e)) from e
-        if frame is None:
+        if not frames:
             raise self._lost(rank, "its connection ended")
-        if frame[: len(_FAULT)] == _FAULT:
-            raise RunnersLost(f"The runner of rank {rank} failed: {frame[len(_FAULT) :].decode()}", rank)
-        self._results.append(frame)
+        if frames[-1].startswith(_FAULT):  # its last words
+            sentence = frames.pop()[len(_FAULT) :].decode()
+            self._fault = RunnersLost(f"The runner of rank {rank} failed: {sentence}", rank)
+        self._results += frames
 
     def _lost(self, rank: int | None, why: str) -> RunnersLost:
         if self._closed:
@@ -161,15 +167,16 @@ def serve_steps(address: Address, runner: Runner, rank: int = 0) -> None:
     finish = steps.put if runner.asynchronous else answer
     with engine.sock:
         try:
-            while (frame := engine.receive()) is not None:
-                if failed.is_set():
-                    continue  # the engine closes first: to close with a plan unread would lose the fault
-                try:
-                    step = runner.launch(decode_plan(frame))
-                except Exception as e:
-                    failed.set()
-                    step = partial(_raise, e)  # told in its turn, after the results before it
-                finish(step)
+            while frames := engine.receive():
+                for frame in frames:
+                    if failed.is_set():
+                        continue  # the engine closes first: to close with a plan unread would lose the fault
+                    try:
+                        step = runner.launch(decode_plan(frame))
+                    except Exception as e:
+                        failed.set()
+                        step = partial(_raise, e)  # told in its turn, after the results before it
+                    finish(step)
         except OSError as e:
             logger.info("the engine's socket failed: %s", e)
     steps.put(None)

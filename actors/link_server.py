@@ -139,7 +139,7 @@ class LinkServer:
         report: Callable[[MetricValues], Snapshot],
     ) -> None:
         self._deliver, self._report = deliver, report
-        self._listener = Listener(socket.SOCK_STREAM)
+        self._listener = Listener()
         threading.Thread(target=self._accept, name="link-accept", daemon=True).start()
 
     def open(self, same_node: bool, host: str) -> Address:
@@ -160,15 +160,15 @@ class LinkServer:
             connection = Connection(front.sock)
             self._deliver(connection, None)
             try:
-                while (frame := front.receive()) is not None:
+                while frames := front.receive():
                     connection.last_heard = time.monotonic()
-                    message = decode_from_front(frame)
-                    if isinstance(message, Heartbeat):
-                        connection.send(message)
-                    elif isinstance(message, Report):
-                        connection.send(self._report(message.figures))
-                    else:
-                        self._deliver(connection, message)
+                    for message in map(decode_from_front, frames):
+                        if isinstance(message, Heartbeat):
+                            connection.send(message)
+                        elif isinstance(message, Report):
+                            connection.send(self._report(message.figures))
+                        else:
+                            self._deliver(connection, message)
             except (CallboardError, msgspec.DecodeError, OSError):
                 pass  # not a front of ours, or gone: nothing after this frame can be trusted
             except Exception:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -103,7 +102,7 @@ class DraftKeeper:
         except RayError:
             self.load()
             host = _host_for(self.draft)
-        with closing(Listener(socket.SOCK_SEQPACKET)) as listener:
+        with closing(Listener()) as listener:
             self.draft.attach.remote(listener.invite(host))
             accepted = listener.accept(_CONNECT_S)
         if accepted is None:

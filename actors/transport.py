@@ -5,9 +5,9 @@
     Listener.accept()        <-- secret -----
 
 Every connection begins with the secret of its invitation, which is compared before anything else is read; nothing is
-ever unpickled from a socket. On one node that is a Unix socket, SEQPACKET for steps (14 us a round trip, wakes without
-spinning) and a stream for links; to another node it is TCP. What a frame means is up to its users (runtime.core.plan,
-runtime.core.draft, messages.py).
+ever unpickled from a socket. It is a byte stream, over a Unix socket on one node (12 us a round trip, wakes without
+spinning) and over TCP to another one. What a frame means is up to its users (runtime.core.plan, runtime.core.draft,
+messages.py).
 """
 
 from __future__ import annotations
@@ -21,37 +21,32 @@ import math
 import os
 import secrets
 import select
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
 MAX_FRAME = 256 << 20  # bytes; checked before anything is allocated
-_PACKET = 64 << 10  # bytes of a SEQPACKET message; below the kernel's default send buffer, whatever its setting
+_CHUNK = 64 << 10  # bytes that are read at once
 _SEND_BUFFER = 4 << 20  # bytes; the kernel clamps it to net.core.wmem_max
-_LENGTH = struct.Struct("<I")  # stands before each frame of a stream
-_MORE, _LAST = b"\1", b"\0"  # first byte of a packet
+_LENGTH = struct.Struct("<I")  # stands before each frame
+_PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 _SECRET_LEN = 32
 _HANDSHAKE_S = 10.0  # for a connection to tell its secret
 _MAX_HANDSHAKES = 64  # at once; an invited process needs milliseconds
 _ACCEPT_RETRY_S = 0.5  # while nobody can be accepted
-
-OnFull = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where one invited process connects to, once; it travels by a Ray call."""
 
-    kind: socket.SocketKind  # SOCK_SEQPACKET or SOCK_STREAM
     endpoint: str | tuple[str, int]  # the path of a Unix socket, or host and port
     secret: bytes = field(repr=False)  # the first bytes on the connection
 
@@ -63,94 +58,58 @@ class Address:
 # ---- frames -----------------------------------------------------------------------------------------------------
 
 
-class FrameSocket(Protocol):
-    """A connected blocking socket that carries whole frames; both ends raise OSError when it fails."""
-
-    sock: socket.socket
-
-    def send(self, frame: bytes, on_full: OnFull | None = None) -> None:
-        """Write `frame`. A full socket blocks, or calls `on_full` until there is room."""
-        ...
-
-    def receive(self) -> bytes | None:
-        """The next frame, or None at the end of the connection."""
-        ...
-
-
 def framed(frame: bytes) -> bytes:
     """The frame as it stands on a stream: after its length."""
     return _LENGTH.pack(len(frame)) + frame
 
 
-def _too_large(size: int) -> OSError:
-    return OSError(errno.EMSGSIZE, f"a frame of {size} bytes exceeds the limit of {MAX_FRAME}")
+class _Cutter:
+    """Cuts what comes on a connection into frames."""
 
+    def __init__(self) -> None:
+        self._data = bytearray()
 
-def _write(sock: socket.socket, parts: Iterable[bytes | memoryview], on_full: OnFull | None) -> int:
-    if on_full is None:
-        return sock.sendmsg(parts)
-    while True:
-        try:
-            return sock.sendmsg(parts, (), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            on_full()
-
-
-class _PacketSocket:
-    """Frames over SEQPACKET, cut into packets whose first byte says whether more follow."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-
-    def send(self, frame: bytes, on_full: OnFull | None = None) -> None:
-        rest = memoryview(frame)
-        while len(rest) >= _PACKET:
-            _write(self.sock, (_MORE, rest[: _PACKET - 1]), on_full)
-            rest = rest[_PACKET - 1 :]
-        _write(self.sock, (_LAST, rest), on_full)
-
-    def receive(self) -> bytes | None:
-        packet = self.sock.recv(_PACKET)
-        if packet[:1] == _LAST:
-            return packet[1:]
-        parts, size = [], 0
-        while packet[:1] == _MORE:
-            parts.append(packet[1:])
-            size += len(packet)
+    def cut(self, data: bytes) -> list[bytearray]:
+        """The frames that are whole with `data`; raises OSError at a length above the limit."""
+        buffer, at, frames = self._data, 0, []
+        buffer += data
+        while len(buffer) - at >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(buffer, at)
             if size > MAX_FRAME:
-                raise _too_large(size)
-            packet = self.sock.recv(_PACKET)
-        return b"".join((*parts, packet[1:])) if packet else None
+                raise OSError(errno.EMSGSIZE, f"a frame of {size} bytes exceeds the limit of {MAX_FRAME}")
+            start = at + _LENGTH.size
+            if len(buffer) < start + size:
+                break
+            at = start + size
+            frames.append(buffer[start:at])
+        del buffer[:at]
+        return frames
 
 
-class _StreamSocket:
-    """Frames over a byte stream, each after its length."""
+class FrameSocket:
+    """The blocking end of a connection; both ends raise OSError when it fails."""
 
     def __init__(self, sock: socket.socket) -> None:
+        _tune(sock)
         self.sock = sock
+        self._cutter = _Cutter()
 
-    def send(self, frame: bytes, on_full: OnFull | None = None) -> None:
-        rest = memoryview(framed(frame))
+    def send(self, frame: bytes, on_full: Callable[[], None] | None = None) -> None:
+        """Write `frame`. A full socket blocks, or calls `on_full` until there is room."""
+        rest, flags = memoryview(framed(frame)), 0 if on_full is None else socket.MSG_DONTWAIT
         while rest:
-            rest = rest[_write(self.sock, (rest,), on_full) :]
+            try:
+                rest = rest[self.sock.send(rest, flags) :]
+            except BlockingIOError:
+                assert on_full is not None, "a socket that waits for nobody"
+                on_full()
 
-    def receive(self) -> bytes | None:
-        head = self._exactly(_LENGTH.size)
-        if head is None:
-            return None
-        (size,) = _LENGTH.unpack(head)
-        if size > MAX_FRAME:
-            raise _too_large(size)
-        return self._exactly(size)
-
-    def _exactly(self, size: int) -> bytes | None:
-        data = self.sock.recv(size, socket.MSG_WAITALL)  # a signal may still cut it short
-        while len(data) < size:
-            part = self.sock.recv(size - len(data), socket.MSG_WAITALL)
-            if not part:
-                return None
-            data += part
-        return data
+    def receive(self) -> list[bytearray]:
+        """All frames that have come, waiting for a whole one if there is none; none at the end of the connection."""
+        while data := self.sock.recv(_CHUNK):
+            if frames := self._cutter.cut(data):
+                return frames
+        return []
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -159,7 +118,7 @@ class FrameProtocol(asyncio.Protocol):
     transport: asyncio.WriteTransport
 
     def __init__(self) -> None:
-        self._data = bytearray()
+        self._cutter = _Cutter()
         self.heard = False  # something has come since this was last looked at
 
     @abstractmethod
@@ -175,19 +134,8 @@ class FrameProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard = True
-        self._data += data
-        buffer, at = self._data, 0
-        while len(buffer) - at >= _LENGTH.size:
-            (size,) = _LENGTH.unpack_from(buffer, at)
-            if size > MAX_FRAME:
-                raise _too_large(size)
-            start = at + _LENGTH.size
-            end = start + size
-            if len(buffer) < end:
-                break
-            self.frame_received(buffer[start:end])
-            at = end
-        del buffer[:at]
+        for frame in self._cutter.cut(data):
+            self.frame_received(frame)
 
 
 def _tune(sock: socket.socket) -> None:
@@ -204,23 +152,17 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)
 
 
-def frame_socket(sock: socket.socket) -> FrameSocket:
-    """The blocking end of a connected socket."""
-    _tune(sock)
-    return _PacketSocket(sock) if sock.type == socket.SOCK_SEQPACKET else _StreamSocket(sock)
-
-
 # ---- connecting -------------------------------------------------------------------------------------------------
 
 
 def connect(address: Address, timeout_s: float = 30.0) -> FrameSocket:
     """The blocking end of a connection to who has given the address."""
-    sock = socket.socket(address.family, address.kind)
+    sock = socket.socket(address.family)
     sock.settimeout(timeout_s)
     sock.connect(address.endpoint)
     sock.settimeout(None)
     sock.sendall(address.secret)
-    return frame_socket(sock)
+    return FrameSocket(sock)
 
 
 Receiver = TypeVar("Receiver", bound=FrameProtocol)
@@ -229,7 +171,7 @@ Receiver = TypeVar("Receiver", bound=FrameProtocol)
 async def connect_stream(address: Address, make: Callable[[], Receiver]) -> Receiver:
     """The asyncio end of a connection to who has given the address."""
     loop = asyncio.get_running_loop()
-    sock = socket.socket(address.family, address.kind)
+    sock = socket.socket(address.family)
     try:
         sock.setblocking(False)
         await loop.sock_connect(sock, address.endpoint)
@@ -246,24 +188,22 @@ async def connect_stream(address: Address, make: Callable[[], Receiver]) -> Rece
 class Listener:
     """Where invited processes connect to; it keeps strangers out. One thread accepts, any may invite or close.
 
-    A SEQPACKET one has a socket file that no other user can reach. That of streams lives as long as its process, whose
-    death must leave no file behind, so its name is abstract: anyone on this host may connect, the secret decides."""
+    The death of its process must leave no file behind, so its name is abstract, and anyone on this host may connect:
+    other users are cut off at once, and the secret decides about the rest."""
 
-    def __init__(self, kind: socket.SocketKind) -> None:
-        self._kind = kind
+    def __init__(self) -> None:
         self._invited: dict[bytes, Address] = {}  # by secret; each is good for one connection
         self._pending: dict[int, tuple[socket.socket, float]] = {}  # connections without a secret yet, and their ends
         self._listening: dict[int, socket.socket] = {}
         self._epoll = select.epoll()
         self._accepting = threading.Lock()
         self._closed = False
-        self._folder = tempfile.mkdtemp(prefix="callboard-") if kind == socket.SOCK_SEQPACKET else ""  # mode 0700
-        self._path = os.path.join(self._folder, "step") if self._folder else f"\0callboard-{secrets.token_hex(8)}"
-        self._listen(socket.AF_UNIX, kind, self._path)
+        self._path = f"\0callboard-{secrets.token_hex(8)}"
+        self._listen(socket.AF_UNIX, self._path)
         self._tcp: socket.socket | None = None
 
-    def _listen(self, family: int, kind: int, endpoint: str | tuple[str, int]) -> socket.socket:
-        listener = socket.socket(family, kind)
+    def _listen(self, family: int, endpoint: str | tuple[str, int]) -> socket.socket:
+        listener = socket.socket(family)
         listener.bind(endpoint)
         listener.listen()
         self._listening[listener.fileno()] = listener
@@ -273,12 +213,9 @@ class Listener:
     def invite(self, host: str = "") -> Address:
         """An address for one connection; `host` is this node's own, for a process on another node."""
         secret = secrets.token_bytes(_SECRET_LEN)
-        if not host:
-            address = Address(self._kind, self._path, secret)
-        else:
-            if self._tcp is None:
-                self._tcp = self._listen(socket.AF_INET, socket.SOCK_STREAM, (host, 0))
-            address = Address(socket.SOCK_STREAM, self._tcp.getsockname(), secret)
+        if host and self._tcp is None:
+            self._tcp = self._listen(socket.AF_INET, (host, 0))
+        address = Address(self._tcp.getsockname() if host and self._tcp is not None else self._path, secret)
         self._invited[secret] = address
         return address
 
@@ -308,6 +245,11 @@ class Listener:
     def _greet(self, listener: socket.socket) -> None:
         """A stranger may take neither a thread nor, with others of his kind, all files: the oldest of too many goes."""
         sock, _ = listener.accept()
+        if listener.family == socket.AF_UNIX:
+            _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if user != os.getuid():
+                sock.close()
+                return
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _SECRET_LEN)  # TCP: readable when the secret is whole
         self._pending[sock.fileno()] = sock, time.monotonic() + _HANDSHAKE_S
         self._epoll.register(sock, select.EPOLLIN)
@@ -330,7 +272,7 @@ class Listener:
         del self._pending[fd]
         self._epoll.unregister(fd)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-        return self._invited.pop(secret), frame_socket(sock)
+        return self._invited.pop(secret), FrameSocket(sock)
 
     def close(self) -> None:
         """Let nobody in any more; a blocked `accept` returns None. Connections that were accepted go on."""
@@ -342,5 +284,3 @@ class Listener:
             for sock in (*self._listening.values(), *(sock for sock, _ in self._pending.values())):
                 sock.close()
             self._epoll.close()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)

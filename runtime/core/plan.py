@@ -149,18 +149,18 @@ _plans, _results = decoder_of(StepPlan), decoder_of(StepResult)
 encode_plan = encode_result = _encoder.encode
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[_T], frame: bytes, what: str) -> _T:
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], frame: bytes | bytearray, what: str) -> _T:
     try:
         return decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, CallboardError) as e:
         raise CallboardError(f"A frame of {len(frame)} bytes is not a step {what}: {e}.") from None
 
 
-def decode_plan(frame: bytes) -> StepPlan:
+def decode_plan(frame: bytes | bytearray) -> StepPlan:
     """The plan of a frame; raises CallboardError if the frame is not a whole plan."""
     return _decoded(_plans, frame, "plan")
 
 
-def decode_result(frame: bytes) -> StepResult:
+def decode_result(frame: bytes | bytearray) -> StepResult:
     """The result of a frame; raises CallboardError if the frame is not a whole result."""
     return _decoded(_results, frame, "result")

@@ -132,9 +132,9 @@ async def test_a_heartbeat_is_answered_while_the_step_thread_is_busy(engine):
         replica.send(encode(Submit(1, request(0), resumed=False)))
         await eventually(lambda: engine.loop.stats()["running"] == 1)
         replica.send(encode(Heartbeat()))
-        message = None
-        while not isinstance(message, Heartbeat):
-            message = decode_from_engine(await asyncio.wait_for(asyncio.to_thread(replica.receive), 5))
+        messages = []
+        while not any(isinstance(message, Heartbeat) for message in messages):
+            messages = map(decode_from_engine, await asyncio.wait_for(asyncio.to_thread(replica.receive), 5))
 
 
 @pytest.mark.parametrize("name", ["cmpl-my-own-id-0", "cmpl-my-own-id", "my-own-id"])

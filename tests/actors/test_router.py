@@ -156,7 +156,7 @@ async def test_an_engine_that_accepts_nobody_is_not_healthy():
     engines = [Engine(), Engine()]
 
     async def nowhere():
-        return Address(socket.SOCK_STREAM, "\0callboard-test-nobody", b"x" * 32), INFO
+        return Address("\0callboard-test-nobody", b"x" * 32), INFO
 
     open_link, engines[0].open_link = engines[0].open_link, nowhere
     group = link_to(*engines)
