@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from runtime.output.fields import invalid, shortened
@@ -52,26 +53,19 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
         raise too_long
+    body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read(receive, max_bytes, too_long)
+            async for part in Request(scope, receive).stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise too_long
+    except ClientDisconnect:
+        return None
     except TimeoutError:
         text = f"The request body took longer than {timeout_s:g} seconds (body_timeout_s); send it faster or send less."
         raise ApiError(408, text, code="body_timeout") from None
-
-
-async def _read(receive: Receive, max_bytes: int, too_long: ApiError) -> bytes | None:
-    parts, size, more = [], 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > max_bytes:
-            raise too_long
-        more = message.get("more_body", False)
-    return b"".join(parts)
+    return bytes(body)
 
 
 def check_counts(request: SamplingFields, settings: HttpSettings) -> None:

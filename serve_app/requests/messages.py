@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_serializer
 from pydantic_core import PydanticCustomError, from_json
 
 from runtime.output.fields import invalid
@@ -36,14 +36,15 @@ class CalledFunction(RequestModel):
     name: str
     arguments: Annotated[str, AfterValidator(_parsed_at_once)]
 
-    def as_template_sees_it(self) -> dict[str, Any]:
+    @field_serializer("arguments")
+    def _as_template_sees_them(self, text: str) -> str | dict[str, Any]:
         # Templates write the arguments as JSON themselves. What a model wrote may be no JSON, or half a character: it
         # is a text then.
         try:
-            arguments = from_json(self.arguments)
+            arguments = from_json(text)
         except ValueError:
-            arguments = None
-        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+            return text
+        return arguments if isinstance(arguments, dict) else text
 
 
 class ToolCall(RequestModel):
@@ -52,9 +53,6 @@ class ToolCall(RequestModel):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    def as_template_sees_it(self) -> dict[str, Any]:
-        return {"id": self.id, "type": self.type, "function": self.function.as_template_sees_it()}
 
 
 class ChatMessage(RequestModel):
@@ -90,7 +88,5 @@ class ChatMessage(RequestModel):
     def as_template_sees_it(self) -> dict[str, Any]:
         # "developer" is OpenAI's later name of "system"; models know the earlier one.
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text()}
-        if self.tool_calls:
-            message["tool_calls"] = [call.as_template_sees_it() for call in self.tool_calls]
-        optional = {n: getattr(self, n) for n in ("name", "tool_call_id", "reasoning_content")}
-        return message | {name: value for name, value in optional.items() if value is not None}
+        shown = {"name", "tool_call_id", "reasoning_content"} | ({"tool_calls"} if self.tool_calls else set())
+        return message | self.model_dump(include=shown, exclude_none=True)

@@ -141,27 +141,18 @@ class SamplingFields(RequestModel, OutputOptions):
         """The engine's parameters, with `max_tokens` resolved; raises FieldError."""
         if self.min_tokens > max_tokens:
             raise invalid("min_tokens", f"is {self.min_tokens}, more than the {max_tokens} tokens of output allowed")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return defaults.params(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=None if self.top_k is None else max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self._bias,
-            min_tokens=self.min_tokens,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
-            seed=None if self.seed is None else self.seed & SEED_MASK,
-            logprobs=self.num_logprobs(),
-            prompt_logprobs=self.num_prompt_logprobs(),
-            stop=stop,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            skip_special_tokens=self.skip_special_tokens,
-        )
+        given = {name: getattr(self, name) for name in _FIELDS.keys() & type(self).model_fields.keys()}
+        given |= {
+            "max_tokens": max_tokens,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "logit_bias": self._bias,
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "seed": None if self.seed is None else self.seed & SEED_MASK,
+            "logprobs": self.num_logprobs(),
+            "prompt_logprobs": self.num_prompt_logprobs(),
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+        }
+        return defaults.params(**given)
 
 
 def _token_id_key(key: str) -> int:
