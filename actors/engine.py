@@ -67,7 +67,8 @@ class EngineActor:
 
     async def phases(self) -> list[str]:
         """How the runner of rank 0 started: the plan of its memory, and seconds."""
-        return await self.runners.startup_log()
+        lines: list[str] = await self.runners.runners[0].phases.remote() if self.runners.runners else []
+        return lines
 
     async def drain(self, reason: str) -> None:
         """Take no new requests from now on: the fronts answer 503 for `reason`. Live ones go on."""

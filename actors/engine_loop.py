@@ -98,7 +98,6 @@ class EngineLoop:
             "rebuilds": self.num_rebuilds,
             "blocks_total": s.pool.num_blocks - 1,
             "blocks_available": s.pool.num_available,
-            "blocks_cached_idle": s.pool.num_cached_idle,
             **asdict(s.stats),
             "accepted_draft_tokens": s.stats.accepted_draft_tokens,
             "connections": len(self._connections),
@@ -313,7 +312,7 @@ class EngineLoop:
             return
         touched, self._untold = self._untold, set()
         logprobs, meter = output.logprobs, self._meter
-        sampled_at, step, num_others, num_prompt = meter.sampled_at, meter.num_steps, 0, 0
+        sampled_at, step, num_others, num_prompt = meter.sampled_at, self.core.steps_done, 0, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
             stream: Stream = state.owner
             connection = stream.connection

@@ -218,7 +218,6 @@ class EngineMetrics:
         self._step_tokens = histograms["vllm:iteration_tokens_total"]
         self._engine_wait = histograms["callboard:engine_wait_seconds"]
         self._runner_wait = histograms["callboard:runner_wait_seconds"]
-        self.num_steps = 0  # collected
         self.sampled_at = self.last_at = -1.0  # of the step just collected and the one before, on the monotonic clock
         self.sampled_at_wall = 0.0
         self._step_from = self._wait_from = 0.0
@@ -250,7 +249,6 @@ class EngineMetrics:
         self._wait_from = time.monotonic()
 
     def collected(self) -> None:
-        self.num_steps += 1
         self.last_at, self.sampled_at, self.sampled_at_wall = self.sampled_at, time.monotonic(), time.time()
         self._engine_wait.observe(self.sampled_at - self._wait_from)
         self._step.observe(self.sampled_at - self._step_from)

@@ -55,11 +55,6 @@ class RunnerGroup:
         executor.accept()
         return executor, infos[0]
 
-    async def startup_log(self) -> list[str]:
-        """How the runner of rank 0 started: the plan of its memory, and seconds."""
-        lines: list[str] = await self.runners[0].phases.remote() if self.runners else []
-        return lines
-
 
 class DraftKeeper:
     """The draft of one engine, its own or one that several share, and another one whenever that is lost."""

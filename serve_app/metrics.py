@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ class ServiceMetrics:
 
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self._model = client, model
-        self._pending: dict[str, MetricValues] = {}  # by engine: not reported yet
+        self._pending: defaultdict[str, MetricValues] = defaultdict(MetricValues)  # by engine: not reported yet
         self._sinks: list[RequestLog] = [self._log]
         self._ray: RayMetrics | None = None
 
@@ -149,7 +150,7 @@ class ServiceMetrics:
                 prompt = int(choice.request.request_id.rpartition("-")[2]) // num_choices
                 longest[prompt] = max(longest.get(prompt, choice), choice, key=lambda c: c.num_output)
         for choice in longest.values():
-            figures = self._pending.setdefault(choice.engine, MetricValues())
+            figures = self._pending[choice.engine]
             max_len = self._client.info.max_model_len
             figures.histogram("vllm:request_params_n", max_len).observe(num_choices)
             figures.histogram("vllm:request_max_num_generation_tokens", max_len).observe(choice.num_output)
@@ -157,7 +158,7 @@ class ServiceMetrics:
     def observe(self, choice: ChoiceStats, arrived_at: float, submitted_at: float) -> None:
         """A choice has ended; of a refused one there is little to tell."""
         request, max_len = choice.request, self._client.info.max_model_len
-        figures = self._pending.setdefault(choice.engine, MetricValues())
+        figures = self._pending[choice.engine]
 
         def observe(name: str, value: float) -> None:
             figures.histogram(name, max_len).observe(max(value, 0.0))  # clocks of two machines may differ
@@ -183,17 +184,17 @@ class ServiceMetrics:
 
     def delivered(self, choice: ChoiceStats) -> None:
         """Whoever asked has taken the last of it: over HTTP, it has been written."""
-        figures = self._pending.setdefault(choice.engine, MetricValues())
+        figures = self._pending[choice.engine]
         lag = figures.histogram("callboard:delivery_lag_seconds", self._client.info.max_model_len)
         lag.observe(max(time.time() - choice.last_at, 0.0))
 
     def waits_for_grammar(self) -> None:
         """A request does, from now on; no engine serves it yet."""
-        self._pending.setdefault("", MetricValues()).count("callboard:grammar_waits")
+        self._pending[""].count("callboard:grammar_waits")
 
     def waited_for_grammar(self, seconds: float) -> None:
         """Before it was submitted."""
-        figures = self._pending.setdefault("", MetricValues())
+        figures = self._pending[""]
         figures.histogram("callboard:grammar_seconds", self._client.info.max_model_len).observe(seconds)
 
     # ---- to the engines, and from them ------------------------------------------------------------------------------
@@ -201,14 +202,14 @@ class ServiceMetrics:
     async def report(self) -> dict[str, Snapshot]:
         """Give every engine what was counted; all figures by engine. What an engine away could not be given is kept,
         and what was counted for one that is gone, or for none, is given to another: nothing is lost to the sums."""
-        pending, self._pending = self._pending, {}
+        pending, self._pending = self._pending, defaultdict(MetricValues)
         if engines := self._client.engines():
             for engine in pending.keys() - set(engines):
-                pending.setdefault(engines[0], MetricValues()).add(pending.pop(engine))
+                pending[engines[0]].add(pending.pop(engine))
         snapshots = await self._client.report(pending)
         for engine, figures in pending.items():
             if engine not in snapshots:
-                self._pending.setdefault(engine, MetricValues()).add(figures)
+                self._pending[engine].add(figures)
             elif self._ray is not None:
                 await self._ray.publish(engine, figures)
         return snapshots

@@ -42,11 +42,6 @@ class BlockPool:
         """Blocks that `allocate` can hand out: free ones and evictable ones."""
         return len(self._free) + len(self._evictable)
 
-    @property
-    def num_cached_idle(self) -> int:
-        """Cached blocks that no request holds."""
-        return len(self._evictable)
-
     def is_cached(self, block: int) -> bool:
         """True if a prefix can be found that ends in `block`."""
         return bool(self._cached[block])

@@ -8,7 +8,6 @@ as the largest group needs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
@@ -22,12 +21,8 @@ class KVGroupSpec:
     head_dim: int
     dtype: str  # of the stored values, a key of DTYPE_BYTES
     scale_dtype: str | None = None  # of one scale for each token and head of K and of V; None: values are not scaled
-    window: int | None = None  # positions that a token attends to, itself included; None: all before it
-
-    @property
-    def kind(self) -> Literal["full", "window"]:
-        """A full group keeps a request's keys and values to its end, a window group those that can still be read."""
-        return "full" if self.window is None else "window"
+    # Positions that a token attends to, itself included; what can no longer be read is not kept. None: all before it.
+    window: int | None = None
 
     @property
     def bytes_per_token(self) -> int:

@@ -24,10 +24,6 @@ def test_a_block_has_room_for_any_group():
     assert [spec.place_of(layer) for layer in range(5)] == [(1, 0), (0, 0), (1, 1), (0, 1), (1, 2)]
 
 
-def test_kinds():
-    assert (FULL.kind, WINDOW.kind) == ("full", "window")
-
-
 @pytest.mark.parametrize("num_computed", range(40))
 @pytest.mark.parametrize("window", [1, 4, 10])
 def test_dead_blocks_hold_only_what_no_token_attends_to(num_computed, window):
@@ -45,4 +41,4 @@ def test_a_decoder_gives_its_kv_cache():
     kv_cache = spec.kv_cache("float16")
     assert kv_cache.bytes_per_block(16) == 16 * 2 * 3 * 2 * 4 * 2
     (group,) = kv_cache.groups
-    assert (group.layers, group.kind) == ((0, 1, 2), "full"), "sliding layers keep everything, too"
+    assert (group.layers, group.window) == ((0, 1, 2), None), "sliding layers keep everything, too"
