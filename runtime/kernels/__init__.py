@@ -117,16 +117,10 @@ def _attend(
     soft_cap: float,
     deterministic: bool,
 ) -> torch.Tensor:
-    """[num_tokens, num_heads * head_dim]: rows of one token, or of guesses in a graph, and longer ones, whose
-    tokens follow each other in q. Other short rows do not take the first kernel: each length would compile it anew."""
+    """[num_tokens, num_heads * head_dim]: rows of one token, or of guesses in a graph, and longer ones. Other short
+    rows do not take the first kernel: each length would compile it anew."""
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])
-    at = 0
     for rows in batch.parts:
-        end = at + rows.num_tokens
         attend = decode_attention if rows.max_count == 1 or rows.prefix_ready else prefill_attention
-        attend(
-            q[at:end], kv, rows, out=out[at:end],
-            scale=scale, window=window, soft_cap=soft_cap, deterministic=deterministic,
-        )  # fmt: skip
-        at = end
+        attend(q, kv, rows, out=out, scale=scale, window=window, soft_cap=soft_cap, deterministic=deterministic)
     return out

@@ -238,7 +238,7 @@ def decode_attention(
         deterministic = True  # rows enough without splits: there the fixed form compiles to the faster code
     if deterministic:
         tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
-        num_tiles = rows.num_rows if rows.max_count == 1 else num_tokens // tile_tokens + rows.num_rows
+        num_tiles = rows.num_rows if rows.max_count == 1 else rows.num_tokens // tile_tokens + rows.num_rows
     else:
         tile_tokens, num_tiles = next_power_of_2(rows.max_count), rows.num_rows
     tile_rows = next_power_of_2(tile_tokens * group)

@@ -22,7 +22,9 @@ class PagedRows:
 
     slots: torch.Tensor  # [num_rows] int32, row of `tables`
     starts: torch.Tensor  # [num_rows] int32, position of the row's first token
-    q_starts: torch.Tensor  # [num_rows + 1] int32, the row's first token in q; the last is their number
+    q_starts: (
+        torch.Tensor
+    )  # [num_rows + 1] int32, the row's first token in q, which may have others; the last one's end
     tables: torch.Tensor  # [num_slots + 1, max_blocks] int32 block ids, any stride between rows
     num_rows: int
     num_tokens: int
@@ -81,12 +83,15 @@ def rows_searched(num_rows: int) -> int:
 def find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr):
     """(row, its tile) of the tile-th of num_tokens // TILE_TOKENS + num_rows places for tiles of TILE_TOKENS tokens.
 
-    Row r owns the places from q_starts[r] // TILE_TOKENS + r on: at least as many as it has tiles. A place that is not
-    needed has its first token beyond the row's last. ROWS is a power of two, at least num_rows."""
+    Row r, with t tokens in the rows before it, owns the places from t // TILE_TOKENS + r on: at least as many as it has
+    tiles. A place that is not needed has its first token beyond the row's last. ROWS is a power of two, at least
+    num_rows."""
     indices = tl.arange(0, ROWS)
-    first = tl.load(q_starts_ptr + indices, mask=indices < num_rows, other=0) // TILE_TOKENS + indices
+    origin = tl.load(q_starts_ptr)
+    first = tl.load(q_starts_ptr + indices, mask=indices < num_rows, other=0) - origin
+    first = first // TILE_TOKENS + indices
     row = tl.sum(((first <= tile) & (indices < num_rows)).to(tl.int32), axis=0) - 1
-    return row, tile - tl.load(q_starts_ptr + row) // TILE_TOKENS - row
+    return row, tile - (tl.load(q_starts_ptr + row) - origin) // TILE_TOKENS - row
 
 
 @jit

@@ -106,12 +106,12 @@ def prefill_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    block_m, block_n, options = _tile(block_d, q.dtype, rows.max_len)
+    block_m, block_n, options = _tile(block_d, q.dtype, min(rows.num_tokens, rows.max_len))
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
     pdl = use_pdl(q)
     # One dimension of the grid: the others hold no more than 65,535 places each.
-    _prefill_attention_kernel[(num_kv_heads * (num_tokens // tile_tokens + rows.num_rows),)](
+    _prefill_attention_kernel[(num_kv_heads * (rows.num_tokens // tile_tokens + rows.num_rows),)](
         q, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, scale * LOG2_E,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, NUM_KV_HEADS=num_kv_heads, GROUP=group, TILE_TOKENS=tile_tokens,
@@ -122,10 +122,11 @@ def prefill_attention(
     return out
 
 
-def _tile(block_d: int, dtype: torch.dtype, max_len: int) -> tuple[int, int, dict[str, int]]:
-    """(rows of q, positions, launch options), as measured on an H200. Two programs on an SM take turns at the tensor
-    cores; at head_dim 128 that needs a limit on registers, which costs a few spills outside of the loops."""
-    short = max_len <= 1024
+def _tile(block_d: int, dtype: torch.dtype, most: int) -> tuple[int, int, dict[str, int]]:
+    """(rows of q, positions, launch options), as measured on an H200, for `most` tokens or positions. Two programs on
+    an SM take turns at the tensor cores; at head_dim 128 that needs a limit on registers, which costs a few spills
+    outside of the loops."""
+    short = most <= 1024
     if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
         return 32, 32, {"num_warps": 4, "num_stages": 1}
     if block_d > 128:

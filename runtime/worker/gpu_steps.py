@@ -1,8 +1,8 @@
 """Steps of the Triton kernels: all state of the requests is on the device, and the host waits for nothing.
 
 A step is the plan's rows (and what the plan changes, applied first), the forward pass, and sampling, all on one stream,
-so that plan order is stream order (C2). A step of rows of one token, or of a few, is one CUDA graph from rows to
-tokens, whose input and output pass through graph_io.py; others are launched one function after another.
+so that plan order is stream order (C2). A step that suits a captured graph (`graph_for`) is one CUDA graph from rows
+to tokens, whose input and output pass through graph_io.py; others are launched one function after another.
 
 The state of a slot is one row of int32, and the last row belongs to the padding of a graph's batch: its table and its
 parameters stay zero, so that padded rows compute into the null block.
@@ -27,10 +27,11 @@ from runtime.models.forward_batch import ForwardBatch
 from runtime.worker.device_automata import DeviceAutomata
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.grammar_state import GrammarState
-from runtime.worker.graph_runner import NO_WRITES, Bucket, CapturedGraph, GraphRunner, wanted_samples
+from runtime.worker.graph_runner import NO_WRITES, Bucket, CapturedGraph, GraphRunner
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
+from runtime.worker.step_rows import StepShape, token_offsets
 from runtime.worker.steps import make_result
 from runtime.worker.transfers import Transfers
 
@@ -91,18 +92,18 @@ class GpuSteps:
         slots, positions = plan.slots[sampling], sampled_after + 1
         prompts = None
         plain = self.sampler.is_plain(slots, positions)
-        if graph := self._graph_for(plan):
-            output, count = self.graph_runner.replay(graph, plan, writes), graph.bucket.row_len
+        if graph := self.graph_for(plan):
+            output, bucket = self._replay(graph, plan, writes), graph.bucket
             if plain:
-                return self._answered(plan, lambda: output[np.flatnonzero(wanted_samples(plan, count))])
-            wanted = np.flatnonzero(wanted_samples(plan, count)).astype(np.int32)
+                return self._answered(plan, lambda: output[bucket.sample_places(plan)])
+            wanted = bucket.sample_places(plan).astype(np.int32)
             token_ids, logits = graph.token_ids[: len(wanted)], self.graph_logits[: len(wanted)]
-            if len(wanted) < len(plan.slots) * count:
+            if wanted[-1] >= len(wanted):  # others are between them
                 index = self.transfers.upload(wanted)
                 token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
         else:
             self._apply_writes(writes)
-            token_ids, logits, prompts = self._run(plan, sampling, slots, positions)
+            token_ids, logits, prompts = self._run(plan, bool(self.sampler.filtered[slots].any()))
         logprobs = masks = None
         if not plain:
             guessed = len(plan.draft_token_ids) > 0 and bool(self.sampler.penalised[slots].any())
@@ -125,14 +126,14 @@ class GpuSteps:
 
     def _launch_repeated(self, plan: StepPlan) -> Callable[[], StepResult]:
         """With a graph and nothing to add to its samples, replays that the host only starts; else step by step."""
-        graph = self._graph_for(plan)
+        graph = self.graph_for(plan)
         within = np.arange(1, plan.num_steps + 1, dtype=np.int32)
         slots, positions = np.repeat(plan.slots, plan.num_steps), (plan.num_computed[:, None] + within).reshape(-1)
         if graph is None or len(plan.freed) or not self.sampler.is_plain(slots, positions):
             waits = [self.launch(one) for one in plan.expanded()]
             return lambda: joined([wait() for wait in waits])
         self.transfers.begin()
-        output = self.graph_runner.replay(graph, plan, self._state_writes(plan))
+        output = self._replay(graph, plan, self._state_writes(plan))
         output = output[: plan.num_steps * graph.bucket.num_rows]
         return self._answered(plan, lambda: output.reshape(plan.num_steps, -1)[:, : len(plan.slots)].T.flatten())
 
@@ -172,54 +173,60 @@ class GpuSteps:
 
     # ---- one by one -----------------------------------------------------------------------------------------------
 
-    def _run(
-        self, plan: StepPlan, sampling: np.ndarray, slots: Int32s, positions: Int32s
-    ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
-        """A step of any rows, those of one token first on the device. Token ids and logits of the samples in the
-        plan's order; log-probabilities of prompts."""
-        order = np.argsort(plan.num_tokens > 1, kind="stable")
-        rows, starts, counts = plan.slots[order], plan.num_computed[order], plan.num_tokens[order]
-        ends = np.cumsum(counts, dtype=np.int32)
-        size, num_short, num_tokens, most = len(rows), int((counts == 1).sum()), int(ends[-1]), int(counts.max())
-        firsts = np.concatenate((np.zeros(1, np.int32), ends))
-        first = np.empty(size, np.int32)  # where each row's token at position 0 would be
-        first[order] = ends - (starts + counts)
-        sampled = first[sampling] + positions - 1
-        arrays = [rows, starts, firsts, firsts[num_short:] - firsts[num_short], sampled, slots, positions]
-        parts = self.transfers.upload(*arrays).split_with_sizes([len(a) for a in arrays])
-        d_rows, d_starts, d_firsts, d_firsts_long, d_sampled, d_slots, d_positions = parts
-        inputs = build_inputs(d_rows, d_starts, d_firsts, self.tokens, self.tables, self.block_size, num_tokens, most)
-        attending = []
-        for part, q_starts in ((slice(num_short), d_firsts), (slice(num_short, size), d_firsts_long)):
-            if len(counts[part]):
-                attending.append(PagedRows(
-                    slots=d_rows[part], starts=d_starts[part], q_starts=q_starts, tables=self.tables,
-                    num_rows=len(counts[part]), num_tokens=int(counts[part].sum()), max_count=int(counts[part].max()),
-                    max_len=int((starts + counts)[part].max()),
-                ))  # fmt: skip
-        hidden = self.decoder.forward(ForwardBatch(*inputs, PagedBatch(num_tokens, attending)), self.cache.layers)
-        scored, prompts = self.scorer.find(plan, first + plan.ends - 1, self.stride), None
+    def _run(self, plan: StepPlan, filters: bool) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
+        """A step of any rows. Token ids and logits of the samples in the plan's order; log-probabilities of prompts."""
+        shape = StepShape.of(plan)
+        rows = self.transfers.upload(shape.pack(plan, self.num_slots))
+        hidden = self._forward(shape, rows)
+        scored, prompts = self.scorer.find(plan, token_offsets(plan) + plan.ends - 1, self.stride), None
         if scored.size:
             prompts = self.scorer.score(hidden, self.state.view(-1), self.transfers.upload(scored))
-        if not len(sampling):
-            return d_sampled, hidden[:0], prompts
-        logits = self.decoder.logits(hidden.index_select(0, d_sampled))
-        filters = bool(self.sampler.filtered[slots].any())
-        sampled = self.sampler.sample(logits, d_slots, d_positions, self.tokens, self.params, filters)
-        return sampled, logits, prompts
+        if not shape.num_samples:
+            return rows[:0], hidden[:0], prompts
+        *_, sampled, slots, positions = shape.split(rows)
+        logits = self.decoder.logits(hidden.index_select(0, sampled))
+        return self.sampler.sample(logits, slots, positions, self.tokens, self.params, filters), logits, prompts
+
+    def _forward(self, shape: StepShape, rows: torch.Tensor) -> torch.Tensor:
+        """The hidden states of a step's tokens, [num_tokens, hidden]."""
+        slots, starts, q_starts, *_ = shape.split(rows)
+        num_tokens, num_short, num_long, _, max_count, max_len = shape
+        inputs = build_inputs(slots, starts, q_starts, self.tokens, self.tables, self.block_size, num_tokens, max_count)
+        attending = []
+        for first, size, tokens, most in ((0, num_short, num_short, 1), (num_short, num_long, num_tokens, max_count)):
+            if size:
+                part = slice(first, first + size)
+                q_starts_of_part = q_starts[first : first + size + 1]
+                attending.append(
+                    PagedRows(slots[part], starts[part], q_starts_of_part, self.tables, size, tokens, most, max_len)
+                )
+        return self.decoder.forward(ForwardBatch(*inputs, PagedBatch(num_tokens, attending)), self.cache.layers)
 
     # ---- as graphs ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture_graphs(self, row_lens: Sequence[int]) -> None:
-        """Graphs for rows of one token and of each of `row_lens` tokens."""
-        buckets = self.graph_runner.buckets(row_lens)
-        shape = buckets[0].num_tokens, self.decoder.spec.vocab_size
+    def capture_graphs(self, row_lens: Sequence[int], prefill_tokens: int) -> None:
+        """Graphs of decode steps, for rows of one token and of each of `row_lens` tokens, and of steps with prompts of
+        up to `prefill_tokens` tokens."""
+        buckets: list[Bucket | StepShape] = [*self.graph_runner.buckets(row_lens)]
+        buckets += self.graph_runner.prefill_buckets(prefill_tokens)
+        shape = max(bucket.num_samples for bucket in buckets), self.decoder.spec.vocab_size
         self.graph_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self.graph_runner.capture(buckets, self.decode)
+        self.graph_runner.capture(buckets, self.step)
+
+    def step(self, bucket: Bucket | StepShape, rows: torch.Tensor) -> torch.Tensor:
+        """The step of a graph: from the rows of its input to the token ids of its samples."""
+        return self.decode(bucket, rows) if isinstance(bucket, Bucket) else self.prefill(bucket, rows)
+
+    def prefill(self, shape: StepShape, graph_rows: torch.Tensor) -> torch.Tensor:
+        """Prompts and decoding rows together, as `_run` has them."""
+        *_, sampled, slots, positions = shape.split(graph_rows)
+        hidden = self._forward(shape, graph_rows).index_select(0, sampled)
+        logits = self.decoder.logits(hidden, out=self.graph_logits[: shape.num_samples])
+        return self.sampler.sample(logits, slots, positions, self.tokens, self.params)
 
     def decode(self, bucket: Bucket, graph_rows: torch.Tensor) -> torch.Tensor:
-        """The step of a graph: a token after each token of the rows of its input."""
+        """A token after each token of the rows of a graph's input."""
         (count, size), num_tokens = bucket, bucket.num_tokens
         slots, own_counts, sample_slots, starts, _, positions = bucket.split(graph_rows)
         firsts = self.row_numbers[: size + 1]
@@ -235,12 +242,23 @@ class GpuSteps:
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         return self.sampler.sample(logits, sample_slots, positions, self.tokens, self.params)
 
-    def _graph_for(self, plan: StepPlan) -> CapturedGraph | None:
-        """The graph that suits the plan, if it may have one.
+    def graph_for(self, plan: StepPlan) -> CapturedGraph | None:
+        """The graph that suits the plan; None: it is launched.
 
-        A graph's attention reads what it may before the step's own keys are there, and only a new request can share a
-        prefix that this very step computes. Its rows score no token of a prompt."""
-        return None if plan.new or self.scorer.is_wanted(plan) else self.graph_runner.find(plan)
+        Log-probabilities of prompts want logits that no graph makes. A decode graph's attention reads what it may
+        before the step's own keys are there, and only a new request can share a prefix that this very step computes;
+        any other plan of one step may have a graph of steps with prompts, if there is one with room for it."""
+        if self.scorer.is_wanted(plan):
+            return None
+        graph = None if plan.new else self.graph_runner.find(plan)
+        return self.graph_runner.find_prefill(plan) if graph is None and plan.num_steps == 1 else graph
+
+    def _replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
+        """Start the plan's steps; returns where their samples will be."""
+        if not self.graph_runner.graph_io.has_room(graph.bucket.num_ints, writes):  # the tokens of a long prompt
+            self._apply_writes(writes)
+            writes = [NO_WRITES]
+        return self.graph_runner.replay(graph, plan, writes)
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:

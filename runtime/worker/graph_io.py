@@ -1,4 +1,4 @@
-"""The host's end of kernels/graph_io.py: rings of inputs for the graphs of decode steps, and of their outputs."""
+"""The host's end of kernels/graph_io.py: rings of inputs for graphs, and of their outputs."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ class GraphIO:
         np.concatenate((writes[0][1:], *writes[1:]), out=entry[HEAD + len(rows) :][: sum(map(len, writes)) - 1])
         output: Int32s = self._outputs[self._entry]
         return output
+
+    def has_room(self, num_ints: int, writes: list[Int32s]) -> bool:
+        """True if an input with rows of `num_ints` and these writes is not too long."""
+        return HEAD + num_ints + sum(map(len, writes)) <= len(self._inputs[0])
 
     def release_after(self, wait: Callable[[], object]) -> None:
         """The step of the last input is over when `wait()` returns."""

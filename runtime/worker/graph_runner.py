@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps: captured by the shape of their rows, and replayed from and to memory of the host."""
+"""CUDA graphs of steps: captured by the shape of their rows, and replayed from and to memory of the host."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -14,15 +14,18 @@ from numpy.typing import NDArray
 from runtime.core.plan import MAX_STEPS, Int32s, StepPlan
 from runtime.core.speculation import MAX_DRAFT_TOKENS
 from runtime.worker.graph_io import GraphIO
+from runtime.worker.step_rows import StepShape
 
-_LARGEST_GRAPH = 512  # rows
+_LARGEST_GRAPH = 512  # rows of a decode step
 _LARGEST_VERIFIED = 128  # tokens of a step of drafts that has a graph; larger batches do not gain by drafts
+_TOKENS_OF_A_LONG_ROW = 8  # on average, at least, in a step with prompts that has a graph
+_NEW_TOKENS = 8192  # of requests that enter by a graph's input
 _NO_ROWS = StepPlan(0)
 NO_WRITES: Int32s = np.zeros(1, np.int32)  # as kernels/scatter_writes.py has them
 
 
 class Bucket(NamedTuple):
-    """The shape of a graph's step: `num_rows` rows of `row_len` tokens, each of which is followed by a sample."""
+    """The shape of a decode step's graph: `num_rows` rows of `row_len` tokens, a sample after each of them."""
 
     row_len: int
     num_rows: int
@@ -31,9 +34,42 @@ class Bucket(NamedTuple):
     def num_tokens(self) -> int:
         return self.row_len * self.num_rows
 
+    @property
+    def num_samples(self) -> int:
+        return self.num_tokens
+
+    @property
+    def num_ints(self) -> int:
+        """Of the rows of a graph's input."""
+        return 2 * (2 * self.num_rows + self.num_tokens)
+
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Rows as kernels/graph_io.py has them: slots, tokens and sampled slots; starts, nothing, sampled positions."""
         return tuple(rows.split_with_sizes([self.num_rows, self.num_rows, self.num_tokens] * 2))
+
+    def pack(self, plan: StepPlan, null_slot: int) -> Int32s:
+        """The rows of a graph's input for a plan, padded to the bucket. What is sampled in places where nothing is
+        wanted goes to the slot of the padding."""
+        n, (row_len, size) = len(plan.slots), self
+        rows = np.empty((2, size * (2 + row_len)), np.int32)
+        slots, starts = rows[:, :size]
+        samples = rows[:, 2 * size :].reshape(2, size, row_len)
+        slots[:n], slots[n:], starts[:n], starts[n:] = plan.slots, null_slot, plan.num_computed, 0
+        rows[0, size : size + n], rows[0, size + n : 2 * size], rows[1, size : 2 * size] = plan.num_tokens, 1, 0
+        samples[0], samples[1] = slots[:, None], starts[:, None] + np.arange(1, row_len + 1, dtype=np.int32)
+        if plan.num_samples.sum() < n * row_len:
+            unwanted = ~self._is_wanted(plan)
+            samples[0, :n][unwanted], samples[1, :n][unwanted] = null_slot, 0
+        return rows.reshape(-1)
+
+    def sample_places(self, plan: StepPlan) -> NDArray[np.intp]:
+        """Which of the samples are the plan's, in its order."""
+        return np.flatnonzero(self._is_wanted(plan))
+
+    def _is_wanted(self, plan: StepPlan) -> NDArray[np.bool_]:
+        """[num_rows, row_len] after which tokens of its rows the plan samples."""
+        at, ends = np.arange(self.row_len, dtype=np.int32), plan.num_tokens[:, None]
+        return (at < ends) & (at >= ends - plan.num_samples[:, None])
 
 
 class Replayable(Protocol):
@@ -46,9 +82,9 @@ class Replayable(Protocol):
 class CapturedGraph:
     """The captured step of a bucket."""
 
-    bucket: Bucket
+    bucket: Bucket | StepShape
     graph: Replayable
-    token_ids: torch.Tensor  # [num_tokens] int32, what the replay samples
+    token_ids: torch.Tensor  # [num_samples] int32, what the replay samples
 
 
 class GraphRunner:
@@ -59,47 +95,71 @@ class GraphRunner:
         """`state` is the requests' state as one line, which a step's input changes; slot `num_slots` is padding's."""
         self.state, self.num_slots, self.max_model_len = state, num_slots, max_model_len
         self.max_rows = max(num_slots, _LARGEST_VERIFIED)
-        input_size = self.max_rows * _max_ints_of_a_row(block_size)
+        input_size = self.max_rows * _max_ints_of_a_row(block_size) + _NEW_TOKENS
         self.graph_io = GraphIO(input_size, self.max_rows * MAX_STEPS, state.device)
         # The rows of a graph's input, as kernels/graph_io.py has them.
-        self.rows = torch.zeros(6 * self.max_rows, dtype=torch.int32, device=state.device)
+        self.rows = torch.zeros(10 * self.max_rows, dtype=torch.int32, device=state.device)
         self.graphs: dict[int, list[CapturedGraph]] = {}  # tokens of a row -> by rising number of rows
+        self.prefill_graphs: list[CapturedGraph] = []  # by rising numbers of tokens and of short rows
 
     def __len__(self) -> int:
-        return sum(map(len, self.graphs.values()))
+        return sum(map(len, self.graphs.values())) + len(self.prefill_graphs)
 
     def buckets(self, row_lens: Sequence[int]) -> list[Bucket]:
-        """One a batch size, largest first; and as many for rows of each of `row_lens` tokens, of batches for which they
-        may pay."""
+        """One a batch size; and as many for rows of each of `row_lens` tokens, of batches for which they may pay."""
         largest = min(self.num_slots, _LARGEST_GRAPH)
         buckets = [Bucket(1, size) for size in graph_sizes(largest)]
         for row_len in row_lens:
             buckets += [Bucket(row_len, size) for size in graph_sizes(min(largest, _LARGEST_VERIFIED // row_len))]
-        return sorted(buckets, key=lambda bucket: -bucket.num_tokens)
+        return buckets
 
-    def capture(self, buckets: Sequence[Bucket], step: Callable[[Bucket, torch.Tensor], torch.Tensor]) -> None:
+    def prefill_buckets(self, most_tokens: int) -> list[StepShape]:
+        """Of steps with prompts of up to `most_tokens` tokens. Their padding lies within the context of one slot."""
+        buckets = []
+        for num_tokens in prefill_sizes(min(most_tokens, self.max_model_len)):
+            num_long = min(num_tokens // _TOKENS_OF_A_LONG_ROW, self.num_slots)
+            for num_short in short_sizes(min(self.num_slots, num_tokens)):
+                num_samples = min(num_short + num_long, self.max_rows)
+                shape = num_tokens, num_short, num_long + 1, num_samples
+                buckets.append(StepShape(*shape, max_count=num_tokens, max_len=self.max_model_len))
+        return buckets
+
+    def capture(
+        self,
+        buckets: Sequence[Bucket | StepShape],
+        step: Callable[[Bucket | StepShape, torch.Tensor], torch.Tensor],
+    ) -> None:
         """Capture `step` for each of the buckets: from the rows of its input to the token ids that it samples. The
-        first ones are the largest, so that the others find their memory in the pool."""
+        largest come first, so that the others find their memory in the pool."""
         pool = torch.cuda.graph_pool_handle()
-        for bucket in buckets:
-            self.graph_io.write_input(1, self._rows_of(bucket), [NO_WRITES])
+        for bucket in sorted(buckets, key=lambda bucket: -bucket.num_tokens):
+            self.graph_io.write_input(1, bucket.pack(_NO_ROWS, self.num_slots), [NO_WRITES])
             self.run(bucket, step)  # kernels are compiled and workspaces made outside of a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 token_ids = self.run(bucket, step)
-            self.graphs.setdefault(bucket.row_len, []).insert(0, CapturedGraph(bucket, graph, token_ids))
+            self.add(CapturedGraph(bucket, graph, token_ids))
 
-    def run(self, bucket: Bucket, step: Callable[[Bucket, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def add(self, graph: CapturedGraph) -> None:
+        """Replay this graph from now on, where it suits."""
+        graphs = self.prefill_graphs
+        if isinstance(graph.bucket, Bucket):
+            graphs = self.graphs.setdefault(graph.bucket.row_len, [])
+        insort(graphs, graph, key=lambda g: g.bucket)
+
+    def run(
+        self, bucket: Bucket | StepShape, step: Callable[[Bucket | StepShape, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """Read the input, run `step`, write the output: all that a graph captures."""
-        rows = self.rows[: 2 * (2 * bucket.num_rows + bucket.num_tokens)]
+        rows = self.rows[: bucket.num_ints]
         self.graph_io.read_input(rows, self.state)
         token_ids = step(bucket, rows)
         self.graph_io.write_output(token_ids, rows)
         return token_ids
 
     def find(self, plan: StepPlan) -> CapturedGraph | None:
-        """The smallest graph whose rows have room for the plan's."""
+        """The smallest graph of a decode step whose rows have room for the plan's."""
         if not self.graphs:
             return None
         most = int(plan.num_tokens.max())
@@ -111,39 +171,37 @@ class GraphRunner:
         graphs = self.graphs[row_len]
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.bucket.num_rows)]
 
+    def find_prefill(self, plan: StepPlan) -> CapturedGraph | None:
+        """The smallest graph of a step with prompts that has room for the plan."""
+        own = StepShape.of(plan)
+        return next(
+            (g for g in self.prefill_graphs if isinstance(g.bucket, StepShape) and g.bucket.has_room(own)), None
+        )
+
     def replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
         """Start the plan's steps. Returns where their samples, and those of the padding, will be (GraphIO)."""
-        output = self.graph_io.write_input(plan.num_steps, self._rows_of(graph.bucket, plan), writes)
+        output = self.graph_io.write_input(plan.num_steps, graph.bucket.pack(plan, self.num_slots), writes)
         for _ in range(plan.num_steps):
             graph.graph.replay()
         return output
-
-    def _rows_of(self, bucket: Bucket, plan: StepPlan = _NO_ROWS) -> Int32s:
-        """The rows of a graph's input for a plan, padded to the bucket. What is sampled in places where nothing is
-        wanted goes to the slot of the padding."""
-        n, (row_len, size) = len(plan.slots), bucket
-        rows = np.empty((2, size * (2 + row_len)), np.int32)
-        slots, starts = rows[:, :size]
-        samples = rows[:, 2 * size :].reshape(2, size, row_len)
-        slots[:n], slots[n:], starts[:n], starts[n:] = plan.slots, self.num_slots, plan.num_computed, 0
-        rows[0, size : size + n], rows[0, size + n : 2 * size], rows[1, size : 2 * size] = plan.num_tokens, 1, 0
-        samples[0], samples[1] = slots[:, None], starts[:, None] + np.arange(1, row_len + 1, dtype=np.int32)
-        if plan.num_samples.sum() < n * row_len:
-            samples[0, :n][~wanted_samples(plan, row_len)] = self.num_slots
-            np.minimum(samples[1], self.max_model_len - 1, out=samples[1])
-        return rows.reshape(-1)
-
-
-def wanted_samples(plan: StepPlan, row_len: int) -> NDArray[np.bool_]:
-    """[num_rows, row_len] after which tokens of rows of `row_len` the plan samples."""
-    at, ends = np.arange(row_len, dtype=np.int32), plan.num_tokens[:, None]
-    return (at < ends) & (at >= ends - plan.num_samples[:, None])
 
 
 def graph_sizes(largest: int) -> list[int]:
     """1, 2, 4, then eights up to 64, then sixteens; the largest batch always has its own."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest + 1, 16)]
     return [*(s for s in sizes if s < largest), largest]
+
+
+def prefill_sizes(largest: int) -> list[int]:
+    """64, 128, then by 64 up to 512, then by 128; the largest step always has its own. Below 128 tokens a step is as
+    long as reading the weights, and above its time grows with its tokens, padding's included."""
+    sizes = [*range(64, 512, 64), *range(512, largest + 1, 128)]
+    return [*(s for s in sizes if s < largest), *([largest] if largest else [])]
+
+
+def short_sizes(largest: int) -> list[int]:
+    """Decoding rows beside prompts: a size that is too large costs some empty programs of one kernel."""
+    return [*(s for s in (0, 16, 64) if s < largest), largest]
 
 
 def _max_ints_of_a_row(block_size: int) -> int:

@@ -20,7 +20,7 @@ from runtime.worker.prompt_scorer import MIN_SLICE
 
 _GIB = 1 << 30
 _DEFAULT_CPU_KV = 1.0  # GiB
-_GRAPH_BYTES = 1 << 30  # CUDA graphs, and what libraries load later
+_LIBRARY_BYTES = 1 << 30  # what libraries load later, and what graphs take beside their tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class MemoryPlan:
     kv: int
     kv_cache: KVCacheSpec
     working: int  # activations, logits and gathered KV of the largest step
+    graphs: int  # the same of the largest step that is a CUDA graph, whose memory no other step uses
     available: int
     block_size: int  # tokens
     num_kv_blocks: int  # block 0, the null block, included
@@ -40,12 +41,13 @@ class MemoryPlan:
     largest_context: int  # tokens that one request could have in what is left beside the weights
 
     def __str__(self) -> str:
-        total = self.weights + self.kv + self.working
+        total = self.weights + self.kv + self.working + self.graphs
+        graphs = f"+ CUDA graphs {_gib(self.graphs)} (prefill_graph_tokens) " if self.graphs else ""
         return (
             f"memory plan: weights {_gib(self.weights)} + KV cache {_gib(self.kv)} ({self.num_kv_blocks} blocks of "
             f"{self.block_size} tokens, num_kv_blocks or kv_cache_memory) + working memory {_gib(self.working)} "
-            f"(max_num_batched_tokens, max_num_seqs) = {_gib(total)} of {_gib(self.available)} available; context "
-            f"{self.max_model_len} tokens (max_model_len), at most {self.largest_context} would fit"
+            f"(max_num_batched_tokens, max_num_seqs) {graphs}= {_gib(total)} of {_gib(self.available)} available; "
+            f"context {self.max_model_len} tokens (max_model_len), at most {self.largest_context} would fit"
         )
 
 
@@ -64,7 +66,12 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     longest = wanted or spec.max_positions
     num_tokens = max_num_tokens if config.chunked_prefill else max(max_num_tokens, longest)
     working = _working_bytes(spec, numerics, num_tokens, max_num_seqs, longest)
-    room = available - weights - working
+    graphs = 0
+    if numerics.backend == "triton":
+        graph_tokens = min(config.prefill_graph_tokens, max_num_tokens) if config.cuda_graphs else 0
+        graph_logits = (max_num_seqs + graph_tokens // 8) * spec.vocab_size * 4
+        graphs = _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
+    room = available - weights - working - graphs
     budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB)
     if config.kv_cache_memory is not None:
         budget = int(config.kv_cache_memory * _GIB)
@@ -87,8 +94,8 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     capacity = block_size if config.kv_layout == "contiguous" else (num_blocks - 1) * block_size
     largest = max(min(spec.max_positions, room // token_bytes - block_size), 0)
     limits = max_num_seqs, max_num_tokens, max_model_len
-    plan = MemoryPlan(weights, kv, kv_cache, working, available, block_size, num_blocks, *limits, largest)
-    if weights + working + kv > available:
+    plan = MemoryPlan(weights, kv, kv_cache, working, graphs, available, block_size, num_blocks, *limits, largest)
+    if weights + working + graphs + kv > available:
         lower = "num_kv_blocks" if config.num_kv_blocks else flag
         raise CallboardError(
             f"Too little memory; lower {lower}, max_num_seqs or max_model_len, or take a narrower dtype: {plan}."
@@ -120,7 +127,7 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     """The plan with a KV cache for `room` bytes, which is what the largest step has left. Raises CallboardError if
     that is less than the plan needs."""
     block_bytes = plan.kv_cache.bytes_per_block(plan.block_size)
-    fits = (room - _GRAPH_BYTES) // block_bytes
+    fits = (room - plan.graphs) // block_bytes
     fixed = config.num_kv_blocks is not None or config.kv_cache_memory is not None or config.kv_layout == "contiguous"
     context_blocks = -(-plan.max_model_len // plan.block_size)
     num_blocks = plan.num_kv_blocks if fixed else min(fits, plan.max_num_seqs * context_blocks + 1)
@@ -136,18 +143,21 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
 
 def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_seqs: int, max_model_len: int) -> int:
     """An upper bound for the largest step: activations of one layer, fp32 logits with three copies, gathered KV."""
-    heads = spec.num_heads + 2 * spec.num_kv_heads
-    size = numerics.dtype.itemsize
-    ffn = 3 * spec.ffn_size
-    if spec.experts is not None:  # each token's choices have an intermediate and a result of their own
-        ffn = spec.experts.top_k * (ffn + 2 * spec.hidden_size)
-    activations = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * size
+    activations, size = _activation_bytes(spec, numerics, tokens), numerics.dtype.itemsize
     logits = min(max(max_num_seqs, MIN_SLICE), tokens) * spec.vocab_size * 4 * 4
     if numerics.backend == "triton":
-        return activations + logits + _GRAPH_BYTES
+        return activations + logits
     mask = min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)  # sliding layers' is another
     gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
     return activations + logits + mask + 2 * gathered
+
+
+def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int:
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    ffn = 3 * spec.ffn_size
+    if spec.experts is not None:  # each token's choices have an intermediate and a result of their own
+        ffn = spec.experts.top_k * (ffn + 2 * spec.hidden_size)
+    return tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * numerics.dtype.itemsize
 
 
 def _gib(size: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -108,8 +109,7 @@ class ModelRunner:
         on_gpu = self.numerics.device.type == "cuda"
         warm_up.build_kernels(on_gpu)
         if isinstance(self.steps, GpuSteps) and self.config.cuda_graphs and on_gpu:
-            self.steps.capture_graphs(self._counts())
-            logger.info("CUDA graphs: %d", len(self.steps.graph_runner))
+            self._capture_graphs(self.steps)
         self.reset()  # what ran until now was not sampled plainly
         if on_gpu and not self.is_draft:
             self.grammar_state.step_us = warm_up.large_step_us()
@@ -117,6 +117,13 @@ class ModelRunner:
             self._time_steps(warm_up)
         self.steps.cache.clear(0)
         self.reset()
+
+    def _capture_graphs(self, steps: GpuSteps) -> None:
+        start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        steps.capture_graphs(self._counts(), min(self.config.prefill_graph_tokens, self.memory.max_num_batched_tokens))
+        size = (free - torch.cuda.mem_get_info()[0]) / (1 << 30)
+        seconds = time.perf_counter() - start
+        logger.info("CUDA graphs: %d captured in %.1f s, %.2f GiB", len(steps.graph_runner), seconds, size)
 
     def _counts(self) -> tuple[int, ...]:
         """Tokens that each row of a step may have besides one, often: guesses, or what a draft has not guessed."""

@@ -11,6 +11,7 @@ from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.plan import EMPTY_TABLE, NewSlot, StepPlan, StepResult
 from runtime.core.types import SamplingParams
+from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
@@ -73,9 +74,9 @@ class Driver:
         plan, self.plan = self.plan, StepPlan(self.plan.step_id + 1)
         plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples = np.array(rows, np.int32).T.copy()
         self.logits = torch.zeros(0)
-        result = self.runner.execute(plan)
-        if not len(self.logits) and plan.num_samples.any():  # a CUDA graph does not pass `keep`
-            self.logits = self.runner.steps.graph_logits[: len(rows)].clone()
+        result, steps = self.runner.execute(plan), self.runner.steps
+        if isinstance(steps, GpuSteps) and (graph := steps.graph_for(plan)) is not None:  # it does not pass `keep`
+            self.logits = steps.graph_logits[torch.from_numpy(graph.bucket.sample_places(plan))].clone()
         return result
 
     def prefill(self, slot: int, tokens: list[int], cuts: tuple[int, ...] = (), start: int = 0) -> torch.Tensor:

@@ -17,6 +17,7 @@ from runtime.core.types import Request, SamplingParams
 from runtime.worker.graph_runner import Bucket, CapturedGraph
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
+from runtime.worker.step_rows import StepShape
 from tests.support.fake_runner import Recorded
 from tests.support.runner_driver import Driver, tiny_runner
 
@@ -50,27 +51,42 @@ PARAMS = [
 ]
 
 
+GARBAGE = 1 << 30  # as an index it faults
+
+
 class Replay:
     """In a CUDA graph's place: computes what it would have captured, on what is in the buffers now."""
 
     def __init__(self, steps, bucket):
         self.steps, self.bucket = steps, bucket
-        self.token_ids = torch.zeros(bucket.num_tokens, dtype=torch.int32)
+        self.token_ids = torch.zeros(bucket.num_samples, dtype=torch.int32)
         self.count = 0
 
     def replay(self):
-        self.token_ids.copy_(self.steps.graph_runner.run(self.bucket, self.steps.decode))
+        self.token_ids.copy_(self.steps.graph_runner.run(self.bucket, self.steps.step))
         self.count += 1
 
 
 def replayed_graphs(steps, *buckets):
-    """Graphs of these buckets (tokens of a row, rising numbers of rows); their replays, which count."""
-    replays = [Replay(steps, Bucket(*bucket)) for bucket in buckets]
-    most = max(replay.bucket.num_tokens for replay in replays)
+    """Graphs of these buckets (tokens of a row and number of rows, or the shape of a step with prompts); their replays,
+    which count. What an earlier replay left in their buffers is garbage, as what it leaves between must not matter."""
+    shapes = [bucket if isinstance(bucket, StepShape) else Bucket(*bucket) for bucket in buckets]
+    replays = [Replay(steps, shape) for shape in shapes]
+    most = max(shape.num_samples for shape in shapes)
     steps.graph_logits = torch.full((most, steps.decoder.spec.vocab_size), torch.nan)
     for replay in replays:
-        graphs = steps.graph_runner.graphs.setdefault(replay.bucket.row_len, [])
-        graphs.append(CapturedGraph(replay.bucket, replay, replay.token_ids))
+        steps.graph_runner.add(CapturedGraph(replay.bucket, replay, replay.token_ids))
+    graph_runner, write_input = steps.graph_runner, steps.graph_runner.graph_io.write_input
+
+    def write_on_garbage(*args):
+        graph_runner.graph_io.input_ring.fill_(GARBAGE)
+        graph_runner.rows.fill_(GARBAGE)
+        steps.graph_logits.fill_(torch.nan)
+        for replay in replays:
+            replay.token_ids.fill_(GARBAGE)
+        return write_input(*args)
+
+    graph_runner.graph_io.write_input = write_on_garbage
     return replays
 
 

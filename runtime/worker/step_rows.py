@@ -1,0 +1,96 @@
+"""The rows of a step with prompts as one array of ints, for a step that is launched and for one that is a graph.
+
+    rows of one token | longer rows | samples, in the plan's order
+    slots, starts, q_starts of the rows; of the samples: which token they follow, slot, position
+
+A step that is launched has exactly its plan's rows. A graph has room for more: unused rows are the null slot's and have
+no tokens, unused samples are the null slot's, and the tokens that fill up the step belong to its last row, which no
+plan uses. They are the first positions of the null slot, so that their keys and values go to the null block.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from runtime.core.plan import Int32s, StepPlan, last_tokens
+
+RowArray = TypeVar("RowArray", Int32s, torch.Tensor)
+
+
+class StepShape(NamedTuple):
+    """How many of everything a step has; for a graph, at most."""
+
+    num_tokens: int
+    num_short: int  # rows of one token, which come first
+    num_long: int  # the others
+    num_samples: int
+    max_count: int  # tokens of a row
+    max_len: int  # positions that a row's last token sees
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepShape:
+        """The plan's own."""
+        num_short, num_samples = int((plan.num_tokens == 1).sum()), int(plan.num_samples.sum())
+        num_long, max_count, max_len = len(plan.slots) - num_short, int(plan.num_tokens.max()), int(plan.ends.max())
+        return cls(int(plan.num_tokens.sum()), num_short, num_long, num_samples, max_count, max_len)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_short + self.num_long
+
+    @property
+    def num_ints(self) -> int:
+        """Of the packed rows."""
+        return 3 * self.num_rows + 1 + 3 * self.num_samples
+
+    def has_room(self, own: StepShape) -> bool:
+        """True if a plan of `own` shape fits, and a last row for padding beside it."""
+        has_rows = own.num_short <= self.num_short and own.num_long < self.num_long
+        return has_rows and own.num_tokens <= self.num_tokens and own.num_samples <= self.num_samples
+
+    def split(self, rows: RowArray) -> list[RowArray]:
+        """The packed rows: slots, starts and q_starts [num_rows + 1] of the rows; of the samples the token before them,
+        slots and positions."""
+        n, s = self.num_rows, self.num_samples
+        sizes = n, n, n + 1, s, s, s
+        return [rows[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+    def pack(self, plan: StepPlan, null_slot: int) -> Int32s:
+        """The plan's rows, and what fills up the shape."""
+        packed = np.zeros(self.num_ints, np.int32)
+        slots, starts, q_starts, sampled, sampled_slots, positions = self.split(packed)
+        slots[:] = sampled_slots[:] = null_slot
+        order, num_short = _short_first(plan), int((plan.num_tokens == 1).sum())
+        at = np.arange(len(order))
+        at[num_short:] += self.num_short - num_short
+        slots[at], starts[at] = plan.slots[order], plan.num_computed[order]
+        counts = np.zeros(self.num_rows, np.int32)
+        counts[at] = plan.num_tokens[order]
+        counts[-1] += self.num_tokens - counts.sum()
+        np.cumsum(counts, out=q_starts[1:])
+        rows, sampled_after = last_tokens(plan, plan.num_samples)
+        n = len(rows)
+        sampled[:n] = token_offsets(plan)[rows] + sampled_after
+        sampled_slots[:n], positions[:n] = plan.slots[rows], sampled_after + 1
+        return packed
+
+    def sample_places(self, plan: StepPlan) -> np.ndarray:
+        """Which of the samples are the plan's, in its order."""
+        return np.arange(int(plan.num_samples.sum()))
+
+
+def token_offsets(plan: StepPlan) -> Int32s:
+    """[num_rows] where in the step each row's token at position 0 would be, for the rows in the plan's order."""
+    order = _short_first(plan)
+    counts = plan.num_tokens[order]
+    offsets = np.empty(len(order), np.int32)
+    offsets[order] = np.cumsum(counts) - counts - plan.num_computed[order]
+    return offsets
+
+
+def _short_first(plan: StepPlan) -> np.ndarray:
+    return np.argsort(plan.num_tokens > 1, kind="stable")

@@ -1,0 +1,151 @@
+"""Steps with prompts as graphs: what a replay computes is what the same plan computes launched, in every bucket."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.core.types import SamplingParams
+from runtime.worker.step_rows import StepShape
+from tests.support.runner_driver import GREEDY, Driver, tiny_runner
+from tests.support.triton_engine import SHALLOW, replayed_graphs
+
+SPEC = replace(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
+HOT = SamplingParams(max_tokens=60, temperature=1.0)
+PENALISED = SamplingParams(max_tokens=60, temperature=0.0, repetition_penalty=1.5, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    config = {"kernel_backend": "triton", "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
+    return tiny_runner(SPEC, max_model_len=160, max_num_batched_tokens=160, prefix_cache=False, **config)
+
+
+@pytest.fixture(autouse=True)
+def _garbage_in_new_memory():
+    """Memory that is allocated and not written is NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return np.random.default_rng([length, salt]).integers(0, SPEC.vocab_size, length).tolist()
+
+
+def without_graphs(runner) -> Driver:
+    runner.steps.graph_runner.graphs.clear()
+    runner.steps.graph_runner.prefill_graphs.clear()
+    return Driver(runner)
+
+
+def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torch.Tensor, ...]:
+    """Token ids, logits, and what is in the state after a step of so many tokens: decoding rows, a chunk behind
+    another's prefix, and a new prompt."""
+    shared = prompt(32)
+    rows = []
+    driver.open(0, shared)
+    driver.step((0, 0, 32, 1))
+    if num_decoding > 1:
+        driver.open(1, prompt(5), HOT, seed=3)
+        driver.step((1, 0, 5, 1))
+    rows += [(0, 32, 1, 1), (1, 5, 1, 1)][:num_decoding]
+    chunk = num_tokens // 3
+    table = driver.tables[0][:1]  # its first 16 tokens are another's
+    driver.open(2, [*shared[:16], *prompt(chunk + 9)], shared=table)
+    rows.append((2, 16, chunk, 0))
+    rest = num_tokens - chunk - num_decoding
+    driver.open(3, prompt(rest, salt=1), PENALISED if num_tokens % 2 else HOT, seed=4)
+    rows.append((3, 0, rest, 1))
+    rows = rows[::-1] if num_tokens % 4 == 0 else rows
+    result = driver.step(*rows)
+    steps = driver.runner.steps
+    kept = [torch.from_numpy(result.token_ids), driver.logits.float(), torch.from_numpy(result.logprobs)]
+    for slot, start, count, sampled in rows:
+        kept.append(steps.tokens[slot, : start + count + sampled].clone())
+        blocks = torch.tensor(driver.tables[slot])
+        kv = steps.cache.layers[0][:, :, blocks].flatten(2, 3)[:, :, : start + count]
+        kept.append(kv.clone())
+    assert torch.isfinite(steps.cache.layers[0][:, :, 0]).all(), "padding leaves the null block finite"
+    return tuple(kept)
+
+
+@pytest.mark.parametrize("num_decoding", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [64, 128, 160])
+def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
+    for num_tokens in (tokens - 1, tokens, tokens + 1):
+        if num_tokens > 160:
+            continue
+        want = mixed_step(without_graphs(runner), num_tokens, num_decoding)
+        driver = without_graphs(runner)
+        replays = replayed_graphs(runner.steps, *runner.steps.graph_runner.prefill_buckets(160))
+        got = mixed_step(driver, num_tokens, num_decoding)
+        used = [r.bucket for r in replays if r.count and r.bucket.num_tokens >= num_tokens]
+        assert [(b.num_tokens, b.num_short) for b in used][-1] == (
+            next(size for size in (64, 128, 160) if size >= num_tokens), 4 * bool(num_decoding),
+        )  # fmt: skip
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+def test_rows_of_guesses_beside_a_prompt(runner):
+    """Their samples are several a row; places that the plan does not use stay the null slot's."""
+
+    def step(driver: Driver) -> list[torch.Tensor]:
+        driver.open(0, prompt(9), HOT, seed=1)
+        driver.step((0, 0, 9, 1))
+        driver.open(1, prompt(21, salt=2), GREEDY)
+        driver.plan.draft_lens = np.array([2, 0], np.int32)
+        driver.plan.draft_token_ids = np.array([5, 6], np.int32)
+        result = driver.step((0, 9, 3, 3), (1, 0, 21, 1))
+        return [torch.from_numpy(result.token_ids), driver.runner.steps.tokens[:2, :24].clone()]
+
+    want = step(without_graphs(runner))
+    driver = without_graphs(runner)
+    (replay,) = replayed_graphs(runner.steps, StepShape(32, 2, 4, 6, 32, 160))
+    got = step(driver)
+    assert replay.count == 2
+    assert len(want[0]) == 4
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_has_no_room_is_launched(runner):
+    """Rule by rule: tokens, short rows, long rows, samples; a prompt that is scored; a plan of several steps."""
+    driver = without_graphs(runner)
+    (replay,) = replayed_graphs(runner.steps, StepShape(16, 1, 2, 2, 16, 160))
+    for slot in range(4):
+        driver.open(slot, prompt(20, salt=slot))
+    for rows in (
+        [(0, 0, 17, 1)],
+        [(0, 17, 1, 0), (1, 0, 1, 0)],
+        [(0, 18, 2, 0), (1, 1, 2, 0)],
+        [(0, 17, 3, 3)],
+    ):
+        driver.step(*rows)
+        assert not replay.count, rows
+    driver.step((0, 18, 1, 1), (2, 0, 15, 1))
+    assert replay.count == 1
+    driver.free(3)
+    driver.open(3, prompt(9), replace(GREEDY, prompt_logprobs=1))
+    driver.step((3, 0, 5, 0))
+    assert replay.count == 1
+    driver.plan.num_steps = 2
+    driver.step((0, 19, 1, 1))
+    assert replay.count == 1
+
+
+def test_a_prompt_longer_than_a_graphs_input_enters_before_it(runner, monkeypatch):
+    """Only its first tokens are computed by the step."""
+    results = []
+    for graphs in (False, True):
+        driver = without_graphs(runner)
+        if graphs:
+            (replay,) = replayed_graphs(runner.steps, StepShape(16, 0, 2, 1, 16, 160))
+            monkeypatch.setattr(runner.steps.graph_runner.graph_io, "has_room", lambda *args: False)
+        driver.open(1, prompt(100))
+        driver.step((1, 0, 12, 0))
+        results.append(driver.prefill(1, prompt(100), (28,), start=12))
+    assert replay.count == 2
+    torch.testing.assert_close(*results, rtol=0, atol=1e-4)
