@@ -56,7 +56,7 @@ def write_output_torch(
     control[0], control[1] = ((entry + 1) % len(output_ring), 0) if is_last else (entry, replays_done + 1)
 
 
-@jit(do_not_specialize_on_alignment=["rows_ptr"])
+@jit(do_not_specialize=["num_ints"], do_not_specialize_on_alignment=["rows_ptr"])
 def _read_input_kernel(
     input_ring_ptr,  # [num_entries, entry_size]
     control_ptr,  # [3]
@@ -80,7 +80,7 @@ def _read_input_kernel(
         apply_writes(state_ptr, input_ptr + HEAD + num_ints, num_writes, BLOCK)
 
 
-@jit(do_not_specialize_on_alignment=["rows_ptr", "token_ids_ptr"])
+@jit(do_not_specialize=["n", "num_ints"], do_not_specialize_on_alignment=["rows_ptr", "token_ids_ptr"])
 def _write_output_kernel(
     token_ids_ptr,  # [n]
     control_ptr,  # [3]

@@ -12,6 +12,7 @@ from runtime.core.types import FinishReason, Grammar, Request, SamplingParams, T
 from runtime.structured.vocabulary import Vocabulary
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
+from runtime.worker.step_rows import StepShape
 from tests.grammar.test_structured_walks import SMALL
 from tests.support import triton_engine
 from tests.support.fake_runner import Recorded
@@ -51,7 +52,10 @@ def small_runner(backend: str, graphs: tuple[int, ...] = ()) -> ModelRunner:
     )
     runner = ModelRunner(config, DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL))
     if graphs:
-        triton_engine.replayed_graphs(runner.steps, *((row_len, size) for row_len in graphs for size in (1, 4)))
+        prefill = StepShape(64, 4, 5, 12, 64, runner.info.max_model_len)
+        triton_engine.replayed_graphs(
+            runner.steps, *((row_len, size) for row_len in graphs for size in (1, 4)), prefill
+        )
     return runner
 
 

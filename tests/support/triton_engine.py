@@ -109,7 +109,9 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
     if graphs and backend == "triton":
         row_lens = (1, guesses + 1) if guesses else (1,)
         # Of 4 rows: a batch of 2 or 3 is padded.
-        replays = replayed_graphs(runner.steps, *((row_len, size) for row_len in row_lens for size in (1, 4)))[-2:]
+        buckets = [(row_len, size) for row_len in row_lens for size in (1, 4)]
+        prefills = [StepShape(size, 4, 5, 12, size, 96) for size in (24, 100)]
+        replays = replayed_graphs(runner.steps, *prefills, *buckets)[-2:]
     speculation = None
     if guesses:
         drafter = Recorded(
@@ -136,6 +138,7 @@ def run(backend, graphs=False, answers=None, guesses=0, share_right=0.8, repeats
                 values += [value for e in entries for value in (e.logprob, *dict(e.top).values())]
     replayed = any if guesses or repeats else all
     assert not replays or replayed(r.count for r in replays), "a graph was never replayed"
+    assert not replays or any(g.graph.count for g in runner.steps.graph_runner.prefill_graphs), "nor one of prompts"
     return got, core.scheduler.stats.prompt_tokens_cached, scores, values
 
 

@@ -16,18 +16,20 @@ HOT = SamplingParams(max_tokens=60, temperature=1.0)
 PENALISED = SamplingParams(max_tokens=60, temperature=0.0, repetition_penalty=1.5, logprobs=2)
 
 
+SIZES = (16, 24, 40)
+
+
 @pytest.fixture(scope="module")
 def runner():
     config = {"kernel_backend": "triton", "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
-    return tiny_runner(SPEC, max_model_len=160, max_num_batched_tokens=160, prefix_cache=False, **config)
-
-
-@pytest.fixture(autouse=True)
-def _garbage_in_new_memory():
-    """Memory that is allocated and not written is NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with pytest.MonkeyPatch.context() as patch:
+        # Products of few rows are other tests' matter, and take minutes under the interpreter.
+        patch.setattr("runtime.kernels.fused_linear.MAX_ROWS", 0)
+        patch.setattr("runtime.worker.graph_runner.prefill_sizes", lambda most: [n for n in SIZES if n <= most])
+        # Memory that is allocated and not written is NaN, or the largest integer.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        yield tiny_runner(SPEC, max_model_len=160, max_num_batched_tokens=160, **config)
+        torch.use_deterministic_algorithms(False)
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -43,14 +45,14 @@ def without_graphs(runner) -> Driver:
 def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torch.Tensor, ...]:
     """Token ids, logits, and what is in the state after a step of so many tokens: decoding rows, a chunk behind
     another's prefix, and a new prompt."""
-    shared = prompt(32)
+    shared = prompt(17)
     rows = []
     driver.open(0, shared)
-    driver.step((0, 0, 32, 1))
+    driver.step((0, 0, 17, 1))
     if num_decoding > 1:
         driver.open(1, prompt(5), HOT, seed=3)
         driver.step((1, 0, 5, 1))
-    rows += [(0, 32, 1, 1), (1, 5, 1, 1)][:num_decoding]
+    rows += [(0, 17, 1, 1), (1, 5, 1, 1)][:num_decoding]
     chunk = num_tokens // 3
     table = driver.tables[0][:1]  # its first 16 tokens are another's
     driver.open(2, [*shared[:16], *prompt(chunk + 9)], shared=table)
@@ -72,19 +74,17 @@ def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torc
 
 
 @pytest.mark.parametrize("num_decoding", [0, 1, 2])
-@pytest.mark.parametrize("tokens", [64, 128, 160])
+@pytest.mark.parametrize("tokens", SIZES)
 def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
     for num_tokens in (tokens - 1, tokens, tokens + 1):
-        if num_tokens > 160:
-            continue
         want = mixed_step(without_graphs(runner), num_tokens, num_decoding)
         driver = without_graphs(runner)
         replays = replayed_graphs(runner.steps, *runner.steps.graph_runner.prefill_buckets(160))
+        assert len(replays) == 2 * len(SIZES)
         got = mixed_step(driver, num_tokens, num_decoding)
-        used = [r.bucket for r in replays if r.count and r.bucket.num_tokens >= num_tokens]
-        assert [(b.num_tokens, b.num_short) for b in used][-1] == (
-            next(size for size in (64, 128, 160) if size >= num_tokens), 4 * bool(num_decoding),
-        )  # fmt: skip
+        best = next((size for size in SIZES if size >= num_tokens), None)
+        used = [r.count for r in replays if r.bucket[:2] == (best, 4 * bool(num_decoding))]
+        assert used == ([] if best is None else [1]) or used == [2], "the graph of the steps before may be the same"
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
@@ -133,7 +133,7 @@ def test_what_has_no_room_is_launched(runner):
     assert replay.count == 1
     driver.plan.num_steps = 2
     driver.step((0, 19, 1, 1))
-    assert replay.count == 1
+    assert replay.count == 3, "one after the other, as a graph that moves on is a decode graph"
 
 
 def test_a_prompt_longer_than_a_graphs_input_enters_before_it(runner, monkeypatch):

@@ -1,0 +1,91 @@
+"""The rows of a step as one array: what a graph of any size gets for a plan, and which sizes there are."""
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.core.plan import StepPlan
+from runtime.worker.graph_runner import GraphRunner, prefill_sizes
+from runtime.worker.step_rows import StepShape, token_offsets
+
+NULL_SLOT = 9
+
+
+def plan_of(*rows: tuple[int, int, int, int]) -> StepPlan:
+    """Rows are slot, first position, tokens, samples."""
+    return StepPlan(0, None, [], None, *np.array(rows, np.int32).T.copy())
+
+
+PLAN = plan_of((4, 30, 5, 0), (2, 7, 1, 1), (0, 0, 3, 3), (5, 11, 1, 1), (7, 2, 2, 1))
+
+
+def tokens_of(shape: StepShape, plan: StepPlan) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+    """(slot, position) of each token of the packed rows, and its samples."""
+    slots, starts, q_starts, sampled, sampled_slots, positions = (
+        part.tolist() for part in shape.split(shape.pack(plan, NULL_SLOT))
+    )
+    tokens = []
+    for slot, start, first, end in zip(slots, starts, q_starts, q_starts[1:], strict=False):
+        assert first == len(tokens)
+        tokens += [(slot, start + i) for i in range(end - first)]
+    return tokens, list(zip(sampled, sampled_slots, positions, strict=True))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        StepShape.of(PLAN),
+        StepShape(12, 2, 4, 6, 12, 99),
+        StepShape(20, 2, 4, 6, 20, 99),
+        StepShape(64, 8, 9, 30, 64, 99),
+    ],
+)
+def test_rows_samples_and_padding(shape):
+    tokens, samples = tokens_of(shape, PLAN)
+    rows = {slot: (start, count) for slot, start, count in [(2, 7, 1), (5, 11, 1), (4, 30, 5), (0, 0, 3), (7, 2, 2)]}
+    own = [(slot, start + i) for slot, (start, count) in rows.items() for i in range(count)]
+    assert tokens[:12] == own, "rows of one token come first"
+    assert tokens[12:] == [(NULL_SLOT, i) for i in range(shape.num_tokens - 12)]
+    wanted = [(2, 8), (0, 1), (0, 2), (0, 3), (5, 12), (7, 4)]
+    assert [(slot, position) for _, slot, position in samples[:6]] == wanted, "in the plan's order"
+    for at, slot, position in samples[:6]:
+        assert tokens[at] == (slot, position - 1)
+    assert samples[6:] == [(0, NULL_SLOT, 0)] * (shape.num_samples - 6)
+    slots, _, q_starts, *_ = shape.split(shape.pack(PLAN, NULL_SLOT))
+    assert q_starts[2] == q_starts[shape.num_short] == 2, "short rows that are not there have no tokens"
+    assert (slots[2 : shape.num_short] == NULL_SLOT).all()
+    assert shape.sample_places(PLAN).tolist() == list(range(6))
+
+
+def test_offsets_are_of_the_plans_rows():
+    tokens, _ = tokens_of(StepShape.of(PLAN), PLAN)
+    for slot, start, offset in zip(PLAN.slots, PLAN.num_computed, token_offsets(PLAN), strict=True):
+        assert tokens[offset + start] == (slot, start)
+
+
+def test_a_graph_keeps_a_row_for_padding():
+    own = StepShape.of(PLAN)
+    assert own == (12, 2, 3, 6, 5, 35)
+    assert not own.has_room(own)
+    assert own._replace(num_long=4).has_room(own)
+    for less in ({"num_tokens": 11}, {"num_short": 1}, {"num_samples": 5}, {"num_long": 3}):
+        assert not own._replace(**{"num_long": 4} | less).has_room(own), less
+
+
+def test_sizes_waste_at_most_a_quarter_above_256_tokens():
+    sizes = prefill_sizes(1024)
+    assert sizes == [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+    assert prefill_sizes(100) == [64, 100]
+    assert prefill_sizes(64) == [64]
+    assert prefill_sizes(10) == [10]
+    assert prefill_sizes(0) == []
+
+
+@pytest.mark.parametrize(("num_slots", "max_model_len"), [(1, 64), (4, 1000), (256, 4096), (1000, 2048)])
+def test_every_bucket_fits_into_a_graphs_input(num_slots, max_model_len):
+    runner = GraphRunner(torch.zeros(8, dtype=torch.int32), num_slots, max_model_len, 16)
+    for bucket in runner.prefill_buckets(1024):
+        assert bucket.num_tokens <= max_model_len, "padding has positions"
+        assert bucket.num_ints <= len(runner.rows)
+        assert bucket.num_samples <= runner.graph_io.output_ring.shape[1]
+        assert runner.graph_io.has_room(bucket.num_ints, [np.zeros(2048, np.int32)])
