@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    config = engine_config(args.set)
+    config = engine_config(args.set, prefill_graph_tokens=1024)
     results = Results("prefill_steps", args.out)
     before = time.perf_counter()
     runner = ModelRunner(config, DummySource(spec_of(args.model)))

@@ -153,7 +153,14 @@ class GpuSteps:
         slots, index, blocks = plan.block_table_writes
         # A block may be replaced in the plan that wrote it: the last one counts, and kernels know no order.
         tables = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
-        places, lengths = list(tables), [1] * len(tables)
+        places: list[int] = []
+        lengths: list[int] = []
+        for place in tables:
+            if places and place == places[-1] + lengths[-1]:  # neighbours are one write
+                lengths[-1] += 1
+            else:
+                places.append(place)
+                lengths.append(1)
         values = [np.fromiter(tables.values(), np.int32, len(tables))]
         for new in plan.new:
             row = new.slot * self.stride

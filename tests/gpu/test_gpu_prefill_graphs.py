@@ -30,7 +30,7 @@ GARBAGE = 1 << 30
 def runner_of(shape: str, dtype: str, deterministic: bool) -> ModelRunner:
     return tiny_runner(
         SPECS[shape], device="cuda", dtype=dtype, deterministic=deterministic, max_num_seqs=200, max_model_len=2048,
-        num_kv_blocks=8000, max_num_batched_tokens=4096, num_threads=None,
+        num_kv_blocks=8000, max_num_batched_tokens=4096, num_threads=None, prefill_graph_tokens=1024,
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def test_families(case):
     """Windows, soft caps and experts: deterministic bits of prompts in graphs and launched."""
     runner = tiny_runner(
         family_spec_of(case), device="cuda", num_kv_blocks=64, max_num_seqs=4, max_model_len=128, deterministic=True,
-        num_threads=None,
+        num_threads=None, prefill_graph_tokens=1024,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(5)
     for length in (2, 63, 64, 65, 100):
@@ -175,7 +175,7 @@ def test_memory_of_graphs_is_within_the_plan():
     torch.cuda.empty_cache()
     runner = tiny_runner(
         replace(spec_of("llama-3.2-3b"), num_layers=4), device="cuda", max_num_seqs=256, max_model_len=4096,
-        num_kv_blocks=3000, max_num_batched_tokens=8192, num_threads=None, dtype="bfloat16",
+        num_kv_blocks=3000, max_num_batched_tokens=8192, num_threads=None, dtype="bfloat16", prefill_graph_tokens=1024,
     )  # fmt: skip
     graph_runner = runner.steps.graph_runner
     few = type(graph_runner)(runner.steps.state.view(-1), 256, 4096, 16)

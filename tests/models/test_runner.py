@@ -214,7 +214,8 @@ def test_too_little_memory_is_refused_with_the_flag_to_change(available, config,
 
 def test_a_gpu_of_our_own_is_filled():
     on_gpu = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
-    plan = plan_memory(EngineConfig(max_num_seqs=256).sized_for("cuda"), BIG, on_gpu, 80 * GIB)
+    config = EngineConfig(max_num_seqs=256, prefill_graph_tokens=1024).sized_for("cuda")
+    plan = plan_memory(config, BIG, on_gpu, 80 * GIB)
     total = plan.weights + plan.kv + plan.working + plan.graphs
     assert 79.9 * GIB < total <= 80 * GIB
     fewer = EngineConfig(max_num_seqs=256, prefill_graph_tokens=0).sized_for("cuda")

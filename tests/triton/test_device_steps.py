@@ -10,7 +10,7 @@ def test_deterministic_tokens_are_those_of_the_torch_path():
 
 
 def test_tokens_are_those_of_the_torch_path():
-    check_tokens(2, graphs=True, max_num_seqs=4, max_num_batched_tokens=100, share_right=1.0)
+    check_tokens(2, graphs=True, max_num_seqs=4, max_num_batched_tokens=40, share_right=1.0)
 
 
 def test_a_plan_of_several_steps():
