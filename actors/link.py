@@ -233,17 +233,14 @@ class EngineLink:
                     connection = await self._connect()
             except EngineLoading as e:
                 self.reason = str(e)
-                await asyncio.sleep(_RETRY_S)
-                continue
             except Exception as e:  # whatever keeps us from the engine now may pass: it is being started
                 if said != (said := f"{type(e).__name__}: {e}"):
                     logger.warning("no link to engine %s yet: %s", self.name, said)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            said = ""
-            if not connection.lost.done():
-                self._connection = connection
-                await self._watch(connection)
+            else:
+                said = ""
+                if not connection.lost.done():
+                    self._connection = connection
+                    await self._watch(connection)
             await asyncio.sleep(_RETRY_S)  # an engine that cuts it off at once is not asked without end
 
     async def _watch(self, connection: _Connection) -> None:

@@ -57,8 +57,8 @@ def redacted(text: str) -> str:
     return _ADDRESS.sub("<address>", _PATH.sub("<path>", text))
 
 
-def error_response(error: ApiError) -> Response:
-    """The answer with the error's status, body and headers."""
+def error_response(error: ApiError, **more: str) -> Response:
+    """The answer with the error's status, body and headers, and with fields beside it."""
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
@@ -66,4 +66,4 @@ def error_response(error: ApiError) -> Response:
         headers["connection"] = "close"  # the rest of the body would be waited for
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(error.body()), error.status, headers, "application/json")
+    return Response(msgspec.json.encode(error.body() | more), error.status, headers, "application/json")

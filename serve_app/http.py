@@ -13,6 +13,7 @@ from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
@@ -154,7 +155,7 @@ class _Generation:
         self._service, self._endpoint, self._settings = service, endpoint, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = RequestContext.of(scope["headers"])
+        context = RequestContext(traceparent=Headers(scope=scope).get("traceparent"))
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
@@ -279,8 +280,7 @@ def _json(body: object, status: int = 200, headers: Mapping[str, str] | None = N
 
 def _unavailable(why: str, **fields: str) -> Response:
     """A 503 of OpenAI's shape, with fields for those who watch the server."""
-    error = ApiError(503, why, code="engine_unavailable")
-    return _json(error.body() | fields, 503, {"retry-after": "1"})
+    return error_response(ApiError(503, why, code="engine_unavailable", retry_after_s=1.0), **fields)
 
 
 def _refusal(request: HttpRequest, error: Exception) -> Response:

@@ -40,13 +40,6 @@ class RequestContext:
     arrived_at: float = field(default_factory=time.time)
     traceparent: str | None = None  # W3C Trace Context
 
-    @classmethod
-    def of(cls, headers: list[tuple[bytes, bytes]]) -> RequestContext:
-        """From an ASGI scope's headers."""
-        return cls(
-            traceparent=next((value.decode("latin-1") for name, value in headers if name == b"traceparent"), None)
-        )
-
 
 @dataclass(slots=True)
 class ChoiceStats:
