@@ -158,7 +158,7 @@ def test_the_event_loop_of_serve_does_as_well():
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_the_next_plan_is_submitted_before_the_last_tokens_are_sent(depth, monkeypatch):
     """In every step, also those in which requests come and go: collect k, submit k+depth, send k, collect k+1."""
-    engine = Engine(pipeline_depth=depth)
+    engine = Engine(pipeline_depth=depth, late_planning=False)  # which sends while it waits
     link = link_to(engine)
     await link.start()
     runner, events, in_flight = engine.runners[-1], [], []
