@@ -12,8 +12,8 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, cast
 
 from actors.engine_client import EngineRefusal, OnEngine
 from actors.messages import (
@@ -33,7 +33,7 @@ from actors.messages import (
 )
 from actors.metrics import MetricValues, Snapshot
 from actors.names import engine_id
-from actors.transport import Address, FrameProtocol, connect_stream
+from actors.transport import Address, FrameCutter, connect_stream, framed
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 
@@ -47,28 +47,24 @@ _CONNECT_S = 10.0  # an attempt may take so long: a frozen engine answers no Ray
 _REPORT_S = 2.0  # an engine that does not answer a report within this is told of by its last answer
 
 
+@dataclass(slots=True, eq=False)
 class Stream:
     """One live request: what it has received in all, what its reader has not taken yet, and where it is served."""
 
-    __slots__ = (
-        "_waiter", "accepted", "error", "info", "link", "num_losses", "number", "on_engine", "pending", "received",
-        "refusals", "request", "scored", "waits",
-    )  # fmt: skip
-
-    def __init__(self, request: Request, on_engine: OnEngine) -> None:
-        self.request, self.on_engine = request, on_engine
-        self.received = array("i")
-        self.scored = False  # it has its prompt's log-probabilities
-        self.pending: RequestOutput | None = None
-        self.error: CallboardError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self.link: EngineLink | None = None  # where it is served; None: nowhere yet, or not any more
-        self.number = 0  # on that link
-        self.info: ModelInfo | None = None  # of the last engine that it was given to
-        self.accepted = False  # an engine has taken it: it skips the queue limits of the next one
-        self.waits = False  # it is in the queue of its engine, as far as is known, and was never in a step
-        self.num_losses = 0  # engines that died while they computed it
-        self.refusals: dict[EngineLink, EngineRefusal] = {}  # by those that did not take it
+    request: Request
+    on_engine: OnEngine
+    received: array[int] = field(default_factory=lambda: array("i"))
+    scored: bool = False  # it has its prompt's log-probabilities
+    pending: RequestOutput | None = None
+    error: CallboardError | None = None
+    link: EngineLink | None = None  # where it is served; None: nowhere yet, or not any more
+    number: int = 0  # on that link
+    info: ModelInfo | None = None  # of the last engine that it was given to
+    accepted: bool = False  # an engine has taken it: it skips the queue limits of the next one
+    waits: bool = False  # it is in the queue of its engine, as far as is known, and was never in a step
+    num_losses: int = 0  # engines that died while they computed it
+    refusals: dict[EngineLink, EngineRefusal] = field(default_factory=dict)  # by those that did not take it
+    _waiter: asyncio.Future[None] | None = None
 
     def output(self) -> RequestOutput:
         """The output to add to: a fresh one, or the one that still waits to be taken."""
@@ -117,17 +113,23 @@ class Stream:
         return (limit if last is None else min(limit, last.max_model_len)) <= info.max_model_len
 
 
-class _Connection(FrameProtocol):
+class _Connection(asyncio.Protocol):
     """A link's connection, until it is lost or cut."""
 
     def __init__(self, link: EngineLink) -> None:
-        super().__init__()
         self._link: EngineLink | None = link
+        self._cutter = FrameCutter()
+        self.heard = False  # something has come since this was last looked at
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def frame_received(self, frame: bytearray) -> None:
-        if self._link is not None:
-            self._link.on_message(decode_from_engine(frame))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        for frame in self._cutter.cut(data):
+            if self._link is not None:
+                self._link.on_message(decode_from_engine(frame))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.cut()
@@ -217,7 +219,7 @@ class EngineLink:
 
     def _send(self, message: Submit | Abort | AbortById | Heartbeat | Report) -> None:
         if self._connection is not None:  # else its streams are already with another link
-            self._connection.send(encode(message))
+            self._connection.transport.write(framed(encode(message)))
 
     # ---- the connection -------------------------------------------------------------------------------------------
 

@@ -25,10 +25,9 @@ import socket
 import struct
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def framed(frame: bytes) -> bytes:
     return _LENGTH.pack(len(frame)) + frame
 
 
-class _Cutter:
+class FrameCutter:
     """Cuts what comes on a connection into frames."""
 
     def __init__(self) -> None:
@@ -92,7 +91,7 @@ class FrameSocket:
     def __init__(self, sock: socket.socket) -> None:
         _tune(sock)
         self.sock = sock
-        self._cutter = _Cutter()
+        self._cutter = FrameCutter()
 
     def send(self, frame: bytes, on_full: Callable[[], None] | None = None) -> None:
         """Write `frame`. A full socket blocks, or calls `on_full` until there is room."""
@@ -110,32 +109,6 @@ class FrameSocket:
             if frames := self._cutter.cut(data):
                 return frames
         return []
-
-
-class FrameProtocol(asyncio.Protocol):
-    """The asyncio end of a stream. A subclass says what becomes of a frame."""
-
-    transport: asyncio.WriteTransport
-
-    def __init__(self) -> None:
-        self._cutter = _Cutter()
-        self.heard = False  # something has come since this was last looked at
-
-    @abstractmethod
-    def frame_received(self, frame: bytearray) -> None:
-        """A whole frame has come."""
-
-    def send(self, frame: bytes) -> None:
-        """Never blocks: what the socket does not take is kept."""
-        self.transport.write(framed(frame))
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
-
-    def data_received(self, data: bytes) -> None:
-        self.heard = True
-        for frame in self._cutter.cut(data):
-            self.frame_received(frame)
 
 
 def _tune(sock: socket.socket) -> None:
@@ -165,7 +138,7 @@ def connect(address: Address, timeout_s: float = 30.0) -> FrameSocket:
     return FrameSocket(sock)
 
 
-Receiver = TypeVar("Receiver", bound=FrameProtocol)
+Receiver = TypeVar("Receiver", bound=asyncio.Protocol)
 
 
 async def connect_stream(address: Address, make: Callable[[], Receiver]) -> Receiver:
@@ -177,11 +150,11 @@ async def connect_stream(address: Address, make: Callable[[], Receiver]) -> Rece
         await loop.sock_connect(sock, address.endpoint)
         _tune(sock)
         create = loop.create_unix_connection if sock.family == socket.AF_UNIX else loop.create_connection
-        _, receiver = await create(make, sock=sock)
+        transport, receiver = await create(make, sock=sock)
     except BaseException:
         sock.close()
         raise
-    receiver.transport.write(address.secret)
+    transport.write(address.secret)
     return receiver
 
 
