@@ -52,13 +52,12 @@ class SocketDraft:
             raise TimeoutError("the draft does not read")
 
     def receive(self, timeout_s: float) -> list[Chain] | None:
-        chains: list[Chain] | None = None
-        while self._readable.poll(timeout_s * 1000 if chains is None else 0):
-            frames = self._draft.receive()
-            if not frames:
-                raise ConnectionResetError("the draft has closed its connection")
-            chains = (chains or []) + [chain for frame in frames for chain in self._decoder.decode(frame)]
-        return chains
+        if not self._readable.poll(timeout_s * 1000):
+            return None
+        frames = self._draft.receive()
+        if not frames:
+            raise ConnectionResetError("the draft has closed its connection")
+        return [chain for frame in frames for chain in self._decoder.decode(frame)]
 
 
 class DraftLoop:
