@@ -50,8 +50,9 @@ def with_and_without(runner: ModelRunner, run) -> list[torch.Tensor]:
     try:
         for usable in (graphs, []):
             torch.cuda.synchronize()
-            graph_runner.rows.fill_(GARBAGE)
-            runner.steps.graph_logits.fill_(torch.nan)
+            with torch.inference_mode():  # the buffers are inference tensors
+                graph_runner.rows.fill_(GARBAGE)
+                runner.steps.graph_logits.fill_(torch.nan)
             torch.cuda.synchronize()
             graph_runner.prefill_graphs = usable
             results.append(run(Driver(runner)))
