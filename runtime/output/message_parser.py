@@ -53,14 +53,8 @@ class MessageParser:
         reasoning = ""
         calls: list[CallDelta] = []
         if self._splitter is not None:
-            reasoning, text = self._splitter.push(text)
-            if is_last:
-                rest = self._splitter.finish()
-                reasoning, text = reasoning + rest[0], text + rest[1]
+            reasoning, text = self._splitter.push(text, is_last)
         if self._calls is not None:
-            text, calls = self._calls.push(text)
-            if is_last:
-                rest_text, rest_calls = self._calls.finish()
-                text, calls = text + rest_text, calls + rest_calls
+            text, calls = self._calls.push(text, is_last)
             self.has_called = self.has_called or bool(calls)
         return ParsedMessage(text, reasoning if self._shows_reasoning else "", calls)

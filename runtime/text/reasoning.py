@@ -7,7 +7,7 @@ MAX_SPACES = 1024  # a mark that more white space stands before is none: so much
 
 
 class ReasoningSplitter:
-    """Splits one output into reasoning and answer; what `push` and then `finish` return adds up, however it was cut.
+    """Splits one output into reasoning and answer; what `push` returns adds up, however it was cut.
 
     A text has reasoning if it begins with `<think>`, or if the prompt ended with it (`inside`); reasoning that is never
     closed goes to the end. Line ends beside the marks belong to them, as they do for the models' own templates."""
@@ -19,31 +19,20 @@ class ReasoningSplitter:
         self._num_line_ends = 0  # of the reasoning, not given yet: they belong to the mark if it follows
         self._held = ""  # what comes after them and may begin a mark
 
-    def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, answer) that are now safe to send."""
+    def push(self, text: str, is_last: bool = False) -> tuple[str, str]:
+        """(reasoning, answer) that are now safe to send; with the last text, what looked like the beginning of a mark
+        was none."""
         if not (self._is_undecided or self._inside or self._at_start):
             return "", text
         self._held += text
         if self._is_undecided:
             begun = self._held.lstrip()
             num_spaces = len(self._held) - len(begun)
-            if num_spaces <= MAX_SPACES and OPEN.startswith(begun) and begun != OPEN:
+            if num_spaces <= MAX_SPACES and OPEN.startswith(begun) and begun != OPEN and not is_last:
                 return "", ""
             self._decide(begun if num_spaces <= MAX_SPACES else "")
-        reasoning = self._reasoning() if self._inside else ""
+        reasoning = self._reasoning(is_last) if self._inside else ""
         return reasoning, "" if self._inside else self._answer()
-
-    def finish(self) -> tuple[str, str]:
-        """The rest, when no more text comes: what looked like the beginning of a mark was none."""
-        if self._is_undecided:
-            self._decide(self._held.lstrip())
-        rest, self._held = self._held, ""
-        if not self._inside:
-            return "", rest
-        if self._at_start:
-            rest = rest.lstrip("\n")
-        rest = rest.rstrip("\n")
-        return "\n" * self._num_line_ends * bool(rest) + rest, ""
 
     def _decide(self, begun: str) -> None:
         self._is_undecided = False
@@ -52,9 +41,10 @@ class ReasoningSplitter:
         elif not self._inside:
             self._at_start = False  # there is no mark whose line ends could be dropped
 
-    def _reasoning(self) -> str:
+    def _reasoning(self, is_last: bool) -> str:
         at = self._held.find(CLOSE)
-        end = len(self._held) - tail_that_may_begin(CLOSE, self._held) if at < 0 else at
+        num_waiting = 0 if is_last else tail_that_may_begin(CLOSE, self._held)
+        end = len(self._held) - num_waiting if at < 0 else at
         written, self._held = self._held[:end], self._held[end:]
         if self._at_start:
             written = written.lstrip("\n")

@@ -93,17 +93,10 @@ class ToolCallParser:
         elif forced is not None:
             self._held = form.opening(None)
 
-    def push(self, text: str) -> tuple[str, list[CallDelta]]:
-        """The content and the pieces of calls that are now certain."""
+    def push(self, text: str, is_last: bool = False) -> tuple[str, list[CallDelta]]:
+        """The content and the pieces of calls that are now certain; with the last text, a call that is not was none."""
         self._held += text
-        return self._run(final=False)
-
-    def finish(self) -> tuple[str, list[CallDelta]]:
-        """The rest, when no more text comes: a call that is not certain yet was none."""
-        return self._run(final=True)
-
-    def _run(self, final: bool) -> tuple[str, list[CallDelta]]:
-        while self._state(final):
+        while self._state(is_last):
             pass
         content, self._content = "".join(self._content), []
         calls, self._calls = self._calls, []

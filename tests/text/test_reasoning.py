@@ -11,7 +11,7 @@ from runtime.text.reasoning import CLOSE, MAX_SPACES, OPEN, ReasoningSplitter
 
 def split(parts: list[str], inside: bool) -> tuple[str, str]:
     splitter = ReasoningSplitter(inside)
-    pieces = [*map(splitter.push, parts), splitter.finish()]
+    pieces = [*map(splitter.push, parts), splitter.push("", is_last=True)]
     return "".join(r for r, _ in pieces), "".join(a for _, a in pieces)
 
 

@@ -19,7 +19,7 @@ def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple
     """Content and (name, arguments) of the calls; checks that the pieces come as a stream wants them."""
     parser = ToolCallParser(form, **{"names": NAMES, **options})
     content, calls = "", []
-    for new_content, pieces in [*map(parser.push, parts), parser.finish()]:
+    for new_content, pieces in [*map(parser.push, parts), parser.push("", is_last=True)]:
         content += new_content
         for piece in pieces:
             if piece.name:
