@@ -22,7 +22,7 @@ MAX_PROMPT_CHARS = 4 << 20
 MAX_SECONDS = 1.0  # of CPU time, for one rendering; a long conversation takes milliseconds
 _MEMORY = 512 << 20  # address space of a process that renders; at rest it takes a twentieth
 _DEADLINE_S = 5.0  # until it is killed, if it cannot be interrupted
-_MAX_CHILDREN = 3  # prompts that are rendered at a time
+_MAX_CHILDREN = 8  # prompts that are rendered at a time
 _T = TypeVar("_T")
 
 # Marks the end of the message that is to be continued. Its trailing space tells whether the template trims messages.
