@@ -258,17 +258,9 @@ class Flattener:
                     merged[keyword] = min(one, other)
         if a.get("format", b.get("format")) != b.get("format", a.get("format")):
             merged["pattern"] = [*merged.get("pattern", ()), f"^(?:{FORMATS[a['format']]})$"]
-        if "patternProperties" in merged:
-            patterns = [s.get("patternProperties", {}) for s in (a, b)]
-            merged["patternProperties"] = {
-                p: both(*(s.get(p, f) for s, f in zip(patterns, free, strict=True)))
-                for p in {**patterns[0], **patterns[1]}
-            }
-        if "properties" in merged:
-            names = {**a.get("properties", {}), **b.get("properties", {})}
-            merged["properties"] = {
-                n: both(*(s.get("properties", {}).get(n, f) for s, f in zip((a, b), free, strict=True))) for n in names
-            }
+        for keyword in merged.keys() & {"properties", "patternProperties"}:
+            ours, theirs = (s.get(keyword, {}) for s in (a, b))
+            merged[keyword] = {n: both(ours.get(n, free[0]), theirs.get(n, free[1])) for n in {**ours, **theirs}}
         if "prefixItems" in merged:
             rest = [s.get("items", True) for s in (a, b)]
             mine, theirs = a.get("prefixItems", []), b.get("prefixItems", [])
