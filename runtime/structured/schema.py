@@ -209,34 +209,25 @@ class _Writer:
     # ---- objects ----------------------------------------------------------------------------------------------------
 
     def _object(self, schema: Schema, where: str) -> Rule:
-        listed: dict[str, Any] = schema.get("properties", {})
+        given: dict[str, Any] = schema.get("properties", {})
         patterns: dict[str, Any] = schema.get("patternProperties", {})
         required = schema.get("required", [])
         free = schema.get("additionalProperties", True)
         keys = self._patterns(patterns, where)
         names, any_key = self._property_names(schema, where)
-        if names is not None:
-            listed = listed | {name: True for name in names if name not in listed}
-        matching = {
-            name: [p for p, key in keys.items() if self._terms.matches(key, name)]
-            for name in {**listed, **dict.fromkeys(required)}
-        }
-        given = schema.get("properties", {})
-        listed = {
-            name: listed[name] if name in given else bool(matching[name]) or free
-            for name in {**listed, **dict.fromkeys(required)}
-        }
-        if names is not None or any_key != _ANY_KEY:
-            allowed = schema["propertyNames"]
-            listed = {n: self._schemas.admits(allowed, n, where) and value for n, value in listed.items()}
+        is_any = names is None and any_key == _ANY_KEY
+        listed = list(dict.fromkeys([*given, *(names or ()), *required]))
+        members: list[tuple[Rule, bool]] = []
+        for name in listed:
+            of_patterns = [value for p, value in patterns.items() if self._terms.matches(keys[p], name)]
+            value = given[name] if name in given else bool(of_patterns) or free
+            if not is_any and not self._schemas.admits(schema["propertyNames"], name, where):
+                value = False
+            value = self._rule(reduce(both, of_patterns, value), f"{where}/properties/{name}")
+            members.append((sequence(terminal(literal_string(name)), _COLON, value), name in required))
         listing = bool(patterns) or any(value is not False for value in given.values())
         closed = listing and "additionalProperties" not in schema
         free = False if names is not None or closed else free
-        members: list[tuple[Rule, bool]] = []
-        for name, value in listed.items():
-            value = reduce(both, (patterns[p] for p in matching[name]), value)
-            key = terminal(literal_string(name))
-            members.append((sequence(key, _COLON, self._rule(value, f"{where}/properties/{name}")), name in required))
         taken = [literal_string(name) for name in listed]
         others = self._free_members(keys, patterns if names is None else {}, free, any_key, taken, where)
         least, most = schema.get("minProperties", 0), schema.get("maxProperties")
@@ -260,14 +251,12 @@ class _Writer:
         flat = self._schemas.flat(schema.get("propertyNames", True), where)
         if flat is None:
             return [], _ANY_KEY
+        options = self._schemas.options(flat, where) if "anyOf" in flat else [flat]
+        if all("enum" in option for option in options):
+            return [n for option in options for n in self._values(option, where) if isinstance(n, str)], _ANY_KEY
         if "anyOf" in flat:
-            options = [self._schemas.flat(option, where) for option in self._schemas.options(flat, where)]
-            if not all(option is not None and "enum" in option for option in options):
-                self._schemas.cannot(where, "anyOf")
-                return None, _ANY_KEY
-            return [n for o in options if o is not None for n in self._values(o, where) if isinstance(n, str)], _ANY_KEY
-        if "enum" in flat:
-            return [name for name in self._values(flat, where) if isinstance(name, str)], _ANY_KEY
+            self._schemas.cannot(where, "anyOf")
+            return None, _ANY_KEY
         if "string" not in flat.get("type", TYPES):
             return [], _ANY_KEY
         if not flat.keys() & set(ABOUT["string"]):
