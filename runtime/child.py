@@ -88,6 +88,7 @@ class ChildPool:
         self._idle: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_children = 0  # idle, at work or being started
+        self._at_work: set[Child] = set()
         self._closed = False
 
     def start(self) -> None:
@@ -104,14 +105,18 @@ class ChildPool:
         if child is None:
             raise Overrun("found no process to run in")
         self.start()
+        self._at_work.add(child)
         try:
             return child.run(deadline_s, function, *args)
         finally:
+            self._at_work.discard(child)
             self._give_back(child)
 
     def close(self) -> None:
-        """End all children."""
+        """End all children, and what they are at."""
         self._closed = True
+        for busy in self._at_work.copy():
+            busy.kill()
         while not self._idle.empty():
             if (child := self._idle.get()) is not None:
                 child.kill()
