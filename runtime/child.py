@@ -131,11 +131,11 @@ class ChildPool:
                 self._num_children -= 1
             self._idle.put(None)  # for the work that waits for it
             return
-        with contextlib.suppress(CallboardError):
+        with contextlib.suppress(Exception):
             child.run(_START_S, *self._warm_up)
         if self._closed:
             child.kill()
-        self._idle.put(child)  # if it could not start, its first work fails
+        self._idle.put(child)  # if it could not start, its first work tells why
 
     def _give_back(self, child: Child) -> None:
         if child.is_alive and not self._closed:
