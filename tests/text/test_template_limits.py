@@ -11,14 +11,13 @@ from runtime.text.chat import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
 # The limits: of memory, of time, of time for what cannot be interrupted, of the prompt's length.
-LIMIT = "took more memory than the limit|ran for over|took over 1 s|prompt is over 4194304 characters"
+LIMIT = "took more memory than the limit|ran for over|took over|prompt is over 4194304 characters"
 ENDLESS = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "MAX_SECONDS", 0.05)
-    monkeypatch.setattr(chat, "_DEADLINE_S", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,8 @@ NESTED = "{% set x = [0] * 400000 %}{% set y = [x] * 400000 %}"  # small in memo
         "'{}'.format(y)",
     ],
 )
-def test_a_single_step_makes_no_large_value(limits, expression: str):
+def test_a_single_step_makes_no_large_value(limits, monkeypatch: pytest.MonkeyPatch, expression: str):
+    monkeypatch.setattr(chat, "_DEADLINE_S", 1.0)
     begin = time.monotonic()
     with pytest.raises(CallboardError, match=f"{LIMIT}|No filter"):
         ChatTemplate(f"{NESTED}{{{{ {expression} }}}}", {}).render([])
