@@ -119,6 +119,7 @@ class ModelRunner:
         self.reset()
 
     def _capture_graphs(self, steps: GpuSteps) -> None:
+        torch.cuda.empty_cache()  # as a capture does
         start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
         steps.capture_graphs(self._counts(), min(self.config.prefill_graph_tokens, self.memory.max_num_batched_tokens))
         size = (free - torch.cuda.mem_get_info()[0]) / (1 << 30)

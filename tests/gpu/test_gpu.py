@@ -82,7 +82,7 @@ def test_toggles_do_not_change_deterministic_tokens(dtype):
     exact = {"deterministic": True, "dtype": dtype}
     want = generate("cuda", **exact)
     toggles = [{"cuda_graphs": False}, {"pipeline_depth": 1}, {"prefix_cache": False}, {"max_num_batched_tokens": 32}]
-    toggles += [{"prefill_graph_tokens": 1024}, {"prefill_graph_tokens": 100}]
+    toggles += [{"prefill_graph_tokens": 0}, {"prefill_graph_tokens": 100}]
     for toggle in [*toggles, {"max_num_seqs": 3}, {"block_size": 32, "num_kv_blocks": 150}]:
         assert generate("cuda", **exact | toggle) == want, toggle
 

@@ -68,10 +68,10 @@ def mixed(driver: Driver, num_tokens: int, num_decoding: int) -> torch.Tensor:
     rows = []
     for slot in range(num_decoding):
         length = 1 + 37 * slot % 600
-        driver.open(slot, prompt(length, salt=slot), HOT, seed=slot)
+        driver.open(slot, prompt(length + 1, salt=slot), HOT, seed=slot)
         rows.append((slot, length, 1, 1))
     for first in range(0, num_decoding, 20):
-        driver.step(*((slot, 0, length, 1) for slot, length, *_ in rows[first : first + 20]))
+        driver.step(*((slot, 0, length, 0) for slot, length, *_ in rows[first : first + 20]))
     chunk = (num_tokens - num_decoding) // 3
     driver.open(198, prompt(500))
     driver.prefill(198, prompt(500)[:400])
