@@ -86,13 +86,15 @@ _ERRORS = {
 }
 _ANY = (405, 431, 500)
 _BODY = (400, 408, 413, 415)
+_TOKENIZE = (TokenizeTextRequest, TokenizeChatRequest)
 _GENERATION = (*_BODY, 404, 429, 499, 503, 504)
 _ANSWER_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    method: str
+    """A POST if it has requests, else a GET."""
+
     path: str
     summary: str
     answer: type[BaseModel] | None  # None: plain text
@@ -104,30 +106,19 @@ class _Operation:
 
 
 _OPERATIONS = (
-    _Operation(
-        "post", "/v1/completions", "Complete texts", Completion, (CompletionRequest,), _GENERATION, streams=True
-    ),
-    _Operation(
-        "post", "/v1/chat/completions", "Answer a chat", ChatCompletion, (ChatRequest,), _GENERATION, streams=True
-    ),
-    _Operation("get", "/v1/models", "The model that is served", ModelList, errors=(503,)),
-    _Operation("get", "/v1/models/{model}", "The model, by its name", ModelCard, errors=(404, 503)),
-    _Operation("post", "/v1/abort", "End a request", Aborted, (AbortRequest,), _BODY),
-    _Operation(
-        "post",
-        "/tokenize",
-        "The token ids of a text or of a chat's prompt",
-        Tokenized,
-        (TokenizeTextRequest, TokenizeChatRequest),
-        (*_BODY, 404, 503),
-    ),
-    _Operation("post", "/detokenize", "The text of token ids", Detokenized, (DetokenizeRequest,), (*_BODY, 404, 503)),
-    _Operation("get", "/tokenizer_info", "The tokenizer's settings", TokenizerInfo, errors=(503,)),
-    _Operation("get", "/health", "Whether requests can be served now", Health, unready=Unhealthy, open=True),
-    _Operation("get", "/ready", "Whether the start is complete", Ready, unready=NotReady, open=True),
-    _Operation("get", "/metrics", "All metrics of the application, for Prometheus", None),
-    _Operation("get", "/version", "The version of Callboard", Version),
-    _Operation("get", "/openapi.json", "This page", Document),
+    _Operation("/v1/completions", "Complete texts", Completion, (CompletionRequest,), _GENERATION, streams=True),
+    _Operation("/v1/chat/completions", "Answer a chat", ChatCompletion, (ChatRequest,), _GENERATION, streams=True),
+    _Operation("/v1/models", "The model that is served", ModelList, errors=(503,)),
+    _Operation("/v1/models/{model}", "The model, by its name", ModelCard, errors=(404, 503)),
+    _Operation("/v1/abort", "End a request", Aborted, (AbortRequest,), _BODY),
+    _Operation("/tokenize", "The token ids of a text or of a chat's prompt", Tokenized, _TOKENIZE, (*_BODY, 404, 503)),
+    _Operation("/detokenize", "The text of token ids", Detokenized, (DetokenizeRequest,), (*_BODY, 404, 503)),
+    _Operation("/tokenizer_info", "The tokenizer's settings", TokenizerInfo, errors=(503,)),
+    _Operation("/health", "Whether requests can be served now", Health, unready=Unhealthy, open=True),
+    _Operation("/ready", "Whether the start is complete", Ready, unready=NotReady, open=True),
+    _Operation("/metrics", "All metrics of the application, for Prometheus", None),
+    _Operation("/version", "The version of Callboard", Version),
+    _Operation("/openapi.json", "This page", Document),
 )
 
 
@@ -142,7 +133,7 @@ def document(settings: HttpSettings) -> dict[str, Any]:
     )
     paths: dict[str, dict[str, Any]] = {}
     for op in _OPERATIONS:
-        paths.setdefault(op.path, {})[op.method] = _operation(op, has_keys, has_hosts)
+        paths[op.path] = {"post" if op.requests else "get": _operation(op, has_keys, has_hosts)}
     page: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Callboard", "version": version("callboard")},
