@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -67,23 +66,20 @@ class DraftLoop:
         self._core, self._on_failure = core, on_failure
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Told)
         self._engines: dict[int, FrameSocket] = {}  # by file descriptor, which is the engine's name in the core
-        self._poll = select.poll()
-        self._bell, self._ring = socket.socketpair()
-        self._poll.register(self._bell, select.POLLIN)
-        self._new: list[FrameSocket] = []
+        self._epoll = select.epoll()
         threading.Thread(target=self._run, name="draft-step", daemon=True).start()
 
     def attach(self, engine: FrameSocket) -> None:
         """Serve one more engine, until it goes away. Any thread may call this."""
-        self._new.append(engine)
-        self._ring.send(b"!")
+        self._engines[engine.sock.fileno()] = engine
+        self._epoll.register(engine.sock, select.EPOLLIN)
 
     def _run(self) -> None:
         try:
             while True:
                 busy = self._core.step()
                 self._answer()
-                for fd, _ in self._poll.poll(0 if busy else None):
+                for fd, _ in self._epoll.poll(0 if busy else None):
                     self._hear(fd)
                 self._answer()  # what was read, before a step: who is silent for long is thought to hang
         except Exception:
@@ -98,13 +94,6 @@ class DraftLoop:
         self._core.outbox.clear()
 
     def _hear(self, fd: int) -> None:
-        if fd == self._bell.fileno():
-            self._bell.recv(1 << 10)
-            while self._new:
-                engine = self._new.pop()
-                self._engines[engine.sock.fileno()] = engine
-                self._poll.register(engine.sock, select.POLLIN)
-            return
         frames = []
         with suppress(OSError):
             frames = self._engines[fd].receive()
@@ -113,7 +102,6 @@ class DraftLoop:
         if frames:
             return
         self._core.forget(fd)
-        self._poll.unregister(fd)
         self._engines.pop(fd).sock.close()
 
 

@@ -1,0 +1,64 @@
+"""A draft's loop over real sockets: engines that come while it waits are heard, and those that go are forgotten."""
+
+import socket
+import threading
+
+import msgspec
+import pytest
+
+from actors.draft import DraftLoop, SocketDraft
+from actors.transport import FrameSocket
+from runtime.core.draft import Chain, Told
+
+
+class EchoCore:
+    """Answers a frame with one chain for each stream that it closes."""
+
+    def __init__(self):
+        self.outbox, self.forgotten, self.has_forgotten = {}, [], threading.Semaphore(0)
+
+    def step(self) -> bool:
+        return False
+
+    def take(self, owner, told: Told) -> None:
+        self.outbox.setdefault(owner, []).extend(Chain(stream, 0, []) for stream in told.closed)
+
+    def forget(self, owner) -> None:
+        self.forgotten.append(owner)
+        self.has_forgotten.release()
+
+
+def attach(loop: DraftLoop) -> SocketDraft:
+    ours, theirs = socket.socketpair()
+    loop.attach(FrameSocket(theirs))
+    return SocketDraft(FrameSocket(ours))
+
+
+def test_engines_come_and_go_while_it_waits():
+    core = EchoCore()
+    loop = DraftLoop(core, pytest.fail)
+    for _ in range(3):  # descriptors come again
+        engines = [attach(loop) for _ in range(3)]
+        for i, engine in enumerate(engines):
+            engine.send(Told(closed=[i, i + 10]))
+        for i, engine in enumerate(engines):
+            assert engine.receive(5) == [Chain(i, 0, []), Chain(i + 10, 0, [])]
+            assert engine.receive(0) is None
+        for engine in engines:
+            engine._draft.sock.close()
+        for _ in engines:
+            assert core.has_forgotten.acquire(timeout=5)
+    assert len(core.forgotten) == 9
+    assert not core.outbox
+
+
+def test_frames_that_come_at_once_are_taken_at_once():
+    ours, theirs = socket.socketpair()
+    draft, encode = SocketDraft(FrameSocket(ours)), msgspec.msgpack.encode
+    for i in range(3):
+        FrameSocket(theirs).send(encode([Chain(i, 0, [])]))
+    assert draft.receive(5) == [Chain(i, 0, []) for i in range(3)]
+    theirs.close()
+    with pytest.raises(ConnectionResetError):
+        draft.receive(5)
+    ours.close()
