@@ -109,11 +109,9 @@ class EngineLoop:
         """Add what a front has counted; all figures of this engine."""
         return self._meter.report(figures, self.core.scheduler, self.num_rebuilds)
 
-    def drain(self, reason: str) -> Future[None]:
+    def drain(self, reason: str) -> Future[object]:
         """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
-        done: Future[None] = Future()
-        self._inbox.put(partial(self._drain, reason, done))
-        return done
+        return self._call(partial(self._drain, reason))
 
     @property
     def draft(self) -> DraftClient | None:
@@ -124,15 +122,14 @@ class EngineLoop:
 
     def attach_draft(self, wire: DraftWire, step_us: tuple[tuple[int, float], ...]) -> None:
         """Let a draft that knows nothing yet guess from now on; returns when the old one is forgotten."""
-        done: Future[None] = Future()
+        assert self.draft is not None
+        self._call(partial(self.draft.attach, wire, step_us)).result()
 
-        def attach() -> None:
-            assert self.draft is not None
-            self.draft.attach(wire, step_us)
-            done.set_result(None)
-
-        self._inbox.put(attach)
-        done.result()
+    def _call(self, work: Callable[[], object]) -> Future[object]:
+        """Let the step thread do `work`."""
+        done: Future[object] = Future()
+        self._inbox.put(lambda: done.set_result(work()))
+        return done
 
     def join(self) -> None:
         """Wait until the step thread has ended."""
@@ -291,10 +288,9 @@ class EngineLoop:
             return 1.0
         return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))
 
-    def _drain(self, reason: str, done: Future[None]) -> None:
+    def _drain(self, reason: str) -> None:
         self._draining = reason
         self._set_reason(self.reason)
-        done.set_result(None)
 
     def _abort(self, asked: AbortById) -> None:
         found = {s: None for key in asked.client_ids() for s in self._by_id.get(key, ()) if asked.means(s.request_id)}
