@@ -31,7 +31,7 @@ from serve_app.metrics import RequestContext
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.prepared_request import PreparedRequest
-from serve_app.requests import AbortRequest, parse, validated
+from serve_app.requests import AbortRequest, parse
 from serve_app.responses import encode_json, num_scores
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -115,7 +115,7 @@ class _Routes:
     async def abort(self, request: HttpRequest) -> Response:
         # Short enough to be read on the loop, from which alone engines can be told.
         settings = replace(self._settings, max_body_bytes=_MAX_ABORT_BYTES)
-        asked = validated(AbortRequest, await read_json_body(request.scope, request.receive, settings) or b"")
+        asked = parse(AbortRequest, await read_json_body(request.scope, request.receive, settings) or b"")
         self._service.abort(asked.request_id, request.scope["owner"])
         return _json({"request_id": asked.request_id, "object": "request.abort"})
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from runtime.output.fields import invalid
 from serve_app.endpoints import CHAT
 from serve_app.prompt_ids import prompt_ids
-from serve_app.requests import ChatRequest, parse, validated
+from serve_app.requests import ChatRequest, parse
 from serve_app.requests.shapes import RequestModel, TokenId
 from serve_app.service import Service
 
@@ -50,8 +50,8 @@ def tokenize(service: Service, body: bytes) -> dict[str, Any]:
     """The token ids of a text or of a chat's prompt; raises FieldError or ApiError."""
     request: TokenizeTextRequest | TokenizeChatRequest
     model = service.served
-    if validated(_Kind, body).messages is None:
-        request = validated(TokenizeTextRequest, body)
+    if parse(_Kind, body).messages is None:
+        request = parse(TokenizeTextRequest, body)
         service.check_model(request.model)
         special, limit = request.add_special_tokens, model.info.max_model_len
         ids = prompt_ids(model.tokenizer, request.prompt, special, limit, "prompt")
@@ -65,7 +65,7 @@ def tokenize(service: Service, body: bytes) -> dict[str, Any]:
 
 def detokenize(service: Service, body: bytes) -> dict[str, Any]:
     """The text of token ids, special tokens included; raises FieldError or ApiError."""
-    request = validated(DetokenizeRequest, body)
+    request = parse(DetokenizeRequest, body)
     service.check_model(request.model)
     model = service.served
     if len(request.tokens) > max(MAX_IDS, model.info.max_model_len):

@@ -55,6 +55,9 @@ class Options(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
+    def check(self) -> None:
+        """Rules between fields; raises FieldError."""
+
 
 _O = TypeVar("_O", bound=Options)
 

@@ -22,9 +22,6 @@ class OutputOptions(Options):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    def check(self) -> None:
-        """Rules between fields; raises FieldError."""
-
     def requested_grammar(self) -> RequestedGrammar | None:
         """The grammar of the content; None if it is free."""
         return requested_grammar(self.response_format, self.structured_outputs)

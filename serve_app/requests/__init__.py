@@ -7,7 +7,7 @@ unknown fields are ignored, and named in a header of the answer.
 from serve_app.requests.chat import ChatRequest
 from serve_app.requests.completion import CompletionRequest
 from serve_app.requests.messages import ChatMessage
-from serve_app.requests.parsing import AbortRequest, parse, validated
+from serve_app.requests.parsing import AbortRequest, parse
 from serve_app.requests.sampling import MAX_CHOICES, SamplingFields
 
 __all__ = [
@@ -18,5 +18,4 @@ __all__ = [
     "CompletionRequest",
     "SamplingFields",
     "parse",
-    "validated",
 ]

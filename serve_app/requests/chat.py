@@ -35,7 +35,7 @@ class ChatRequest(SamplingFields, ChatOptions):
         if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", "is only allowed when logprobs is true")
         for i, message in enumerate(self.messages):
-            message.check(f"messages.{i}")
+            message.check_at(f"messages.{i}")
 
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as the template sees them; a tool's has the function's name, which Hermes' template wants."""

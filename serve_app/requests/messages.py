@@ -66,7 +66,7 @@ class ChatMessage(RequestModel):
     refusal: Annotated[Any, only(None)] = None
     function_call: Annotated[Any, LEGACY] = None
 
-    def check(self, where: str) -> None:
+    def check_at(self, where: str) -> None:
         """Rules between fields; raises ApiError."""
         if self.role == "assistant":
             if self.content is None and not self.tool_calls and self.reasoning_content is None:

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from runtime.core.types import CallboardError
 from runtime.output.fields import FieldError, fault_of, invalid, path_of
 from serve_app.errors import ApiError
-from serve_app.requests.sampling import MAX_CHOICES, SamplingFields
+from serve_app.requests.sampling import MAX_CHOICES
 from serve_app.requests.shapes import MAX_VALUES, RequestModel, TokenIds, has_too_many_values
 
 _LONG_BYTES = 64 << 10  # a shorter body is no matter, whatever it holds
@@ -27,21 +27,11 @@ class AbortRequest(RequestModel):
     request_id: Annotated[str, Field(min_length=1, max_length=256)]
 
 
-_R = TypeVar("_R", bound=SamplingFields)
+_R = TypeVar("_R", bound=RequestModel)
 
 
 def parse(kind: type[_R], body: bytes) -> _R:
     """A request from the bytes of its JSON; raises FieldError for the first field at fault, and ApiError."""
-    request = validated(kind, body)
-    request.check()
-    return request
-
-
-_M = TypeVar("_M", bound=RequestModel)
-
-
-def validated(kind: type[_M], body: bytes) -> _M:
-    """`body` as a request, field by field; raises FieldError for the first one at fault, and ApiError."""
     ids: dict[str, list[int] | list[list[int]]] = {}
     if len(body) >= _LONG_BYTES:
         if kind.token_ids_field is not None:
@@ -52,7 +42,9 @@ def validated(kind: type[_M], body: bytes) -> _M:
         request = kind.model_validate_json(body)
     except ValidationError as e:
         raise _plain(e) from None
-    return request.model_copy(update=ids) if ids else request
+    request = request.model_copy(update=ids) if ids else request
+    request.check()
+    return request
 
 
 # ---- long bodies -----------------------------------------------------------------------------------------------------
