@@ -26,7 +26,9 @@ LETTERS = compiled(GrammarSpec("regex", "[A-Z][a-z ]{900}"))
 
 
 def config(**kw) -> EngineConfig:
-    return EngineConfig(deterministic=True, max_num_seqs=8, kv_cache_memory=0.1, max_model_len=512, **kw)
+    """Each runner has one core, as there may be a draft's beside the engine's."""
+    fixed = {"deterministic": True, "max_num_seqs": 8, "kv_cache_memory": 0.1, "max_model_len": 512, "num_threads": 1}
+    return EngineConfig(**fixed, **kw)
 
 
 class Server:
