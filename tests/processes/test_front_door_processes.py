@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from actors.environment import SINGLE_MACHINE
-from tests.serve.test_cli import ROOT, private_ray  # noqa: F401
 
 pytestmark = pytest.mark.timeout(150)
+
+ROOT = Path(__file__).parents[2]
 
 # Prints the engine's gauges when they are zero; they are asked for over Ray, beside the front door.
 WAIT_FOR_ZERO = """
@@ -36,7 +37,7 @@ print(stats["steps"])
 """
 
 
-def test_start_storm_and_drain(write_tiny_gguf, private_ray, tmp_path: Path):  # noqa: F811
+def test_start_storm_and_drain(write_tiny_gguf, private_ray, tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     model = write_tiny_gguf(llama__context_length=16384, llama__rope__freq_base=10000.0)

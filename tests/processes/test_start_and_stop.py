@@ -20,9 +20,10 @@ import pytest
 
 from tests.processes.test_haproxy import listening_ports
 from tests.processes.test_process_tree import processes_with
-from tests.serve.test_cli import ROOT, private_ray  # noqa: F401
 
 pytestmark = pytest.mark.timeout(200)
+
+ROOT = Path(__file__).parents[2]
 
 PHASES = ["model checked", "Ray started", "front door open", "libraries imported", "weights", "memory plan", "ready"]
 START_S = 120  # on a machine that does much else besides
@@ -81,7 +82,7 @@ class Server:
 
 
 @pytest.fixture
-def start(write_tiny_gguf, tmp_path: Path, private_ray) -> Iterator[Callable[..., Server]]:  # noqa: F811
+def start(write_tiny_gguf, tmp_path: Path, private_ray) -> Iterator[Callable[..., Server]]:
     started = []
     clean = {name: value for name, value in private_ray.items() if not name.startswith("RAY_AUTH_")}
 

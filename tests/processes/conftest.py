@@ -1,0 +1,55 @@
+"""Ray and Serve: one for all tests of a session, or one of a test's own. No other folder's tests start them."""
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.environment import LOOPBACK_WORKERS, ray_token
+from tests.conftest import RAY_FOLDER
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """One private Ray for the whole test session; it listens on loopback only and is stopped by what started it."""
+    import ray
+
+    ray.init(
+        "local",  # also where RAY_ADDRESS names another one
+        num_cpus=4,  # logical ones: they limit placement, not threads
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 << 20,
+        runtime_env=LOOPBACK_WORKERS,
+        _temp_dir=RAY_FOLDER,
+    )
+    yield
+    if serve := sys.modules.get("ray.serve"):
+        serve.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def serve_url(ray_session: None) -> str:
+    """Serve, which keeps its port for as long as it runs; applications come and go on it."""
+    from ray import serve
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def private_ray(tmp_path: Path):
+    """Environment for Ray clusters of a test's own: no settings and no folders shared with others of this machine."""
+    directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
+    ray = {"RAY_TMPDIR": directory, "RAY_USAGE_STATS_ENABLED": "0", **ray_token()}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    yield {**inherited, "HOME": str(tmp_path), **ray}
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,106 @@
+"""`callboard serve` and `serve run` as their user sees them, with the model that is served by default."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[str, str]):
+    code = "from serve_app.app import *; print(type(build_app(AppArgs(device='cpu'))).__name__)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=private_ray, cwd=ROOT)
+    assert done.stdout == "Application\n", done.stderr
+
+
+def heed_ctrl_c() -> None:
+    """A shell that runs the tests in the background makes them and their children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_ray: dict[str, str]):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["name"] = "default"  # as `serve run serve_app.app:build_app` has it
+    config["applications"][0]["args"] |= {"model": str(smollm2_path), "num_threads": 2, "kv_cache_memory": 0.1}
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
+    env = {name: value for name, value in private_ray.items() if "RAY_AUTH" not in name}  # Ray makes a token itself
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT, preexec_fn=heed_ctrl_c)
+    try:
+        deadline, answer = time.monotonic() + 90, None
+        while answer is None and time.monotonic() < deadline and process.poll() is None:
+            with suppress(httpx.TransportError):
+                response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)
+                answer = response.json() if response.status_code == 200 else None
+            time.sleep(0.2)
+        assert answer is not None, (tmp_path / "log").read_text()[-3000:]
+        assert answer["data"][0]["id"] == "smollm2"
+        assert "For full speed set RAY_SERVE_ENABLE_HA_PROXY=1" in (tmp_path / "log").read_text()
+        (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
+        caller = subprocess.run(
+            [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            env={**env, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
+        )  # fmt: skip
+        assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+
+
+def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
+    """The command as a user runs it: two lines on stdout, the curl line works, Ctrl-C ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    flags = ["--port", port, "--served-model-name", "smol", "--num-threads", "2", "--kv-cache-memory", "0.1"]
+    command = [sys.executable, "-m", "serve_app.cli", "serve", str(smollm2_path), *flags]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=private_ray, cwd=ROOT
+    )
+    try:
+        lines = [process.stdout.readline(), process.stdout.readline()]
+        assert lines[0] == f"Callboard serves smol at http://127.0.0.1:{port}/v1\n", process.stderr.read()
+        assert lines[1].startswith("curl -N ")
+        curl = lines[1].replace('"stream": true', '"stream": true, "max_tokens": 60')  # else as long as it likes
+        answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
+        *events, done, _ = answer.stdout.split("\n\n")
+        assert done == "data: [DONE]"
+        assert all(json.loads(event.removeprefix("data: "))["model"] == "smol" for event in events)
+        assert httpx.get(f"http://127.0.0.1:{port}/health").json() == {"status": "ok"}
+        # Ray's address "auto" takes any cluster of the machine, and other tests have theirs: RAY_ADDRESS names ours.
+        (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
+        caller = subprocess.run(
+            [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
+            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            env={**private_ray, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
+        )  # fmt: skip
+        assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+        assert time.monotonic() - started < 15
+        assert process.stdout.read() == ""
+        told = process.stderr.read()
+        assert "Traceback" not in told
+        times = [float(t) for t in re.findall(r"^ +([\d.]+) s  ", told, re.MULTILINE)]
+        assert times == sorted(times)
+        assert len(times) >= 3
+        assert re.search(r"^ +[\d.]+ s  memory plan: .*\n( .*\n)* +[\d.]+ s  ready$", told, re.MULTILINE), told
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=30)
