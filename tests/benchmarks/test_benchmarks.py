@@ -16,8 +16,16 @@ from runtime.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[2]
 
 
-def run(module: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+def run(*commands: list[str]) -> str:
+    """The output of `python -m benchmarks.MODULE ARGUMENTS` for each [module, *arguments]: one after another in one
+    process, as most of a small benchmark's time is that of importing torch."""
+    code = """
+import json, runpy, sys
+for module, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [module, *arguments]
+    runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=True)
+"""
+    command = [sys.executable, "-c", code, json.dumps(commands)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -25,7 +33,7 @@ def run(module: str, *arguments: str) -> str:
 
 @pytest.mark.long
 def test_ngram():
-    lines = run("drafts.ngram", "--repeats", "1", "--tokens", "8").splitlines()
+    lines = run(["drafts.ngram", "--repeats", "1", "--tokens", "8"]).splitlines()
     assert [line.count("|") for line in lines] == [7] * 8
 
 
@@ -65,7 +73,7 @@ def test_a_moment_counts_for_one_kernel():
 
 @pytest.mark.long
 def test_a_random_model_is_a_model(tmp_path):
-    run("library.make_random_model", "tiny", str(tmp_path))
+    run(["library.make_random_model", "tiny", str(tmp_path)])
     checkpoint, tokenizer = open_checkpoint(tmp_path), Tokenizer.load(tmp_path)
     assert load_spec(checkpoint.config)[0] == spec_of("tiny")
     assert set(checkpoint.names()) == {name for name in checkpoint.names() if checkpoint.shape(name)}
@@ -79,12 +87,15 @@ def test_a_random_model_is_a_model(tmp_path):
 def test_lines_become_a_report(tmp_path):
     out = tmp_path / "lines.jsonl"
     small = ["--out", str(out), "--set", "num_threads=1", "kv_cache_memory=0.1"]
-    run("library.make_random_model", "tiny", str(tmp_path / "tiny-8b"))
-    run("engine.start", "--folder", str(tmp_path / "tiny-8b"), *small)
-    run("engine.decode", "--model", "tiny", "--cells", "1x128x8", "3x20x4", "--repeats", "2", *small)
-    run("engine.prefill", "--model", "tiny", "--lengths", "64", "--repeats", "1", *small)
-    run("serving", "--engine", "tiny", "--workloads", "sequential", "--repeats", "1", *small)
-    run("engine.agreement", "--model", "tiny", "--variants", "overlap-off", "--prompts", "3", "--output", "8", *small)
+    run(
+        ["library.make_random_model", "tiny", str(tmp_path / "tiny-8b")],
+        ["engine.start", "--folder", str(tmp_path / "tiny-8b"), *small],
+        ["engine.decode", "--model", "tiny", "--cells", "1x128x8", "3x20x4", "--repeats", "2", *small],
+        ["engine.prefill", "--model", "tiny", "--lengths", "64", "--repeats", "1", *small],
+        ["serving", "--engine", "tiny", "--workloads", "sequential", "--repeats", "1", *small],
+        ["engine.agreement", "--model", "tiny", "--variants", "overlap-off", "--prompts", "3", "--output", "8", *small],
+        ["library.report", str(out), "--into", str(tmp_path)],
+    )
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["benchmark"] for line in lines] == ["start", "decode", "decode", "prefill", "serving", "agreement"]
     assert lines[2]["batch"] == 3
@@ -92,7 +103,6 @@ def test_lines_become_a_report(tmp_path):
     assert lines[3]["first_token_ms"] > 0
     assert lines[4]["requests"] == 10
     assert lines[5]["equal"] == 3
-    run("library.report", str(out), "--into", str(tmp_path))
     report = (tmp_path / "RESULTS.md").read_text()
     assert "| tiny | 3 x (20, 4) |" in report
     assert "| tiny-8b |" in report

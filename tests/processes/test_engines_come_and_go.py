@@ -74,8 +74,8 @@ def second_node(ray_session):
 def url(serve_url, second_node):
     from ray import serve
 
-    deploy(3)
-    asyncio.run(settle(serve_url, 3))
+    deploy(2)
+    asyncio.run(settle(serve_url, 2))
     yield serve_url
     serve.delete("callboard")
 
@@ -188,7 +188,7 @@ async def test_a_frozen_engine_process(url, undisturbed):
         frozen_at = time.monotonic()
         await reading.more(40, 8)  # the stream has moved: its engine would be replaced only after ten seconds
         print(f"streams went on {time.monotonic() - frozen_at:.1f} s after the stop")
-        await settle(url, 3, without=name)
+        await settle(url, 2, without=name)
         reading.check(undisturbed)
 
 
