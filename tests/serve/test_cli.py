@@ -60,10 +60,9 @@ def test_every_flag_reaches_its_field():
     for name, value in values.items():
         flag = name.replace("_", "-")
         argv += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    settings = cli._engine_settings(cli._parser().parse_args(argv))
-    assert settings == {"model": "some/model", **values}
+    assert cli._engine_config(cli._parser().parse_args(argv)) == EngineConfig("some/model", **values)
     for argv in ([], ["--num-draft-tokens", "auto", "--max-model-len", "auto"]):
-        assert EngineConfig(**cli._engine_settings(cli._parser().parse_args(["serve", *argv]))) == EngineConfig()
+        assert cli._engine_config(cli._parser().parse_args(["serve", *argv])) == EngineConfig()
 
 
 def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
