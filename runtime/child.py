@@ -101,7 +101,11 @@ class ChildPool:
     def run(self, deadline_s: float, function: Callable[..., _T], *args: Any) -> _T:
         """As Child.run, in any thread: the deadline counts from when a child is free."""
         self.start()
-        child = self._idle.get()
+        try:
+            while (child := self._idle.get(timeout=_START_S)) is not None and not child.is_alive:
+                self._give_back(child)
+        except queue.Empty:
+            child = None
         if child is None:
             raise Overrun("found no process to run in")
         self.start()
@@ -124,18 +128,19 @@ class ChildPool:
             self._idle.put(None)
 
     def _add(self) -> None:
+        child: Child | None = None
         try:
             child = Child(self._memory, self._niceness)
-        except OSError:  # no more processes
+            child.run(_START_S, *self._warm_up)
+        except Exception:  # there are no more processes, or it has no memory to start in
+            if child is not None:
+                child.kill()
             with self._lock:
                 self._num_children -= 1
-            self._idle.put(None)  # for the work that waits for it
-            return
-        with contextlib.suppress(Exception):
-            child.run(_START_S, *self._warm_up)
-        if self._closed:
-            child.kill()
-        self._idle.put(child)  # if it could not start, its first work tells why
+                if not self._num_children:
+                    self._idle.put(None)  # no other child will take the work that waits for this one
+        else:
+            self._give_back(child)
 
     def _give_back(self, child: Child) -> None:
         if child.is_alive and not self._closed:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from runtime.child import Child, Overrun
+from runtime.child import Child, ChildPool, Overrun
 from runtime.core.types import CallboardError, GrammarSpec
 from runtime.structured import numbers
 from runtime.structured.automaton import EagerMatcher, build
@@ -201,6 +202,23 @@ def test_a_child_is_killed_for_time_and_memory_and_says_what_is_wrong():
     with pytest.raises(Overrun, match="memory"):
         child.run(30.0, partial(bytes, 4 << 30))
     child.kill()
+
+
+@pytest.mark.long
+def test_a_pool_goes_on_when_an_idle_child_was_killed_or_none_can_start():
+    pool = ChildPool(1, 1 << 30, 0, os.getpid)
+    try:
+        killed = pool.run(30.0, os.getpid)
+        os.kill(killed, signal.SIGKILL)
+        os.waitid(os.P_PID, killed, os.WEXITED | os.WNOWAIT)
+        assert pool.run(30.0, os.getpid) != killed
+    finally:
+        pool.close()
+    no_start = ChildPool(1, 1 << 30, 0, bytes, 4 << 30)  # more than it may have
+    for _ in range(2):
+        with pytest.raises(Overrun, match="no process to run in"):
+            no_start.run(30.0, os.getpid)
+    no_start.close()
 
 
 @pytest.mark.long
