@@ -160,7 +160,7 @@ def without_lookaheads(source: str) -> tuple[str, list[Pattern], list[Pattern]]:
     must: list[Pattern] = []
     must_not: list[Pattern] = []
     at = 1
-    while source.startswith(("^(?=", "^(?!"), at - 1) if at == 1 else source.startswith(("(?=", "(?!"), at):
+    while source.startswith("^") and source.startswith(("(?=", "(?!"), at):
         negative = source[at + 2] == "!"
         parser = _Parser(source, at + 3, negative)
         inner = parser.group()
@@ -220,17 +220,13 @@ class _Parser:
 
     def __init__(self, source: str, at: int = 0, negated: bool = False) -> None:
         self._source = source
-        self._at = at
+        self.at = at
         self._depth = 0
         self._negated = negated  # what it matches is taken away, as within "[^"
 
-    @property
-    def at(self) -> int:
-        return self._at
-
     def parse(self) -> Pattern:
         pattern = self._alternation()
-        if self._at < len(self._source):
+        if self.at < len(self._source):
             raise self._error("has a ')' too many")
         return pattern
 
@@ -245,17 +241,17 @@ class _Parser:
         return GrammarError(f"has the pattern {shown(self._source)}, which {problem}")
 
     def _peek(self) -> str:
-        return self._source[self._at : self._at + 1]
+        return self._source[self.at : self.at + 1]
 
     def _take(self) -> str:
         if not (char := self._peek()):
             raise self._error("ends too early")
-        self._at += 1
+        self.at += 1
         return char
 
     def _skip(self, text: str) -> bool:
-        found = self._source.startswith(text, self._at)
-        self._at += len(text) * found
+        found = self._source.startswith(text, self.at)
+        self.at += len(text) * found
         return found
 
     def _alternation(self) -> Pattern:
@@ -277,8 +273,8 @@ class _Parser:
                 least = 1
             elif self._skip("?"):
                 most = 1
-            elif count := _COUNT.match(self._source, self._at):
-                self._at = count.end()
+            elif count := _COUNT.match(self._source, self.at):
+                self.at = count.end()
                 least = int(count[1])
                 most = int(count[3]) if count[3] else None if count[2] else least
             elif not self._skip("*"):
@@ -331,7 +327,7 @@ class _Parser:
         pairs: list[tuple[int, int]] = []
         while not self._skip("]"):
             low = self._set_item()
-            if self._peek() == "-" and self._source[self._at + 1 : self._at + 2] not in ("]", ""):
+            if self._peek() == "-" and self._source[self.at + 1 : self.at + 2] not in ("]", ""):
                 self._take()
                 high = self._set_item()
                 if any(len(end) != 1 or end[0][0] != end[0][1] for end in (low, high)):
@@ -357,8 +353,8 @@ class _Parser:
         if char in _CONTROLS and not (char == "0" and self._peek().isdigit()):
             return _of(_CONTROLS[char])
         if char in "xu":
-            if found := _CODES[char].match(self._source, self._at):
-                self._at = found.end()
+            if found := _CODES[char].match(self._source, self.at):
+                self.at = found.end()
                 code = int(found[1] or found[2], 16)
                 if code < NO_CHARACTER and not 0xD800 <= code <= 0xDFFF:
                     return ((code, code),)

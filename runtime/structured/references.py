@@ -61,14 +61,13 @@ class _Document:
             schema, base, where = self._references.pop()
             ref = schema["$ref"]
             address, fragment = urldefrag(_joined(base, ref))
-            if address not in self._places:
-                raise at(where, f"has the '$ref' {shown(ref)}; only references within the schema are supported")
-            if fragment and not fragment.startswith("/"):
-                if f"{address}#{fragment}" not in self._places:
-                    raise at(where, f"has the '$ref' {shown(ref)}, which leads nowhere")
-                place = self._places[f"{address}#{fragment}"]
-            else:
-                place = self._places[address] + fragment
+            is_anchor = fragment != "" and not fragment.startswith("/")
+            place = self._places.get(f"{address}#{fragment}" if is_anchor else address)
+            if place is None:
+                known = address in self._places
+                problem = ", which leads nowhere" if known else "; only references within the schema are supported"
+                raise at(where, f"has the '$ref' {shown(ref)}{problem}")
+            place += "" if is_anchor else fragment
             schema["$ref"] = place
             target = pointed(self._root, place, where)
             if is_schema(target) and id(target) not in self._visited:  # beneath a keyword that no draft defines
