@@ -17,8 +17,10 @@ from runtime.worker.graph_io import GraphIO
 from runtime.worker.step_rows import StepShape
 
 _LARGEST_GRAPH = 512  # rows of a decode step
-_LARGEST_VERIFIED = 128  # tokens of a step of drafts that has a graph; larger batches do not gain by drafts
-_TOKENS_OF_A_LONG_ROW = 8  # on average, at least, in a step with prompts that has a graph
+MAX_VERIFIED = 128  # tokens of a step of drafts that has a graph; larger batches do not gain by drafts
+# Tokens that a long row has on average, at least, in a graph for few and in one for many: each has a place to sample.
+_FEW_LONG_ROWS, _MANY_LONG_ROWS = 32, 8
+_FEW_TOKENS = 1024  # larger steps with prompts have graphs for fewer numbers of decoding rows
 _NEW_TOKENS = 8192  # of requests that enter by a graph's input
 _NO_ROWS = StepPlan(0)
 NO_WRITES: Int32s = np.zeros(1, np.int32)  # as kernels/scatter_writes.py has them
@@ -94,7 +96,7 @@ class GraphRunner:
     def __init__(self, state: torch.Tensor, num_slots: int, max_model_len: int, block_size: int) -> None:
         """`state` is the requests' state as one line, which a step's input changes; slot `num_slots` is padding's."""
         self.state, self.num_slots, self.max_model_len = state, num_slots, max_model_len
-        self.max_rows = max(num_slots, _LARGEST_VERIFIED)
+        self.max_rows = max(num_slots, MAX_VERIFIED)
         input_size = self.max_rows * _max_ints_of_a_row(block_size) + _NEW_TOKENS
         self.graph_io = GraphIO(input_size, self.max_rows * MAX_STEPS, state.device)
         # The rows of a graph's input, as kernels/graph_io.py has them.
@@ -110,15 +112,18 @@ class GraphRunner:
         largest = min(self.num_slots, _LARGEST_GRAPH)
         buckets = [Bucket(1, size) for size in graph_sizes(largest)]
         for row_len in row_lens:
-            buckets += [Bucket(row_len, size) for size in graph_sizes(min(largest, _LARGEST_VERIFIED // row_len))]
+            buckets += [Bucket(row_len, size) for size in graph_sizes(min(largest, MAX_VERIFIED // row_len))]
         return buckets
 
     def prefill_buckets(self, most_tokens: int) -> list[StepShape]:
-        """Of steps with prompts of up to `most_tokens` tokens. Their padding lies within the context of one slot."""
+        """Of steps with prompts of up to `most_tokens` tokens. Their padding lies within the context of one slot. Those
+        for the most decoding rows are for many prompts, too."""
         buckets = []
         for num_tokens in prefill_sizes(min(most_tokens, self.max_model_len)):
-            num_long = min(num_tokens // _TOKENS_OF_A_LONG_ROW, self.num_slots)
-            for num_short in short_sizes(min(self.num_slots, num_tokens)):
+            most_short = min(self.num_slots, num_tokens)
+            for num_short in short_sizes(most_short, (0, 16, 64) if num_tokens <= _FEW_TOKENS else (64,)):
+                tokens_of_a_row = _MANY_LONG_ROWS if num_short == most_short else _FEW_LONG_ROWS
+                num_long = min(max(num_tokens // tokens_of_a_row, 8), self.num_slots)
                 num_samples = min(num_short + num_long, self.max_rows)
                 shape = num_tokens, num_short, num_long + 1, num_samples
                 buckets.append(StepShape(*shape, max_count=num_tokens, max_len=self.max_model_len))
@@ -193,15 +198,15 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 def prefill_sizes(largest: int) -> list[int]:
-    """64, 128, then by 64 up to 512, then by 128; the largest step always has its own. Below 128 tokens a step is as
-    long as reading the weights, and above its time grows with its tokens, padding's included."""
-    sizes = [*range(64, 512, 64), *range(512, largest + 1, 128)]
+    """By 64 up to 512, by 128 up to 2,048, and then by up to an eighth; the largest step always has its own. Below 128
+    tokens a step is as long as reading the weights, and above its time grows with its tokens, padding's included."""
+    sizes = [*range(64, 512, 64), *range(512, 2048, 128), *range(2048, 4096, 256), *range(4096, largest + 1, 512)]
     return [*(s for s in sizes if s < largest), *([largest] if largest else [])]
 
 
-def short_sizes(largest: int) -> list[int]:
+def short_sizes(largest: int, smaller: tuple[int, ...]) -> list[int]:
     """Decoding rows beside prompts: a size that is too large costs some empty programs of one kernel."""
-    return [*(s for s in (0, 16, 64) if s < largest), largest]
+    return [*(s for s in smaller if s < largest), largest]
 
 
 def _max_ints_of_a_row(block_size: int) -> int:

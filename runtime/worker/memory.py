@@ -16,6 +16,7 @@ from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
 from runtime.quant.dense import weight_bytes
+from runtime.worker.graph_runner import MAX_VERIFIED
 from runtime.worker.prompt_scorer import MIN_SLICE
 
 _GIB = 1 << 30
@@ -69,7 +70,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     graphs = 0
     if numerics.backend == "triton":
         graph_tokens = min(config.prefill_graph_tokens, max_num_tokens) if config.cuda_graphs else 0
-        graph_logits = (max_num_seqs + graph_tokens // 8) * spec.vocab_size * 4
+        graph_logits = max(max_num_seqs, MAX_VERIFIED) * spec.vocab_size * 4
         graphs = _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
     room = available - weights - working - graphs
     budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB)

@@ -30,7 +30,7 @@ GARBAGE = 1 << 30
 def runner_of(shape: str, dtype: str, deterministic: bool) -> ModelRunner:
     return tiny_runner(
         SPECS[shape], device="cuda", dtype=dtype, deterministic=deterministic, max_num_seqs=200, max_model_len=2048,
-        num_kv_blocks=8000, max_num_batched_tokens=4096, num_threads=None, prefill_graph_tokens=1024,
+        num_kv_blocks=8000, max_num_batched_tokens=4096, num_threads=None, prefill_graph_tokens=1536,
     )  # fmt: skip
 
 

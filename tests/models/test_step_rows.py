@@ -1,5 +1,7 @@
 """The rows of a step as one array: what a graph of any size gets for a plan, and which sizes there are."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -72,9 +74,12 @@ def test_a_graph_keeps_a_row_for_padding():
         assert not own._replace(**{"num_long": 4} | less).has_room(own), less
 
 
-def test_sizes_waste_at_most_a_quarter_above_256_tokens():
-    sizes = prefill_sizes(1024)
-    assert sizes == [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+def test_sizes_are_at_most_a_quarter_apart_and_an_eighth_above_1024():
+    sizes = prefill_sizes(8192)
+    assert sizes[:12] == [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024] == prefill_sizes(1024)
+    assert sizes[-1] == 8192
+    for size, following in pairwise(sizes[3:]):
+        assert following <= size * (9 if size >= 1024 else 10) / 8
     assert prefill_sizes(100) == [64, 100]
     assert prefill_sizes(64) == [64]
     assert prefill_sizes(10) == [10]
@@ -84,7 +89,7 @@ def test_sizes_waste_at_most_a_quarter_above_256_tokens():
 @pytest.mark.parametrize(("num_slots", "max_model_len"), [(1, 64), (4, 1000), (256, 4096), (1000, 2048)])
 def test_every_bucket_fits_into_a_graphs_input(num_slots, max_model_len):
     runner = GraphRunner(torch.zeros(8, dtype=torch.int32), num_slots, max_model_len, 16)
-    for bucket in runner.prefill_buckets(1024):
+    for bucket in runner.prefill_buckets(8192):
         assert bucket.num_tokens <= max_model_len, "padding has positions"
         assert bucket.num_ints <= len(runner.rows)
         assert bucket.num_samples <= runner.graph_io.output_ring.shape[1]
