@@ -87,8 +87,8 @@ class _Routes:
             Route("/v1/models", _get(lambda: {"object": "list", "data": [service.model_card()]})),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/abort", self.abort, methods=["POST"]),
-            Route("/tokenize", _Call(service, tokenize, settings), methods=["POST"]),
-            Route("/detokenize", _Call(service, detokenize, settings), methods=["POST"]),
+            Route("/tokenize", _post(tokenize, service, settings), methods=["POST"]),
+            Route("/detokenize", _post(detokenize, service, settings), methods=["POST"]),
             Route("/tokenizer_info", _get(lambda: tokenizer_info(service))),
             Route("/health", self.health),
             *PAGE_ROUTES,
@@ -133,19 +133,16 @@ def _get(answer: Callable[[], object]) -> Callable[[HttpRequest], Awaitable[Resp
     return get
 
 
-class _Call:
+def _post(
+    answer: Callable[[Service, bytes], Mapping[str, object]], service: Service, settings: HttpSettings
+) -> Callable[[HttpRequest], Awaitable[Response]]:
     """POST whose answer is a JSON object at once."""
 
-    def __init__(
-        self, service: Service, answer: Callable[[Service, bytes], Mapping[str, object]], settings: HttpSettings
-    ) -> None:
-        self._service, self._answer, self._settings = service, answer, settings
+    async def post(request: HttpRequest) -> Response:
+        body = await read_json_body(request.scope, request.receive, settings) or b""  # of a client that has left
+        return _json(await beside_the_loop_if(is_long(body), partial(answer, service, body)))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_json_body(scope, receive, self._settings)
-        if body is not None:
-            answer = await beside_the_loop_if(is_long(body), partial(self._answer, self._service, body))
-            await _json(answer)(scope, receive, send)
+    return post
 
 
 class _Generation:
