@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -70,10 +70,8 @@ class ChoiceStats:
         self.last_at = output.sampled_at
 
 
-class RequestLog(Protocol):
-    """A sink that is told of every API request when it has ended."""
-
-    def __call__(self, request_id: str, context: RequestContext, choices: list[ChoiceStats], status: int) -> None: ...
+# Is told of every API request when it has ended: its id, its circumstances, its choices and its status.
+RequestLog = Callable[[str, RequestContext, list[ChoiceStats], int], None]
 
 
 class RequestRecord:
