@@ -1,24 +1,26 @@
 """The choice of rows' tokens among those that top-k, top-p and min-p leave: a kernel that decode graphs capture.
 
-`filters.py` says which tokens survive, and computes their lower bound. The kernel finds out only as much as the answer
-depends on:
+`top_k_top_p.py` says which tokens survive, and computes their lower bound. The kernel finds out only as much as the
+answer depends on:
 
 - *Top-p and min-p.* The best scored of all tokens is the answer if it survives, and it does if less than `top_p` of the
   probability lies above it: one sum over the row. Where it does not, no token of its logit or below does, and the best
   scored of the others is the next candidate. This is the rejection sampling of FlashInfer (arXiv 2501.01005), without
-  chance, since noise is a function of position and token id. Sums at some levels between the candidate and the best
-  token rule out more of them at once.
+  chance, since noise is a function of position and token id. The sums above some levels over the candidate, taken in
+  the same pass, rule out more tokens at once, and tell others to survive, so that the next candidate rarely needs a
+  pass of its own. It is the best of the tiles' best ones again, and only tiles whose best one fell are scored anew.
 - *Top-k.* At least k groups of 128 tokens have a best logit that reaches the k-th best of these bests, so the k-th best
   token reaches it, too. The few tokens that do are gathered, and compared with each other. Where they are not few, the
   k-th best logit is found four bits at a time; then it is as above.
 
-The programs of the kernel share the work of all rows that are not settled, and wait for each other between its phases.
-Sums of probabilities are always those of whole tiles, added in one order, so that a row's answer depends on no other.
+The programs of a row share its tiles, wait for each other between the phases, and draw the same conclusions from what
+all have found. Sums of probabilities are always those of whole tiles, added in one order, so that a row's answer
+depends neither on other rows nor on the number of programs.
 """
 
 from __future__ import annotations
 
-from runtime.kernels._triton import ROW_ARRAYS, constexpr, jit, tl
+from runtime.kernels._triton import ROW_ARRAYS, jit, tl
 from runtime.kernels.gumbel import noise_of_tokens
 from runtime.kernels.token_keys import float_of, is_filtered, key_of, load_float, mass_of, packed, token_of, write_token
 
@@ -39,34 +41,6 @@ def _best_of_tiles(keys_ptr, num_tiles, TILES: tl.constexpr, FAILED: tl.constexp
 
 
 @jit
-def _meet(arrived_ptr, meeting):
-    """Wait until all programs have come to this meeting, the first being 1: what they wrote before can be read."""
-    tl.debug_barrier()
-    if tl.num_programs(0) > 1:
-        tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
-        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < tl.num_programs(0) * meeting:
-            pass
-        tl.debug_barrier()
-
-
-@jit
-def _ranks(stages, stage):
-    """For each row that is at the stage, the number of those before it; for others -1."""
-    there = stages == stage
-    return tl.where(there, tl.cumsum(there.to(tl.int32), axis=0) - 1, -1)
-
-
-@jit
-def _row_of(ranks, rank):
-    return tl.sum(tl.where(ranks == rank, tl.arange(0, ranks.shape[0]), 0), axis=0).to(tl.int64)
-
-
-@jit
-def _num_at(stages, stage):
-    return tl.sum((stages == stage).to(tl.int32), axis=0)
-
-
-@jit
 def _digit(counts, wanted):
     """The largest of sixteen digits that `counts` [16], which fall, show to be reached by as many as wanted."""
     return tl.maximum(tl.sum((counts >= wanted).to(tl.int32), axis=0) - 1, 0)
@@ -75,14 +49,13 @@ def _digit(counts, wanted):
 @jit
 def _top_k_floor(groups_ptr, num_groups, top_k, GROUPS: tl.constexpr):
     """A key above that of -inf which at least top_k of the groups' keys reach, or as many as are above it; exact in
-    its upper half, of which four bits are found at a time."""
+    its upper half."""
     at = tl.arange(0, GROUPS)
     keys = tl.load(groups_ptr + at, mask=at < num_groups, other=-2147483648)
     floor = tl.full([], -2147483648, tl.int32)
-    for i in tl.static_range(4):
-        levels = floor + (tl.arange(0, 16) << (28 - 4 * i))
-        reaching = tl.sum(((keys[None, :] >= levels[:, None]) & (at < num_groups)[None, :]).to(tl.int32), axis=1)
-        floor += _digit(reaching, top_k) << (28 - 4 * i)
+    for i in range(16):
+        level = floor ^ (tl.full([], 1, tl.int32) << (31 - i))
+        floor = tl.where(tl.sum((keys >= level).to(tl.int32), axis=0) >= top_k, level, floor)
     return tl.maximum(floor, -2139095040)
 
 
@@ -91,7 +64,7 @@ def _kth_bits(counters_ptr, top_k, num_digits):
     """The upper 4 * num_digits bits of the k-th best key, from the counts at the levels of each digit."""
     threshold = tl.full([], -2147483648, tl.int32)
     for i in range(num_digits):
-        counts = tl.load(counters_ptr + 1 + 16 * i + tl.arange(0, 16), cache_modifier=".cg")
+        counts = tl.load(counters_ptr + 2 + 16 * i + tl.arange(0, 16), cache_modifier=".cg")
         threshold += _digit(counts, top_k) << (28 - 4 * i)
     return threshold
 
@@ -110,8 +83,8 @@ def _best_of_few(kept_ptr, num, top_k, top_p, floor, best, temperature, position
     ids = tl.load(kept_ptr + FEW + at, mask=at < num, other=0, cache_modifier=".cg")
     num_above = tl.zeros([FEW], tl.int32)
     mass_above = tl.zeros([FEW], tl.int64)
-    for start in range(0, num, 16):
-        others_at = start + tl.arange(0, 16)
+    for start in range(0, num, 8):
+        others_at = start + tl.arange(0, 8)
         others = tl.load(kept_ptr + others_at, mask=others_at < num, other=-2139095041, cache_modifier=".cg")
         above = others[None, :] > keys[:, None]
         num_above += tl.sum(above.to(tl.int32), axis=1)
@@ -129,7 +102,7 @@ def _best_of_few(kept_ptr, num, top_k, top_p, floor, best, temperature, position
 
 
 @jit
-def _score_span(logits, ids, reach, temperature, position, low, high):
+def _best_scored(logits, ids, reach, temperature, position, low, high):
     """The packed key of the best scored of these tokens that reach a floor; if none does, one below all others."""
     best = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
     if tl.max(reach.to(tl.int32), axis=0) > 0:
@@ -140,24 +113,106 @@ def _score_span(logits, ids, reach, temperature, position, low, high):
     return best
 
 
+LEVELS = 4
+NUM_COUNTERS = 2 + 8 * 16  # arrivals at meetings; gathered tokens; those that reach each level of each digit
+
+
 @jit
-def _level(candidate, best, i):
-    """The level number `i` of eight from the candidate's logit up to the best one."""
-    return candidate + (best - candidate) * (i.to(tl.float32) * 0.125)
+def _level(candidate, safe, i):
+    """Level number `i`, at 0, 1/16, 1/8 or 1/4 of the way from the candidate's logit to one that survives."""
+    return tl.where(i == 0, candidate, candidate + (safe - candidate) * ((1 << i).to(tl.float32) * 0.03125))
 
 
-LEVELS = 8
-NUM_COUNTERS = 1 + 8 * 16  # gathered tokens, and those that reach each level of each digit of the k-th best key
+@jit
+def _meet(arrived_ptr, meeting):
+    """Wait until the row's programs have all come to this meeting, the first being 1: what they wrote can be read."""
+    tl.debug_barrier()
+    if tl.num_programs(0) > 1:
+        tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
+        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < tl.num_programs(0) * meeting:
+            pass
+        tl.debug_barrier()
 
-# A row's state, int32; floats as their bits.
-NUM_STATE = 5
-_STAGE, _FLOOR, _BEST, _WANTED, _KEPT_FLOOR = (constexpr(i) for i in range(NUM_STATE))
-# Its stages: the answer is written; the candidate is to be tested; a candidate that reaches the floor is sought; tokens
-# that may be the top k are gathered; they are too many, so that the k-th best is found by counts.
-_SETTLED, _TEST, _SEEK, _GATHER, _COUNT = (constexpr(i) for i in range(5))
+
+@jit
+def _gather(logits_ptr, floor, counters_ptr, kept_ptr, vocab, num_tiles, TILE: tl.constexpr, FEW: tl.constexpr):
+    """This program's share of the tokens that reach the floor, counted; as many as there is room for, kept."""
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        ids = tile * TILE + tl.arange(0, TILE)
+        keys = key_of(tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32))
+        kept = (keys >= floor) & (ids < vocab)
+        if tl.max(kept.to(tl.int32), axis=0) > 0:
+            place = tl.atomic_add(counters_ptr + 1 + ids * 0, 1, mask=kept)
+            tl.store(kept_ptr + place, keys, mask=kept & (place < FEW))
+            tl.store(kept_ptr + FEW + place, ids, mask=kept & (place < FEW))
 
 
-@jit(do_not_specialize=["n"], do_not_specialize_on_alignment=ROW_ARRAYS)
+@jit
+def _load_span(logits_ptr, span, vocab, SPAN: tl.constexpr, TILE: tl.constexpr):
+    """The tiles of a span [SPAN], and their token ids and logits [SPAN, TILE]."""
+    tiles = span * SPAN + tl.arange(0, SPAN)
+    ids = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    return tiles, ids, tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+
+
+@jit
+def _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, SPAN: tl.constexpr, TILE: tl.constexpr):
+    """This program's share of the tokens that reach each of the levels of a digit of the k-th best key."""
+    kth = _kth_bits(counters_ptr, top_k, digit)
+    for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
+        _, ids, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
+        keys = tl.where(ids < vocab, key_of(logits), -2147483648)
+        for i in range(1, 16):
+            level = kth + ((tl.full([], 0, tl.int32) + i) << (28 - 4 * digit))
+            tl.atomic_add(counters_ptr + 2 + 16 * digit + i, tl.sum((keys >= level).to(tl.int32)))
+        tl.atomic_add(counters_ptr + 2 + 16 * digit, tl.where(span == 0, vocab, 0))
+
+
+@jit
+def _mass_of_kept(
+    logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans,
+    SPAN: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The mass of the tokens of this program's tiles that reach the k-th best key."""
+    for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
+        tiles, _, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
+        mass = tl.sum(tl.where(key_of(logits) >= kth, mass_of(logits, best, temperature), 0.0), axis=1)
+        tl.store(above_ptr + tiles * LEVELS, mass.to(tl.int32, bitcast=True), mask=tiles < num_tiles)
+
+
+@jit
+def _mass_above(
+    logits_ptr, candidate, safe, best, temperature, above_ptr, vocab, num_tiles, num_spans,
+    SPAN: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The mass above each level in each of this program's tiles."""
+    for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
+        tiles, _, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
+        mass = mass_of(logits, best, temperature)
+        for i in tl.static_range(LEVELS):
+            level = _level(candidate, safe, tl.full([], i, tl.int32))
+            above = tl.sum(tl.where(logits > level, mass, 0.0), axis=1)
+            tl.store(above_ptr + tiles * LEVELS + i, above.to(tl.int32, bitcast=True), mask=tiles < num_tiles)
+
+
+@jit
+def _score_fallen(
+    logits_ptr, floor, keys_ptr, temperature, position, low, high, vocab, num_tiles,
+    TILE: tl.constexpr, FAILED: tl.constexpr,
+):  # fmt: skip
+    """Find the best scored token that reaches the floor in those of this program's tiles whose best one does not."""
+    none = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        key = tl.load(keys_ptr + tile, cache_modifier=".cg")
+        if key > none:  # noqa: SIM102
+            if key_of(tl.load(logits_ptr + token_of(key)).to(tl.float32)) < floor:
+                ids = tile * TILE + tl.arange(0, TILE)
+                logits = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+                reach = (key_of(logits) >= floor) & (ids < vocab)
+                tl.store(keys_ptr + tile, _best_scored(logits, ids, reach, temperature, position, low, high))
+
+
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def choose_kernel(
     logits_ptr,  # [n, vocab], or those of a whole step if INDEXED; rows logits_stride apart
     slots_ptr,  # [n]
@@ -165,18 +220,15 @@ def choose_kernel(
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
     rows_ptr,  # [n]; not read without RESAMPLE
     keys_ptr,  # [n, num_tiles] int64: packed keys of the tiles' best scored tokens; overwritten
-    # Workspace in rows that are work_stride apart; the first three are as the scores' kernel has left them.
+    # Workspace in rows that are work_stride apart; the first three, and counters, are as the scores' kernel left them.
     tops_ptr,  # [n, num_tiles] int32: the tiles' best logits, as bits
     masses_ptr,  # [n, num_tiles] int32: the tiles' masses as bits, of which their best tokens have 1
     groups_ptr,  # [n, num_tiles * TILE / GROUP] int32: keys of the groups' best logits
-    state_ptr,  # [n, NUM_STATE] int32
+    counters_ptr,  # [n, NUM_COUNTERS] int32, 0
     above_ptr,  # [n, num_tiles, LEVELS] int32: the mass above each level, as bits
-    counters_ptr,  # [n, NUM_COUNTERS] int32
     kept_ptr,  # [n, 2, FEW] int32: keys and ids of the tokens that reach the floor of top-k
-    arrived_ptr,  # [1] int32, 0
     token_ids_ptr,  # [num_rows] int32
     tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
-    n,
     vocab,
     num_tiles,
     logits_stride,
@@ -197,231 +249,108 @@ def choose_kernel(
     GROUP: tl.constexpr,
     FEW: tl.constexpr,
     LEVELS: tl.constexpr,
-    NUM_COUNTERS: tl.constexpr,
-    ROWS: tl.constexpr,  # power of two, at least n
     PDL: tl.constexpr,
 ):
-    """All programs must be able to run at the same time."""
+    """A row's programs, the first axis of the grid, must be able to run at the same time."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    tiles, rows = tl.arange(0, TILES), tl.arange(0, ROWS)
-    num_spans = tl.cdiv(num_tiles, SPAN)
-    zero = tl.full([], 0, tl.int32)
-
-    # Each row's own program takes its first stage, and its last.
-    for number in range(program, n, num_programs):
-        row = (zero + number).to(tl.int64)
-        work = row * work_stride
-        key = _best_of_tiles(keys_ptr + row * num_tiles, num_tiles, TILES, FAILED)
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
+    filtered = is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P)
+    if (part == 0) | filtered:
+        keys_ptr += row * num_tiles
+        key = _best_of_tiles(keys_ptr, num_tiles, TILES, FAILED)
         if RESAMPLE:
             key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FAILED, key)
-        params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-        stage = tl.full([], _SETTLED, tl.int32)
-        if is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P) & (key != FAILED):
-            temperature = load_float(params + TEMPERATURE)
-            top_k = tl.minimum(tl.load(params + TOP_K), vocab)
-            top_p = load_float(params + TOP_P)
-            min_p = load_float(params + MIN_P)
-            tops = tl.load(tops_ptr + work + tiles, mask=tiles < num_tiles, other=-8388608).to(tl.float32, bitcast=True)
+        if filtered & (key != FAILED):
+            logits_ptr = _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED)
+            counters_ptr += row * work_stride
+            above_ptr += row * work_stride
+            kept_ptr += row * work_stride
+            temperature, top_p = load_float(params + TEMPERATURE), load_float(params + TOP_P)
+            top_k, min_p = tl.minimum(tl.load(params + TOP_K), vocab), load_float(params + MIN_P)
+            position = tl.load(positions_ptr + row)
+            low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
+            candidate = tl.load(logits_ptr + token_of(key)).to(tl.float32)
+            tiles = tl.arange(0, TILES)
+            inside, of_row = tiles < num_tiles, row * work_stride + tiles
+            tops = tl.load(tops_ptr + of_row, mask=inside, other=-8388608).to(tl.float32, bitcast=True)
+            masses = tl.load(masses_ptr + of_row, mask=inside, other=0).to(tl.float32, bitcast=True)
             best = tl.max(tops, axis=0)
-            masses = tl.load(masses_ptr + work + tiles, mask=tiles < num_tiles, other=0).to(tl.float32, bitcast=True)
             wanted = tl.sum(masses * mass_of(tops, best, temperature), axis=0) * top_p
-            wanted = tl.where(top_p < 1.0, wanted, float("inf"))
-            floor = tl.full([], -2147483648, tl.int32)
+            safe = tl.where(top_p < 1.0, best, -float("inf"))  # tokens of this logit survive top-p
+            floor = tl.full([], -2147483648, tl.int32)  # tokens of lower keys do not survive
             if min_p > 0.0:
                 floor = tl.minimum(key_of(best + temperature * tl.log(min_p)), key_of(best))
-            of_row = _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED)
-            candidate = tl.load(of_row + token_of(key)).to(tl.float32)
+            num_spans, meeting, going = tl.cdiv(num_tiles, SPAN), tl.full([], 0, tl.int32), tl.full([], 1, tl.int32)
+
             if top_k > 0:
-                stage = tl.full([], _GATHER, tl.int32)
-                kept_floor = _top_k_floor(
-                    groups_ptr + work, num_tiles * (TILE // GROUP), top_k, TILES * (TILE // GROUP)
-                )
-                tl.store(state_ptr + work + _KEPT_FLOOR, kept_floor)
-                counters = tl.arange(0, 256)
-                tl.store(counters_ptr + work + counters, 0, mask=counters < NUM_COUNTERS)
-            elif key_of(candidate) < floor:
-                stage = tl.full([], _SEEK, tl.int32)
-            elif (top_p < 1.0) & (candidate < best):
-                stage = tl.full([], _TEST, tl.int32)
-            tl.store(state_ptr + work + _FLOOR, floor)
-            tl.store(state_ptr + work + _BEST, best.to(tl.int32, bitcast=True))
-            tl.store(state_ptr + work + _WANTED, wanted.to(tl.int32, bitcast=True))
-        if stage == _SETTLED:
+                groups = num_tiles * (TILE // GROUP)
+                kept_floor = _top_k_floor(groups_ptr + row * work_stride, groups, top_k, TILES * (TILE // GROUP))
+                _gather(logits_ptr, kept_floor, counters_ptr, kept_ptr, vocab, num_tiles, TILE, FEW)
+                meeting += 1
+                _meet(counters_ptr, meeting)
+                num_kept = tl.load(counters_ptr + 1, cache_modifier=".cg")
+                if num_kept <= FEW:
+                    going = tl.full([], 0, tl.int32)
+                    if part == 0:
+                        key = _best_of_few(
+                            kept_ptr, num_kept, top_k, top_p, floor, best, temperature, position, low, high, FEW
+                        )
+                        key = tl.where(num_kept > 0, key, FAILED)  # no logit is above -inf
+                else:
+                    for digit in range(8):
+                        _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, SPAN, TILE)
+                        meeting += 1
+                        _meet(counters_ptr, meeting)
+                    kth = _kth_bits(counters_ptr, top_k, 8)
+                    floor = tl.maximum(floor, kth)
+                    if top_p < 1.0:
+                        _mass_of_kept(
+                            logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans,
+                            SPAN, TILE, LEVELS,
+                        )  # fmt: skip
+                        meeting += 1
+                        _meet(counters_ptr, meeting)
+                        kept = tl.load(above_ptr + tiles * LEVELS, mask=inside, other=0, cache_modifier=".cg")
+                        wanted = tl.sum(kept.to(tl.float32, bitcast=True), axis=0) * top_p
+
+            while going > 0:
+                if key_of(candidate) < floor:
+                    if meeting == 0:  # nobody has yet to read the keys that now change
+                        meeting += 1
+                        _meet(counters_ptr, meeting)
+                    _score_fallen(
+                        logits_ptr, floor, keys_ptr, temperature, position, low, high, vocab, num_tiles, TILE, FAILED
+                    )
+                    meeting += 1
+                    _meet(counters_ptr, meeting)
+                    key = _best_of_tiles(keys_ptr, num_tiles, TILES, FAILED)
+                    candidate = tl.load(logits_ptr + token_of(key)).to(tl.float32)
+                if candidate >= safe:
+                    going = tl.full([], 0, tl.int32)
+                else:
+                    _mass_above(
+                        logits_ptr, candidate, safe, best, temperature, above_ptr, vocab, num_tiles, num_spans,
+                        SPAN, TILE, LEVELS,
+                    )  # fmt: skip
+                    meeting += 1
+                    _meet(counters_ptr, meeting)
+                    levels = tl.arange(0, LEVELS)
+                    above = tl.load(
+                        above_ptr + tiles[:, None] * LEVELS + levels[None, :], mask=inside[:, None], other=0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    survives = tl.sum(above.to(tl.float32, bitcast=True), axis=0) < wanted
+                    at = _level(candidate, safe, levels)
+                    if tl.max(tl.where(levels == 0, survives.to(tl.int32), 0), axis=0) > 0:
+                        going = tl.full([], 0, tl.int32)
+                    else:
+                        excluded = tl.max(tl.where(survives, candidate, at), axis=0)
+                        floor = tl.maximum(floor, tl.minimum(key_of(excluded) + 1, key_of(best)))
+                        safe = tl.minimum(safe, tl.min(tl.where(survives, at, float("inf")), axis=0))
+        if part == 0:
             write_token(
                 row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, RESAMPLE, FAILED
             )
-        tl.store(state_ptr + work + _STAGE, stage)
-
-    slots = tl.load(slots_ptr + rows, mask=rows < n, other=0).to(tl.int64)
-    filtered = is_filtered(params_ptr + slots * state_stride, TEMPERATURE, TOP_K, TOP_P, MIN_P) & (rows < n)
-    if tl.max(filtered.to(tl.int32), axis=0) > 0:
-        stages_ptr = state_ptr + _STAGE + rows.to(tl.int64) * work_stride
-        _meet(arrived_ptr, 1)
-        meeting = 1
-        stages = tl.load(stages_ptr, mask=rows < n, other=0, cache_modifier=".cg")
-
-        num = _num_at(stages, _GATHER)
-        if num > 0:
-            ranks = _ranks(stages, _GATHER)
-            for item in range(program, num * num_spans, num_programs):
-                row, span = _row_of(ranks, item // num_spans), item % num_spans
-                work, ids = row * work_stride, span * SPAN * TILE + tl.arange(0, SPAN * TILE)
-                of_row = _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED)
-                keys = key_of(tl.load(of_row + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32))
-                floor = tl.load(state_ptr + work + _KEPT_FLOOR, cache_modifier=".cg")
-                kept = (keys >= floor) & (ids < vocab)
-                if tl.max(kept.to(tl.int32), axis=0) > 0:
-                    place = tl.atomic_add(counters_ptr + work + ids * 0, 1, mask=kept)
-                    tl.store(kept_ptr + work + place, keys, mask=kept & (place < FEW))
-                    tl.store(kept_ptr + work + FEW + place, ids, mask=kept & (place < FEW))
-            _meet(arrived_ptr, 2)
-            for number in range(program, n, num_programs):
-                row = (zero + number).to(tl.int64)
-                work = row * work_stride
-                if tl.load(state_ptr + work + _STAGE) == _GATHER:
-                    num_kept = tl.load(counters_ptr + work, cache_modifier=".cg")
-                    stage = tl.full([], _COUNT, tl.int32)
-                    if num_kept <= FEW:
-                        stage = tl.full([], _SETTLED, tl.int32)
-                        params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-                        key = _best_of_few(
-                            kept_ptr + work, num_kept, tl.load(params + TOP_K),
-                            load_float(params + TOP_P), tl.load(state_ptr + work + _FLOOR),
-                            load_float(state_ptr + work + _BEST),
-                            load_float(params + TEMPERATURE), tl.load(positions_ptr + row),
-                            tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH), FEW,
-                        )  # fmt: skip
-                        key = tl.where(num_kept > 0, key, FAILED)  # no logit is above -inf
-                        write_token(
-                            row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
-                            RESAMPLE, FAILED,
-                        )  # fmt: skip
-                    tl.store(state_ptr + work + _STAGE, stage)
-            _meet(arrived_ptr, 3)
-            meeting = 3
-            stages = tl.load(stages_ptr, mask=rows < n, other=0, cache_modifier=".cg")
-
-            num = _num_at(stages, _COUNT)
-            if num > 0:
-                ranks = _ranks(stages, _COUNT)
-                for digit in range(9):  # after the last one, the mass of those that reach the k-th best
-                    for item in range(program, num * num_spans, num_programs):
-                        row, span = _row_of(ranks, item // num_spans), item % num_spans
-                        work, of_span = row * work_stride, span * SPAN + tl.arange(0, SPAN)
-                        ids = of_span[:, None] * TILE + tl.arange(0, TILE)[None, :]
-                        of_row = _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED)
-                        logits = tl.load(of_row + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-                        params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-                        top_k = tl.minimum(tl.load(params + TOP_K), vocab)
-                        kth = _kth_bits(counters_ptr + work, top_k, digit)
-                        keys = tl.where(ids < vocab, key_of(logits), -2147483648)
-                        if digit < 8:
-                            for i in range(1, 16):
-                                reaching = tl.sum((keys >= kth + ((zero + i) << (28 - 4 * digit))).to(tl.int32))
-                                tl.atomic_add(counters_ptr + work + 1 + 16 * digit + i, reaching)
-                            tl.atomic_add(counters_ptr + work + 1 + 16 * digit, tl.where(span == 0, vocab, 0))
-                        else:
-                            best = load_float(state_ptr + work + _BEST)
-                            temperature = load_float(params + TEMPERATURE)
-                            mass = tl.where(keys >= kth, mass_of(logits, best, temperature), 0.0)
-                            place = above_ptr + work + of_span * LEVELS
-                            tl.store(place, tl.sum(mass, axis=1).to(tl.int32, bitcast=True), mask=of_span < num_tiles)
-                    meeting += 1
-                    _meet(arrived_ptr, meeting)
-                for number in range(program, n, num_programs):
-                    row = (zero + number).to(tl.int64)
-                    work = row * work_stride
-                    if tl.load(state_ptr + work + _STAGE) == _COUNT:
-                        params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-                        top_p = load_float(params + TOP_P)
-                        of_tiles = tl.load(
-                            above_ptr + work + tiles * LEVELS, mask=tiles < num_tiles, other=0, cache_modifier=".cg"
-                        )
-                        mass = tl.sum(of_tiles.to(tl.float32, bitcast=True), axis=0)
-                        wanted = tl.where(top_p < 1.0, mass * top_p, float("inf"))
-                        kth = _kth_bits(counters_ptr + work, tl.minimum(tl.load(params + TOP_K), vocab), 8)
-                        tl.store(state_ptr + work + _FLOOR, tl.maximum(tl.load(state_ptr + work + _FLOOR), kth))
-                        tl.store(state_ptr + work + _WANTED, wanted.to(tl.int32, bitcast=True))
-                        tl.store(state_ptr + work + _STAGE, tl.full([], _SEEK, tl.int32))
-                meeting += 1
-                _meet(arrived_ptr, meeting)
-                stages = tl.load(stages_ptr, mask=rows < n, other=0, cache_modifier=".cg")
-
-        num_levels = 1  # most first candidates survive
-        num_sought = _num_at(stages, _SEEK)
-        num = _num_at(stages, _TEST) + num_sought
-        while num > 0:
-            if num_sought > 0:
-                ranks = _ranks(stages, _SEEK)
-                for item in range(program, num_sought * num_spans, num_programs):
-                    row, span = _row_of(ranks, item // num_spans), item % num_spans
-                    ids = span * SPAN * TILE + tl.arange(0, SPAN * TILE)
-                    of_row = _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED)
-                    logits = tl.load(of_row + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-                    floor = tl.load(state_ptr + row * work_stride + _FLOOR, cache_modifier=".cg")
-                    params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-                    key = _score_span(
-                        logits, ids, (key_of(logits) >= floor) & (ids < vocab),
-                        load_float(params + TEMPERATURE), tl.load(positions_ptr + row),
-                        tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH),
-                    )  # fmt: skip
-                    of_span = span * SPAN + tl.arange(0, SPAN)
-                    keys = tl.where(of_span == span * SPAN, key, -FAILED)
-                    tl.store(keys_ptr + row * num_tiles + of_span, keys, mask=of_span < num_tiles)
-                meeting += 1
-                _meet(arrived_ptr, meeting)
-                stages = tl.where(stages == _SEEK, _TEST, stages)
-            ranks = _ranks(stages, _TEST)
-            for item in range(program, num * num_spans, num_programs):
-                row, span = _row_of(ranks, item // num_spans), item % num_spans
-                work, of_span = row * work_stride, span * SPAN + tl.arange(0, SPAN)
-                ids = of_span[:, None] * TILE + tl.arange(0, TILE)[None, :]
-                of_row = _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED)
-                logits = tl.load(of_row + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-                key = _best_of_tiles(keys_ptr + row * num_tiles, num_tiles, TILES, FAILED)
-                candidate = tl.load(of_row + token_of(key)).to(tl.float32)
-                best = load_float(state_ptr + work + _BEST)
-                params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-                mass = mass_of(logits, best, load_float(params + TEMPERATURE))
-                for i in range(num_levels):
-                    above = tl.sum(tl.where(logits > _level(candidate, best, zero + i), mass, 0.0), axis=1)
-                    place = above_ptr + work + of_span * LEVELS + i
-                    tl.store(place, above.to(tl.int32, bitcast=True), mask=of_span < num_tiles)
-            meeting += 1
-            _meet(arrived_ptr, meeting)
-            for number in range(program, n, num_programs):
-                row = (zero + number).to(tl.int64)
-                work = row * work_stride
-                stage = tl.load(state_ptr + work + _STAGE)
-                if (stage == _TEST) | (stage == _SEEK):
-                    key = _best_of_tiles(keys_ptr + row * num_tiles, num_tiles, TILES, FAILED)
-                    of_row = _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED)
-                    candidate = tl.load(of_row + token_of(key)).to(tl.float32)
-                    best = load_float(state_ptr + work + _BEST)
-                    wanted = load_float(state_ptr + work + _WANTED)
-                    levels = tl.arange(0, LEVELS)
-                    mask = (tiles[:, None] < num_tiles) & (levels[None, :] < num_levels)
-                    at = above_ptr + work + tiles[:, None] * LEVELS + levels[None, :]
-                    above = tl.load(at, mask=mask, other=0, cache_modifier=".cg").to(tl.float32, bitcast=True)
-                    above = tl.sum(above, axis=0)
-                    if (tl.sum(tl.where(levels == 0, above, 0.0), axis=0) < wanted) | (candidate >= best):
-                        tl.store(state_ptr + work + _STAGE, tl.full([], _SETTLED, tl.int32))
-                        write_token(
-                            row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
-                            RESAMPLE, FAILED,
-                        )  # fmt: skip
-                    else:
-                        excluded = (above >= wanted) & (levels < num_levels)
-                        excluded = tl.max(tl.where(excluded, _level(candidate, best, levels), candidate), axis=0)
-                        floor = tl.minimum(key_of(excluded) + 1, key_of(best))
-                        tl.store(state_ptr + work + _FLOOR, tl.maximum(tl.load(state_ptr + work + _FLOOR), floor))
-                        tl.store(state_ptr + work + _STAGE, tl.full([], _SEEK, tl.int32))
-            meeting += 1
-            _meet(arrived_ptr, meeting)
-            stages = tl.load(stages_ptr, mask=rows < n, other=0, cache_modifier=".cg")
-            num_sought = _num_at(stages, _SEEK)
-            num = num_sought
-            num_levels = LEVELS

@@ -20,7 +20,7 @@ import torch
 from runtime.core.sampling_fields import table_of
 from runtime.core.types import SamplingParams
 from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.choose import LEVELS, NUM_COUNTERS, NUM_STATE, choose_kernel
+from runtime.kernels.choose import LEVELS, NUM_COUNTERS, choose_kernel
 from runtime.kernels.gumbel import gumbel_noise, noise_keys, noise_of_tokens
 from runtime.kernels.token_keys import is_filtered, key_of, load_float, mass_of, packed, write_token
 from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
@@ -33,10 +33,10 @@ SEED_LOW, SEED_HIGH, PROMPT_LEN = 1, 2, 9
 NUM_PARAMS = 16
 
 _TILE = 2048  # tokens of a program
-_SPAN = 4  # tiles that are filtered at once
+_SPAN = 2  # tiles that are filtered at once
 _GROUP = 128  # tokens whose best one is a first guess at top-k
 _FEW = 512  # tokens that are gathered for top-k and compared with each other
-_MOST_ROWS = 1024  # of one launch
+_PROGRAMS_PER_SM = 4  # of 128 threads with at most 128 registers each
 _FAILED = (1 << 63) - 1  # the key of a tile with a value that is not finite; larger than any other
 _COLUMNS = {
     "TEMPERATURE": TEMPERATURE, "SEED_LOW": SEED_LOW, "SEED_HIGH": SEED_HIGH,
@@ -94,10 +94,11 @@ def _best_of_tile_kernel(
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
     rows_ptr,  # [n], of the logits; read if INDEXED
     keys_ptr,  # [n, num_tiles] int64
-    tops_ptr,  # [n, num_tiles] float32, set for filtered rows: the best logit of each tile; like the two below,
-    masses_ptr,  # rows work_stride apart: the mass of each tile, of which its best token has 1
-    groups_ptr,  # [n, num_tiles * TILE / GROUP] int32, set for rows with top-k: keys of groups' best logits
-    arrived_ptr,  # [1] int32, set to 0
+    # Set for filtered rows, in rows that are work_stride apart:
+    tops_ptr,  # [n, num_tiles] int32: the best logit of each tile, as bits
+    masses_ptr,  # [n, num_tiles] int32: the mass of each tile as bits, of which its best token has 1
+    groups_ptr,  # [n, num_tiles * TILE / GROUP] int32: keys of groups' best logits, set for rows with top-k
+    counters_ptr,  # [n, NUM_COUNTERS] int32: 0
     vocab,
     logits_stride,
     state_stride,
@@ -114,6 +115,7 @@ def _best_of_tile_kernel(
     FAILED: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
+    NUM_COUNTERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -138,6 +140,9 @@ def _best_of_tile_kernel(
                 mass = tl.sum(mass_of(logits, top, temperature), axis=0)
                 tl.store(tops_ptr + row * work_stride + tile, top.to(tl.int32, bitcast=True))
                 tl.store(masses_ptr + row * work_stride + tile, mass.to(tl.int32, bitcast=True))
+                if tile == 0:
+                    counters = tl.arange(0, 256)
+                    tl.store(counters_ptr + row * work_stride + counters, 0, mask=counters < NUM_COUNTERS)
                 if tl.load(params + TOP_K) > 0:
                     bests = tl.max(tl.reshape(logits, [TILE // GROUP, GROUP]), axis=1)
                     groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
@@ -148,9 +153,6 @@ def _best_of_tile_kernel(
         finite = (tl.abs(logits) < float("inf")) | (ids >= vocab)
         key = tl.where(tl.min(finite.to(tl.int32), axis=0) == 1, key, FAILED)
     tl.store(keys_ptr + row * tl.num_programs(0) + tile, key)
-    if FILTERS:  # noqa: SIM102
-        if (tile == 0) & (row == 0):
-            tl.store(arrived_ptr, 0)
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -196,26 +198,17 @@ def sample_tokens_triton(
         token_ids, rows = resample.token_ids, resample.rows
     if not n:
         return token_ids
-    if filters and n > _MOST_ROWS:
-        first, rest = slice(0, _MOST_ROWS), slice(_MOST_ROWS, None)
-        parts = []
-        for part in (first, rest):
-            part_resample = resample and Resample(token_ids, rows[part], resample.gathered)
-            part_logits = logits if resample is not None and not resample.gathered else logits[part]
-            state = slots[part], positions[part], tokens, params
-            parts.append(sample_tokens_triton(part_logits, *state, part_resample, filters))
-        return torch.cat(parts) if resample is None else token_ids
     num_tiles, pdl = -(-vocab // _TILE), use_pdl(logits)
     keys = torch.empty((n, num_tiles), dtype=torch.int64, device=device)
-    sizes = [num_tiles, num_tiles, num_tiles * (_TILE // _GROUP), NUM_STATE, num_tiles * LEVELS, NUM_COUNTERS, 2 * _FEW]
-    arrived, work = _workspace(n if filters else 0, sizes, device)
+    sizes = [num_tiles, num_tiles, num_tiles * (_TILE // _GROUP), NUM_COUNTERS, num_tiles * LEVELS, 2 * _FEW]
+    work = _workspace(n if filters else 0, sizes, device)
     strides = logits.stride(0), params.stride(0), work[0].stride(0)
     launch = {"RESAMPLE": resample is not None, "FAILED": _FAILED, "PDL": pdl, "launch_pdl": pdl}
     indexed = resample is not None and not resample.gathered
     form = launch | {"INDEXED": indexed, "TILE": _TILE, "GROUP": _GROUP} | _COLUMNS
     _best_of_tile_kernel[(num_tiles, n)](
-        logits, slots, positions, params, rows, keys, *work[:3], arrived, vocab, *strides,
-        FILTERS=filters, num_warps=4, **form,
+        logits, slots, positions, params, rows, keys, *work[:4], vocab, *strides,
+        FILTERS=filters, NUM_COUNTERS=NUM_COUNTERS, num_warps=4, **form,
     )  # fmt: skip
     tiles = next_power_of_2(num_tiles)
     if not filters:
@@ -224,25 +217,23 @@ def sample_tokens_triton(
             TILES=tiles, num_warps=1, **launch,
         )  # fmt: skip
         return token_ids
-    choose_kernel[(min(_num_resident(device), n * -(-num_tiles // _SPAN)),)](
-        logits, slots, positions, params, rows, keys, *work, arrived, token_ids, tokens, n, vocab, num_tiles, *strides,
-        SPAN=_SPAN, TILES=tiles, FEW=_FEW, LEVELS=LEVELS, NUM_COUNTERS=NUM_COUNTERS, ROWS=_MOST_ROWS,
-        num_warps=8, **form,
+    parts = max(1, min(_num_resident(device) // n, -(-num_tiles // _SPAN)))
+    choose_kernel[(parts, n)](
+        logits, slots, positions, params, rows, keys, *work, token_ids, tokens, vocab, num_tiles, *strides,
+        SPAN=_SPAN, TILES=tiles, FEW=_FEW, LEVELS=LEVELS, num_warps=4, maxnreg=128, **form,
     )  # fmt: skip
     return token_ids
 
 
 @cache
 def _num_resident(device: torch.device) -> int:
-    """Programs of 256 threads that surely run at the same time, whatever registers they take: one of 255 registers a
-    thread fits on a multiprocessor. They wait for each other, so that all of a launch must."""
-    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+    """Programs of choose_kernel that surely run at the same time: those of a row wait for each other."""
+    return 1 if INTERPRETED else _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _workspace(n: int, sizes: list[int], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """int32 [1], and views [n, size] of one allocation, all with one stride and 16-byte alignment, so that no number of
-    rows makes Triton compile a kernel anew. Floats are stored as their bits."""
+def _workspace(n: int, sizes: list[int], device: torch.device) -> list[torch.Tensor]:
+    """int32 views [n, size] of one allocation, all with one stride and 16-byte alignment, so that no number of rows
+    makes Triton compile a kernel anew. Floats are stored as their bits."""
     ends = list(accumulate((-(-size // 4) * 4 for size in sizes), initial=0))
-    work = torch.empty(4 + n * ends[-1], dtype=torch.int32, device=device)
-    rows = work[4:].view(n, ends[-1])
-    return work[:1], [rows[:, start : start + size] for start, size in zip(ends, sizes, strict=False)]
+    work = torch.empty((n, ends[-1]), dtype=torch.int32, device=device)
+    return [work[:, start : start + size] for start, size in zip(ends, sizes, strict=False)]
