@@ -1,11 +1,14 @@
 """Decode speed and throughput of the engine in this process: random weights of a published shape, EOS off.
 
     python -m benchmarks.engine.decode --model llama-3.2-1b --cells 1x128x512 8x128x256 256x128x256 256x512x128
-    python -m benchmarks.engine.decode --model llama-3.2-3b --cells 48x128x256 --sampling temperature=0.8,top_p=0.9
+    python -m benchmarks.engine.decode --model llama-3.2-3b --cells 1x128x512 48x128x256 \\
+        --sampling temperature=0 temperature=0.8,top_p=0.9 temperature=0.8,top_p=0.9,repetition_penalty=1.1
 
-A cell is BATCHxINxOUT, all requests added at once; each is measured with every `--sampling`, on one engine. Decode
-tok/s counts the tokens after every request has its first one, over the time from then on; output tok/s counts all
-tokens over all of the time, prefill included. Medians of the repeats.
+A cell is BATCHxINxOUT, all requests added at once; each is measured with every `--sampling`, on one engine, and its
+share of the greedy rate is given if greedy comes first. Logits of random weights are nearly flat, which is the worst
+case of filters; `--logit-scale` makes them more peaked. Decode tok/s counts the tokens after every request has its
+first one, over the time from then on; output tok/s counts all tokens over all of the time, prefill included. Medians of
+the repeats.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--cells", nargs="+", default=["1x128x512"], metavar="BATCHxINxOUT")
     parser.add_argument("--sampling", nargs="+", default=["temperature=0"], metavar="FIELD=VALUE,...")
+    parser.add_argument("--logit-scale", type=float, default=1.0, help="factor of the final norm's weight")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each cell, after one to warm up")
     args = parser.parse_args()
     cells = [tuple(int(n) for n in cell.split("x")) for cell in args.cells]
@@ -30,6 +34,7 @@ def main() -> None:
     results = Results("decode", args.out)
     greedy: dict[tuple[int, ...], float] = {}  # decode tok/s of a cell
     engine = Engine(args.model, config)
+    engine.runner.decoder.final_norm.mul_(args.logit_scale)
     cases = [(cell, text) for cell in cells for text in args.sampling]
     with tqdm(total=len(cases) * (args.repeats + 1), unit="run") as bar:
         for (batch, prompt_len, output_len), text in cases:
@@ -47,8 +52,9 @@ def main() -> None:
             rate = greedy.get((batch, prompt_len, output_len))
             steps = np.concatenate([np.diff(run.step_ends) for run in runs])
             results.add(
-                config, model=args.model, sampling=text, batch=batch, prompt_len=prompt_len, output_len=output_len,
-                repeats=args.repeats, decode_tok_s=decode, decode_range=decode_range, of_greedy=rate and decode / rate,
+                config, model=args.model, sampling=text, logit_scale=args.logit_scale, batch=batch,
+                prompt_len=prompt_len, output_len=output_len, repeats=args.repeats,
+                decode_tok_s=decode, decode_range=decode_range, of_greedy=rate and decode / rate,
                 output_tok_s=output, output_range=output_range, step_ms=percentiles(steps),
                 first_token_ms=middle([run.first * 1e3 for run in runs])[0],
             )  # fmt: skip

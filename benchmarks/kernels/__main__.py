@@ -1,6 +1,7 @@
 """Each kernel of a step against the card's ceiling: bytes moved, or operations, over time.
 
     python -m benchmarks.kernels --model llama-3.2-1b --rows 1 8 64 256
+    python -m benchmarks.kernels --only sampling --rows 1 16 48 64 256
 
 Products read each weight once (few rows) or are bound by arithmetic (many); everything else is bound by memory, and at
 few rows by the start of a kernel. Several launches over different data make one CUDA graph, medians of its replays;
@@ -23,9 +24,20 @@ from benchmarks.library.models import spec_of
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.kernels.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.gated_activation import gated_activation_triton
+from runtime.kernels.penalties import NUM_TABLES, penalise_triton
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.rope import rope_rows_triton, rope_store_kv_triton, rope_table
-from runtime.kernels.sample import NUM_PARAMS, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, sample_tokens_triton
+from runtime.kernels.sample import (
+    MIN_P,
+    NUM_PARAMS,
+    PENALISED_FROM,
+    REPETITION,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    sample_tokens_triton,
+)
 from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_triton
 from runtime.kernels.step_inputs import build_inputs
 
@@ -71,7 +83,7 @@ def _each(function: Callable, arguments: list[tuple[torch.Tensor, ...]]) -> Call
 
 def memory_bound(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     """What is between the products, with the bytes that each must move."""
-    hidden, ffn, vocab, dim = spec.hidden_size, spec.ffn_size, spec.vocab_size, spec.head_dim
+    hidden, ffn, dim = spec.hidden_size, spec.ffn_size, spec.head_dim
     weight, x = randn(hidden), randn(rows, hidden)
     yield Case("rms_norm", lambda i: rms_norm_triton(x, weight, 1e-5), 16, 2 * rows * hidden * 2)
     gate_up = randn(rows, 2 * ffn)
@@ -86,40 +98,61 @@ def memory_bound(spec: DecoderSpec, rows: int) -> Iterator[Case]:
     turn = lambda i: rope_store_kv_triton(qkv, rope, kv, places, *norms, 1e-6)  # noqa: E731
     yield Case("rope_store_kv", turn, 16, 2 * 2 * qkv.numel())
 
-    state = torch.zeros(rows + 1, 8192 + 512 + NUM_PARAMS, device="cuda", dtype=torch.int32)
-    tokens, tables, params = state.split([8192, 512, NUM_PARAMS], 1)
+    state = torch.zeros(rows + 1, 8192 + 512, device="cuda", dtype=torch.int32)
+    tokens, tables = state.split([8192, 512], 1)
     firsts = torch.arange(rows + 1, device="cuda", dtype=torch.int32)
     inputs = lambda i: build_inputs(positions, positions, firsts, tokens, tables, 16, rows, 1)  # noqa: E731
     yield Case("build_inputs", inputs, 16, 4 * 8 * rows)
-    logits = torch.randn(max(2, min(16, _ROTATION_BYTES // (4 * rows * vocab))), rows, vocab, device="cuda")
+
+
+def sampling(spec: DecoderSpec, rows: int) -> Iterator[Case]:
+    """The end of a step. Flat logits, where top-p leaves thousands of tokens, are the worst case of filters."""
+    vocab, numbers = spec.vocab_size, torch.arange(rows, device="cuda", dtype=torch.int32)
+    state = torch.randint(vocab, (rows + 1, 8192 + NUM_PARAMS), device="cuda", dtype=torch.int32)
+    tokens, params = state.split([8192, NUM_PARAMS], 1)
+    floats = params.view(torch.float32)
+    launches = max(2, min(16, _ROTATION_BYTES // (4 * rows * vocab)))
+    logits = torch.randn(launches, rows, vocab, device="cuda")
     sampled = {
         "greedy": {},
         "temperature": {TEMPERATURE: 1.0},
         "top-p": {TEMPERATURE: 1.0, TOP_P: 0.9},
+        "min-p": {TEMPERATURE: 1.0, MIN_P: 0.05},
         "top-k and top-p": {TEMPERATURE: 1.0, TOP_P: 0.9},
     }
-    for name, columns in sampled.items():
-        own = params.clone()
-        own.view(torch.float32)[:, TOP_P] = 1.0
+    for (shape, spread), (name, columns) in itertools.product({"flat": 1.0, "peaked": 8.0}.items(), sampled.items()):
+        params.zero_()
+        floats[:, TOP_P], params[:, SEED_LOW] = 1.0, torch.arange(rows + 1, device="cuda")
         for column, value in columns.items():
-            own.view(torch.float32)[:, column] = value
-        own[:, TOP_K] = 50 * ("top-k" in name)
-        own[:, SEED_LOW] = torch.arange(len(own), device="cuda")
-        sample = lambda i, own=own: sample_tokens_triton(logits[i], positions, positions, tokens, own)  # noqa: E731
-        yield Case(f"sample_tokens, {name}", sample, len(logits), 4 * rows * vocab)
+            floats[:, column] = value
+        params[:, TOP_K] = 50 * ("top-k" in name)
+        scaled = logits * spread
+        sample = lambda i, x=scaled: sample_tokens_triton(x[i], numbers, numbers, tokens, params)  # noqa: E731
+        yield Case(f"sample_tokens, {name}, {shape}", sample, launches, 4 * rows * vocab)
+    tables = torch.zeros(NUM_TABLES, vocab, device="cuda", dtype=torch.int32)
+    for num_known in (0, 512, 8000):
+        floats[:, REPETITION], params[:, PENALISED_FROM] = 1.1, num_known
+        at = torch.full_like(numbers, max(1, num_known))
+        penalise = lambda i, at=at: penalise_triton(logits[i], numbers, at, tokens, params, False, tables)  # noqa: E731
+        yield Case(f"penalties, {num_known} tokens", penalise, launches, 4 * rows * max(1, num_known))
 
 
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 256])
+    parts = {"products": products, "memory": memory_bound, "sampling": sampling}
+    parser.add_argument("--only", nargs="+", choices=[*parts, "attention"], default=[*parts, "attention"])
     args = parser.parse_args()
     spec, results = spec_of(args.model), Results("kernels", args.out)
 
     for rows in tqdm(args.rows, unit="batch"):
-        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        seconds = decode_seconds(rows, _CONTEXT, heads)
-        timed = [(f"decode_attention, {_CONTEXT} positions", seconds, decode_bytes(rows, _CONTEXT, heads), 0, None)]
-        for case in itertools.chain(products(spec, rows), memory_bound(spec, rows)):
+        timed = []
+        if "attention" in args.only:
+            heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+            seconds = decode_seconds(rows, _CONTEXT, heads)
+            moved = decode_bytes(rows, _CONTEXT, heads)
+            timed.append((f"decode_attention, {_CONTEXT} positions", seconds, moved, 0, None))
+        for case in itertools.chain.from_iterable(parts[name](spec, rows) for name in parts if name in args.only):
             seconds = graph_seconds(case.launch, case.launches)
             library = case.library and graph_seconds(case.library, case.launches)
             timed.append((case.kernel, seconds, case.moved, case.flop, library))

@@ -32,8 +32,10 @@ class Effect(Enum):
 
 # All rows of a step are sampled by the captured pass, which reads their columns. The rows of a request with an effect
 # of the second pass are then sampled again from changed logits; so are those that HOLD while the output is too short.
-CAPTURED_PASS = frozenset({Effect.DRAW, Effect.FILTER})
-SECOND_PASS = frozenset({Effect.PENALTY, Effect.BIAS, Effect.GRAMMAR})
+# Penalties change logits in place, so the captured pass leaves them to the second one where that one, or REPORT, wants
+# the model's own.
+CAPTURED_PASS = frozenset({Effect.DRAW, Effect.FILTER, Effect.PENALTY})
+SECOND_PASS = frozenset({Effect.BIAS, Effect.GRAMMAR})
 
 UNSET = -1  # stands for None in a column
 

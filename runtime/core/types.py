@@ -57,7 +57,7 @@ class Grammar:
 class SamplingParams:
     """The sampling of one request, as a table (sampling_fields.py). Defaults are OpenAI's; `temperature=0` is greedy.
 
-    Columns 1, 2 and 9 of a slot's row are the request's seed and the length of its prompt."""
+    Columns 1, 2, 9 and 12 of a slot's row are kernels/sample.py's."""
 
     # 0 with prompt_logprobs alone: the request scores its prompt and ends
     max_tokens: int = sampling(16, Effect.LENGTH, 0)

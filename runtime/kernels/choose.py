@@ -181,18 +181,30 @@ def _mass_of_kept(
 
 
 @jit
-def _mass_above(
-    logits_ptr, candidate, safe, best, temperature, above_ptr, vocab, num_tiles, num_spans,
-    SPAN: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
+def _mass_above_levels(
+    logits, candidate, safe, best, temperature, above_ptr, inside, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """The mass above each level in each of this program's tiles."""
-    for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
-        tiles, _, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
-        mass = mass_of(logits, best, temperature)
-        for i in tl.static_range(LEVELS):
-            level = _level(candidate, safe, tl.full([], i, tl.int32))
-            above = tl.sum(tl.where(logits > level, mass, 0.0), axis=1)
-            tl.store(above_ptr + tiles * LEVELS + i, above.to(tl.int32, bitcast=True), mask=tiles < num_tiles)
+    """The mass above each level in a tile."""
+    mass = mass_of(logits, best, temperature)
+    for i in tl.static_range(LEVELS):
+        above = tl.sum(tl.where(logits > _level(candidate, safe, tl.full([], i, tl.int32)), mass, 0.0), axis=0)
+        tl.store(above_ptr + i, above.to(tl.int32, bitcast=True), mask=inside)
+
+
+@jit
+def _mass_above(
+    logits_ptr, candidate, safe, best, temperature, above_ptr, vocab, num_tiles,
+    TILE: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The mass above each level in each of this program's tiles, of which two are read at once."""
+    for pair in range(tl.program_id(0), tl.cdiv(num_tiles, 2), tl.num_programs(0)):
+        ids = pair * (2 * TILE) + tl.arange(0, TILE)
+        first = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+        second = tl.load(logits_ptr + TILE + ids, mask=ids + TILE < vocab, other=-float("inf")).to(tl.float32)
+        of_pair = above_ptr + pair * (2 * LEVELS)
+        _mass_above_levels(first, candidate, safe, best, temperature, of_pair, True, LEVELS)
+        second_inside = 2 * pair + 1 < num_tiles
+        _mass_above_levels(second, candidate, safe, best, temperature, of_pair + LEVELS, second_inside, LEVELS)
 
 
 @jit
@@ -332,9 +344,8 @@ def choose_kernel(
                     going = tl.full([], 0, tl.int32)
                 else:
                     _mass_above(
-                        logits_ptr, candidate, safe, best, temperature, above_ptr, vocab, num_tiles, num_spans,
-                        SPAN, TILE, LEVELS,
-                    )  # fmt: skip
+                        logits_ptr, candidate, safe, best, temperature, above_ptr, vocab, num_tiles, TILE, LEVELS
+                    )
                     meeting += 1
                     _meet(counters_ptr, meeting)
                     levels = tl.arange(0, LEVELS)

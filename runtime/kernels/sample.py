@@ -30,6 +30,7 @@ _column_of = {name: column for column, name, _ in table_of(SamplingParams).colum
 TEMPERATURE, TOP_K, TOP_P, MIN_P = (_column_of[name] for name in ("temperature", "top_k", "top_p", "min_p"))
 REPETITION, FREQUENCY, PRESENCE = (_column_of[f"{name}_penalty"] for name in ("repetition", "frequency", "presence"))
 SEED_LOW, SEED_HIGH, PROMPT_LEN = 1, 2, 9
+PENALISED_FROM = 12  # the position from which on the captured pass applies penalties; 0: it never does
 NUM_PARAMS = 16
 
 _TILE = 2048  # tokens of a program

@@ -8,41 +8,39 @@ import torch
 from runtime.core.plan import Int32s
 from runtime.kernels.automata import AT, FIRST
 from runtime.kernels.bitmask import apply_bitmask_triton
-from runtime.kernels.sample import (
-    PRESENCE,
-    PROMPT_LEN,
-    REPETITION,
-    Resample,
-    sample_tokens_triton,
-)
-from runtime.kernels.sampling import apply_penalties, token_logprobs
+from runtime.kernels.logprobs import token_logprobs
+from runtime.kernels.penalties import NUM_TABLES, penalise_triton
+from runtime.kernels.sample import Resample, sample_tokens_triton
 from runtime.worker.grammar_state import Masks
 from runtime.worker.sampler import Logprobs
 from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling
 from runtime.worker.transfers import Transfers
 
-_MOST_PENALISED = 64  # rows at once; penalties take five times their logits
-
 
 class DeviceSampler(SlotSampling):
-    """Two parts: `sample` answers every row by temperature, filters, seed and position and can be captured in a graph;
-    `resample` then corrects the rows that want more. The caller writes what `add` returns into the slot's columns of
-    the state."""
+    """Two parts: `sample` answers every row by penalties, temperature, filters, seed and position and can be captured
+    in a graph; `resample` then corrects the rows that want more. The caller writes what `add` returns into the slot's
+    columns of the state."""
 
     def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], transfers: Transfers) -> None:
         super().__init__(num_slots, vocab_size, eos_token_ids)
         self._upload = transfers.upload
+        # Captured graphs have its address.
+        self._tables = torch.zeros((NUM_TABLES, vocab_size), dtype=torch.int32, device=transfers.device)
 
     def sample(
         self,
-        logits: torch.Tensor,  # [n, vocab] float32 or a 16-bit type, the model's own
+        logits: torch.Tensor,  # [n, vocab] float32, the model's own; penalties change them in place
         slots: torch.Tensor,  # [n] int32
         positions: torch.Tensor,  # [n] int32, of the tokens to be sampled
         tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, the state's; sampled tokens are written into it
         params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, the state's
         filters: bool = True,  # False: no row has one
+        penalties: bool = True,  # False: no row has one
     ) -> torch.Tensor:
         """Token ids [n] int32, -1 where the logits are not finite (C9)."""
+        if penalties:
+            penalise_triton(logits, slots, positions, tokens, params, False, self._tables)
         return sample_tokens_triton(logits, slots, positions, tokens, params, filters=filters)
 
     def resample(
@@ -68,10 +66,10 @@ class DeviceSampler(SlotSampling):
             of_rows = host_slots[rows], host_positions[rows]
             index, slots, positions = self._upload(rows.astype(np.int32), *of_rows).view(3, -1)
             chosen = logits.index_select(0, index).float()  # a copy, even where no type changes
-            own = params.index_select(0, slots)
             self._hold_and_bias(chosen, *of_rows)
             tracked = None if masks is None else self._mask(chosen, token_ids, rows, masks)
-            self._penalise(chosen, *of_rows, slots, positions, tokens, own)
+            if self.penalised[of_rows[0]].any():
+                penalise_triton(chosen, slots, positions, tokens, params, True, self._tables)
             sample_tokens_triton(chosen, slots, positions, tokens, params, Resample(token_ids, index, gathered=True))
             if masks is not None and masks.automata is not None and tracked is not None:
                 masks.automata.advance(token_ids, tracked)
@@ -145,25 +143,6 @@ class DeviceSampler(SlotSampling):
             logits.view(-1).index_add_(0, at, added)
         if stopped:
             logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), MASKED_LOGIT)
-
-    def _penalise(
-        self,
-        logits: torch.Tensor,  # [m, vocab] float32, changed in place
-        host_slots: Int32s,  # [m], as all below
-        host_positions: Int32s,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        tokens: torch.Tensor,  # the state's
-        own: torch.Tensor,  # [m, NUM_PARAMS] int32
-    ) -> None:
-        all_rows = np.flatnonzero(self.penalised[host_slots])
-        for rows in (all_rows[i : i + _MOST_PENALISED] for i in range(0, len(all_rows), _MOST_PENALISED)):
-            index = self._upload(rows)
-            penalised, mine = logits.index_select(0, index), own.index_select(0, index)
-            known = tokens[:, : int(host_positions[rows].max())].index_select(0, slots.index_select(0, index))
-            penalties = mine.view(torch.float32)[:, REPETITION : PRESENCE + 1].unbind(1)
-            apply_penalties(penalised, known, positions.index_select(0, index), mine[:, PROMPT_LEN], *penalties)
-            logits.index_copy_(0, index, penalised)
 
     def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, host_slots: Int32s) -> Logprobs | None:
         wanted = self.num_logprobs[host_slots]

@@ -65,13 +65,13 @@ class GpuSteps:
         self.graph_runner = GraphRunner(self.state.view(-1), num_slots, max_model_len, self.block_size)
         self.graph_logits = torch.empty(0, device=self.device)  # [num_tokens, vocab], of the last replay
         self.row_numbers = torch.arange(self.graph_runner.max_rows + 1, dtype=torch.int32, device=self.device)
+        self.sampler = DeviceSampler(num_slots, decoder.spec.vocab_size, eos_token_ids, self.transfers)
         self.reset()
 
     def reset(self) -> None:
         """Forget all requests."""
         self.state.zero_()
-        vocab_size = self.decoder.spec.vocab_size
-        self.sampler = DeviceSampler(self.num_slots, vocab_size, self.eos_token_ids, self.transfers)
+        self.sampler.clear()
         self.scorer = PromptScorer(self.decoder, self.num_slots)
         self.grammar_state.clear(DeviceAutomata(self.num_slots, self.device))
 
@@ -103,10 +103,12 @@ class GpuSteps:
                 token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
         else:
             self._apply_writes(writes)
-            token_ids, logits, prompts = self._run(plan, bool(self.sampler.filtered[slots].any()))
+            wanted = (bool(rows[slots].any()) for rows in (self.sampler.filtered, self.sampler.penalised))
+            token_ids, logits, prompts = self._run(plan, *wanted)
         logprobs = masks = None
         if not plain:
-            guessed = len(plan.draft_token_ids) > 0 and bool(self.sampler.penalised[slots].any())
+            again = self.sampler.wants_second_pass(slots, positions)
+            guessed = len(plan.draft_token_ids) > 0 and bool(self.sampler.penalised[slots[again]].any())
             if guessed:
                 self._apply_writes(writes)  # again: penalties want the guesses, in whose places samples stand now
             masks = self.grammar_state.masks(plan)  # the device computes while the host waits and makes them
@@ -180,7 +182,9 @@ class GpuSteps:
 
     # ---- one by one -----------------------------------------------------------------------------------------------
 
-    def _run(self, plan: StepPlan, filters: bool) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
+    def _run(
+        self, plan: StepPlan, filters: bool, penalties: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
         """A step of any rows. Token ids and logits of the samples in the plan's order; log-probabilities of prompts."""
         shape = StepShape.of(plan)
         rows = self.transfers.upload(shape.pack(plan, self.num_slots))
@@ -192,7 +196,8 @@ class GpuSteps:
             return rows[:0], hidden[:0], prompts
         *_, sampled, slots, positions = shape.split(rows)
         logits = self.decoder.logits(hidden.index_select(0, sampled))
-        return self.sampler.sample(logits, slots, positions, self.tokens, self.params, filters), logits, prompts
+        state = self.tokens, self.params
+        return self.sampler.sample(logits, slots, positions, *state, filters, penalties), logits, prompts
 
     def _forward(self, shape: StepShape, rows: torch.Tensor) -> torch.Tensor:
         """The hidden states of a step's tokens, [num_tokens, hidden]."""

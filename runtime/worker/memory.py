@@ -15,6 +15,7 @@ from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.penalties import NUM_TABLES
 from runtime.quant.dense import weight_bytes
 from runtime.worker.graph_runner import MAX_VERIFIED
 from runtime.worker.prompt_scorer import MIN_SLICE
@@ -143,11 +144,12 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
 
 
 def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_seqs: int, max_model_len: int) -> int:
-    """An upper bound for the largest step: activations of one layer, fp32 logits with three copies, gathered KV."""
+    """An upper bound for the largest step: activations of one layer, fp32 logits with three copies, counts of
+    tokens, gathered KV."""
     activations, size = _activation_bytes(spec, numerics, tokens), numerics.dtype.itemsize
     logits = min(max(max_num_seqs, MIN_SLICE), tokens) * spec.vocab_size * 4 * 4
     if numerics.backend == "triton":
-        return activations + logits
+        return activations + logits + NUM_TABLES * spec.vocab_size * 4
     mask = min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)  # sliding layers' is another
     gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
     return activations + logits + mask + 2 * gathered

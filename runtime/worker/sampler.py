@@ -14,7 +14,8 @@ from runtime.core.plan import Int32s, NewSlot
 from runtime.kernels import sample
 from runtime.kernels.bitmask import apply_bitmask_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
-from runtime.kernels.sampling import apply_penalties, token_logprobs
+from runtime.kernels.logprobs import token_logprobs
+from runtime.kernels.penalties import penalise_torch
 from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.worker.grammar_state import Masks
 from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling
@@ -76,7 +77,7 @@ class Sampler(SlotSampling):
         finite = logits.sum(-1).isfinite()
         token_ids = logits.argmax(-1)
         drawn = self._float(sample.TEMPERATURE, slots) > 0
-        rows = np.flatnonzero(drawn | self.wants_second_pass(slots, positions))
+        rows = np.flatnonzero(drawn | self.penalised[slots] | self.wants_second_pass(slots, positions))
         if len(rows):
             index = self._tensor(rows)
             chosen = logits.index_select(0, index)
@@ -91,16 +92,9 @@ class Sampler(SlotSampling):
 
     def _choose(self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots) -> torch.Tensor:
         """Of the rows that want more than the best token; `logits` is theirs to change."""
-        rows = np.flatnonzero(self.penalised[slots])
-        if len(rows):
-            index, subset = self._tensor(rows), slots[rows]
-            chosen = logits.index_select(0, index)
-            tokens = state.tokens[self._tensor(subset), : int(positions[rows].max())]
-            lengths = self._tensor(positions[rows]), self._tensor(self.rows[subset, sample.PROMPT_LEN])
-            columns = sample.REPETITION, sample.FREQUENCY, sample.PRESENCE
-            penalties = (self._tensor(self._float(column, subset)) for column in columns)
-            apply_penalties(chosen, tokens, *lengths, *penalties)
-            logits.index_copy_(0, index, chosen)
+        if self.penalised[slots].any():
+            params = torch.from_numpy(self.rows)
+            penalise_torch(logits, self._tensor(slots), self._tensor(positions), state.tokens, params, all_rows=True)
         rows = np.flatnonzero(self._float(sample.TEMPERATURE, slots) > 0)
         if len(rows) == len(slots):
             return self._draw(logits, slots, positions)

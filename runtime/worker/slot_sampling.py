@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
 from runtime.core.sampling_fields import SECOND_PASS, UNSET, Effect, table_of
-from runtime.kernels.sample import NUM_PARAMS, PROMPT_LEN, SEED_HIGH, SEED_LOW
+from runtime.kernels.sample import NUM_PARAMS, PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW
 
 MASKED_LOGIT = -1e9  # the logit of what min_tokens holds back, but of a token that a grammar allows nothing beside
 
@@ -22,7 +22,12 @@ class SlotSampling:
     """Parameters and flags of each slot; both samplers keep theirs in one of these."""
 
     def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
+        self.num_slots, self.vocab_size, self.eos_token_ids = num_slots, vocab_size, eos_token_ids
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        num_slots = self.num_slots
         self.held_until = np.zeros(num_slots, np.int32)  # position of the first token that min_tokens lets go free
         self.penalised = np.zeros(num_slots, bool)
         self.filtered = np.zeros(num_slots, bool)
@@ -51,8 +56,10 @@ class SlotSampling:
         self.filtered[slot] = params.temperature > 0.0 and table.has_effect(params, {Effect.FILTER})
         self.bound[slot] = table.has_effect(params, {Effect.GRAMMAR})
         second_pass = SECOND_PASS if slot in self.bias else SECOND_PASS - {Effect.BIAS}
-        self.changed[slot] = table.has_effect(params, second_pass)
-        others = params.logprobs is not None or table.has_effect(params, second_pass - {Effect.GRAMMAR})
+        # The captured pass would change logits whose log-probabilities are wanted.
+        reported = self.penalised[slot] and params.logprobs is not None
+        self.changed[slot] = reported or table.has_effect(params, second_pass)
+        others = params.logprobs is not None or self.penalised[slot] or slot in self.bias
         self.only_masked[slot] = self.bound[slot] and not others
 
         row = np.zeros(NUM_PARAMS, np.int32)
@@ -61,6 +68,8 @@ class SlotSampling:
             (row.view(np.float32) if code == "f" else row)[column] = UNSET if value is None else value
         row[SEED_LOW : SEED_HIGH + 1] = np.array([new.seed], np.int64).view(np.int32)
         row[PROMPT_LEN] = new.prompt_len
+        if self.penalised[slot] and not self.changed[slot]:
+            row[PENALISED_FROM] = max(1, self.held_until[slot])
         return row
 
     def remove(self, slot: int) -> None:

@@ -7,10 +7,21 @@ import torch
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
 from runtime.kernels.gumbel import noise_bits, noise_keys
-from runtime.kernels.sample import NUM_PARAMS, SEED_HIGH, SEED_LOW, TEMPERATURE, sample_tokens_triton
+from runtime.kernels.sample import (
+    MIN_P,
+    NUM_PARAMS,
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    sample_tokens_triton,
+)
 from runtime.kernels.scatter_writes import scatter_writes
 from runtime.kernels.step_inputs import build_inputs
 from runtime.worker.device_sampler import DeviceSampler
+from runtime.worker.sampler import Sampler
+from runtime.worker.slots import Slots
 from runtime.worker.transfers import Transfers
 from tests.support.device_sampler_cases import (
     EOS,
@@ -18,6 +29,7 @@ from tests.support.device_sampler_cases import (
     check_graph_io,
     check_inputs,
     check_masks,
+    check_penalties,
     check_sample,
     check_sampler,
     check_scatter_writes,
@@ -39,6 +51,33 @@ def test_the_twins_answers():
 
 def test_filters_by_their_definition():
     check_filters(GPU, (1, 100, 5000, 49152, 128256))
+
+
+def test_penalties_are_the_twins_bit_for_bit():
+    check_penalties(GPU, (1, 50, 5000, 128256), rounds=16)
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])
+def test_filtered_rows_do_not_depend_on_their_number(spread):
+    """One row has as many programs as there are tiles, 256 rows have one or two each."""
+    torch.manual_seed(1)
+    n, vocab = 300, 128256
+    tokens, params = make_state(n, [0.8, 1.0, 0.3], GPU)
+    floats = params.view(torch.float32)
+    for i, (top_k, top_p, min_p) in enumerate(
+        [(0, 0.9, 0.0), (0, 0.5, 0.0), (40, 0.95, 0.0), (4000, 0.9, 0.0), (0, 1.0, 0.2)]
+    ):
+        params[i::5, TOP_K], floats[i::5, TOP_P], floats[i::5, MIN_P] = top_k, top_p, min_p
+    logits = torch.randn(n, vocab, device=GPU) * spread
+    slots = torch.randperm(n, device=GPU).int()
+    positions = torch.randint(0, 40, (n,), device=GPU).int()
+    whole = sample_tokens_triton(logits, slots, positions, tokens, params)
+    assert (whole >= 0).all()
+    for size in (1, 2, 5, 48, 64, 150):
+        for start in (0, 7, 100):
+            rows = slice(start, start + size)
+            part = sample_tokens_triton(logits[rows], slots[rows], positions[rows], tokens, params)
+            assert torch.equal(part, whole[rows]), (size, start)
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
@@ -90,6 +129,44 @@ def test_a_captured_step_end_follows_its_inputs():
         replayed = token_ids.clone()
         assert torch.equal(tokens[:8, 6 + step], replayed)
         assert torch.equal(sample_tokens_triton(logits, slots, positions, tokens, params), replayed)
+
+
+def test_captured_penalties_follow_what_is_sampled():
+    """Replays whose rows find the tokens of the replays before, against the sampler of a CPU."""
+    n, vocab, max_len = 12, 40, 64
+    kinds = [
+        SamplingParams(temperature=0, presence_penalty=2.0),
+        SamplingParams(top_p=0.9, repetition_penalty=1.3),
+        SamplingParams(frequency_penalty=1.5, top_k=20),
+        SamplingParams(temperature=0.8),
+    ]
+    twin, host = Sampler(n, vocab, (EOS,), torch.device("cpu")), Slots(n, max_len, 1, torch.device("cpu"))
+    sampler = DeviceSampler(n, vocab, (EOS,), Transfers(GPU))
+    state = torch.zeros((n + 1, max_len + NUM_PARAMS), dtype=torch.int32, device=GPU)
+    tokens, params = state.split((max_len, NUM_PARAMS), 1)
+    for slot in range(n):
+        new = NewSlot(slot, np.full(4, slot, np.int32), 3, slot, kinds[slot % len(kinds)])
+        twin.add(new)
+        host.add(new)
+        params[slot] = torch.from_numpy(sampler.add(new)).to(GPU)
+        tokens[slot, :4] = slot
+    slots = torch.arange(n, dtype=torch.int32, device=GPU)
+    positions, logits = torch.full_like(slots, 4), torch.zeros(n, vocab, device=GPU)
+    sampler.sample(logits, slots, positions, tokens, params)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        token_ids = sampler.sample(logits, slots, positions, tokens, params)
+    for position in range(4, 40):
+        fresh = torch.randn(n, vocab)
+        logits.copy_(fresh)
+        positions.fill_(position)
+        graph.replay()
+        rows, at = np.arange(n, dtype=np.int32), np.full(n, position, np.int32)
+        assert sampler.is_plain(rows, at)
+        want, _ = twin.sample(fresh, rows, at, host)
+        host.write_sampled(torch.arange(n) * max_len + position, want)
+        assert token_ids.tolist() == want.tolist()
 
 
 def test_no_step_waits_for_the_device():

@@ -19,9 +19,9 @@ from runtime.kernels.gated_activation import gated_activation_exact
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.layer_norm import layer_norm_torch
 from runtime.kernels.linear import agreeing_sizes, batch_invariant_product
+from runtime.kernels.logprobs import token_logprobs
 from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.kernels.rope import rope_table
-from runtime.kernels.sampling import token_logprobs
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ from runtime.core import plan
 from runtime.core.plan import NewSlot, StepPlan, decode_plan, encode_plan
 from runtime.core.sampling_fields import CAPTURED_PASS, SECOND_PASS, Effect, sampling, table_of
 from runtime.core.types import CallboardError, SamplingParams
-from runtime.kernels.sample import NUM_PARAMS
+from runtime.kernels.sample import NUM_PARAMS, PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.sampler import Sampler
 from runtime.worker.transfers import Transfers
@@ -74,7 +74,9 @@ def test_it_has_columns_and_a_pass(kind):
     row = sampler.add(new_slot(no_repeat=5))
     assert row[11] == 5
     assert not sampler.filtered[1]
-    assert not sampler.is_plain(slots, positions), "penalties belong to the second pass"
+    assert sampler.is_plain(slots, positions), "penalties belong to the captured pass"
+    sampler.add(new_slot(no_repeat=5, logit_bias=((3, 1.0),)))
+    assert not sampler.is_plain(slots, positions), "biases belong to the second pass"
 
 
 def test_its_bounds_are_those_of_the_http_api():
@@ -89,7 +91,7 @@ def test_every_parameter_has_one_place():
     columns = [column for column, _, _ in table.columns]
     assert len(set(columns)) == len(columns)
     assert all(0 <= column < NUM_PARAMS for column in columns)
-    assert not {1, 2, 9} & set(columns), "the seed's and the prompt's"
+    assert not {SEED_LOW, SEED_HIGH, PROMPT_LEN, PENALISED_FROM} & set(columns)
     for f in table.fields:
         params = SamplingParams(**{f.name: f.neutral, "max_tokens": 1})
         assert not table.has_effect(params, {f.effect} - {Effect.LENGTH})

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
 from runtime.kernels.gumbel import gumbel_noise, noise_bits, noise_keys
-from runtime.kernels.sampling import apply_penalties, token_logprobs
+from runtime.kernels.logprobs import token_logprobs
+from runtime.kernels.penalties import penalise_torch
+from runtime.kernels.sample import FREQUENCY, NUM_PARAMS, PRESENCE, PROMPT_LEN, REPETITION
 from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots
@@ -176,8 +178,12 @@ def test_penalties_equal_their_definition(seed):
         output = tokens[i, prompt[i] : known[i]].tolist()
         for t in set(output):
             want[i][t] -= output.count(t) * frequency[i] + presence[i]
-    to = torch.from_numpy
-    apply_penalties(logits, to(tokens), to(known), to(prompt), to(repetition), to(frequency), to(presence))
+    params = np.zeros((n, NUM_PARAMS), np.int32)
+    params[:, PROMPT_LEN] = prompt
+    for column, values in ((REPETITION, repetition), (FREQUENCY, frequency), (PRESENCE, presence)):
+        params.view(np.float32)[:, column] = values
+    slots, positions = torch.arange(n, dtype=torch.int32), torch.from_numpy(known).int()
+    penalise_torch(logits, slots, positions, torch.from_numpy(tokens), torch.from_numpy(params), all_rows=True)
     torch.testing.assert_close(logits, torch.tensor(want))
 
 

@@ -14,9 +14,15 @@ from runtime.kernels.automata import (
 from runtime.kernels.bitmask import apply_bitmask_torch, apply_bitmask_triton
 from runtime.kernels.graph_io import read_input, read_input_torch, write_output, write_output_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
+from runtime.kernels.penalties import NUM_TABLES, penalise_torch, penalise_triton
 from runtime.kernels.sample import (
+    FREQUENCY,
     MIN_P,
     NUM_PARAMS,
+    PENALISED_FROM,
+    PRESENCE,
+    PROMPT_LEN,
+    REPETITION,
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
@@ -284,6 +290,49 @@ def check_filters(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 100,
             )
 
 
+def check_penalties(device: torch.device = CPU, vocabs: tuple[int, ...] = (1, 50, 5000), rounds: int = 6) -> None:
+    """Rows with and without penalties, more of them than tables, of few and of many tokens, some of which come often,
+    in the prompt, in the output, or in both: the twin's logits, bit for bit, and tables that are empty again."""
+    num_slots, max_len = NUM_TABLES + 5, 4200
+    state = torch.zeros((num_slots + 1, max_len + NUM_PARAMS), dtype=torch.int32)
+    tokens, params = state[:, :max_len], state[:, max_len:]
+    floats = params.view(torch.float32)
+    for seed in range(rounds):
+        rng = np.random.default_rng(seed)
+        vocab = vocabs[seed % len(vocabs)]
+        n = int(rng.integers(1, 6)) if seed % 3 else num_slots + 1
+        tables = torch.zeros((NUM_TABLES, vocab), dtype=torch.int32, device=device)
+        tokens.copy_(torch.from_numpy(rng.integers(0, rng.integers(1, vocab + 1), tokens.shape)))
+        for column, values in (
+            (REPETITION, (1.0, 1.1, 0.7, 100.0)),
+            (FREQUENCY, (0.0, 0.3, -2.0)),
+            (PRESENCE, (0, 0.7)),
+        ):
+            floats[:, column] = torch.from_numpy(rng.choice(np.array(values, np.float32), num_slots + 1))
+        state[num_slots, max_len:] = 0  # the padding's
+        lengths = np.minimum(rng.integers(1, (20, 300, max_len)[seed % 3], n), max_len - 1)
+        slots = torch.from_numpy(rng.permutation(num_slots + 1)[:n]).int()
+        positions = torch.from_numpy(lengths).int()
+        params[slots.long(), PROMPT_LEN] = torch.from_numpy(rng.integers(1, lengths + 1)).int()
+        offsets = torch.from_numpy(rng.integers(-2, 2, n)).int()
+        from_here = (positions + offsets).clamp(min=1) * torch.from_numpy(rng.integers(0, 2, n)).int()
+        params[slots.long(), PENALISED_FROM] = from_here * (slots < num_slots)
+        logits = torch.from_numpy(rng.normal(size=(n, vocab)).astype(np.float32)) * 3
+        logits[:, ::7] = -torch.inf
+        for all_rows in (False, True):
+            floats[num_slots, REPETITION] = float(all_rows)  # the padding is never sampled again
+            on_device = state.to(device)
+            want, got = logits.clone(), logits.to(device)
+            penalise_torch(want, slots, positions, tokens, params, all_rows)
+            where = slots.to(device), positions.to(device)
+            penalise_triton(got, *where, on_device[:, :max_len], on_device[:, max_len:], all_rows, tables)
+            changed = {i for i in range(n) if not torch.equal(want[i], logits[i])}
+            due = (positions >= from_here) & (from_here > 0) | all_rows
+            assert changed <= set((due & (slots < num_slots)).nonzero().flatten().tolist())
+            assert torch.equal(got.cpu().view(torch.int32), want.view(torch.int32))
+            assert not tables.any()
+
+
 def draw_params(rng: np.random.Generator) -> SamplingParams:
     pick = lambda *values: values[rng.integers(len(values))]  # noqa: E731
     return SamplingParams(
@@ -333,13 +382,15 @@ def check_sampler(device: torch.device = CPU, rounds: int = 12, vocab: int = 50)
             at = torch.from_numpy(rows.astype(np.int64) * max_len + positions)
             slots.write_sampled(at, want)
             where = torch.from_numpy(rows).to(device), torch.from_numpy(positions).to(device)
-            on_device = logits.to(device)
+            on_device = logits.to(device, copy=True)
             got = sampler.sample(on_device, *where, tokens, params)
             plain, logprobs = sampler.is_plain(rows, positions), None
             assert plain or seed
             if not plain:
                 logprobs = sampler.resample(on_device, got, rows, positions, tokens, params)
-            assert torch.equal(on_device.cpu(), logits) or step == 2  # the model's own logits stay
+            again = sampler.penalised[rows] & ~sampler.wants_second_pass(rows, positions)
+            stay = torch.from_numpy(~again)  # all others are the model's own still
+            assert torch.equal(on_device.cpu()[stay], logits[stay]) or step == 2
             assert got.tolist() == want.tolist()
             assert torch.equal(tokens.cpu()[:-1], slots.tokens)
             lengths[rows] += 1

@@ -60,7 +60,8 @@ SERVED: list[tuple[str, dict[str, int], torch.dtype, bool, tuple[int, ...]]] = [
     *(("qwen3-0.6b", {"head_dim": size}, torch.bfloat16, False, (64,)) for size in (80, 96, 256)),
 ]
 # Tokens of one row, and its sampling: without filters, and with them and a second pass.
-PREFILLS = ((2048, SamplingParams(presence_penalty=0.5)), (8192, SamplingParams(top_p=0.9, presence_penalty=0.5)))
+_AGAIN = {"presence_penalty": 0.5, "logit_bias": ((3, 1.0),)}
+PREFILLS = ((2048, SamplingParams(**_AGAIN)), (8192, SamplingParams(top_p=0.9, **_AGAIN)))
 
 
 class Hopper:

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from runtime.core.plan import NewSlot
-from runtime.core.types import SamplingParams
-from runtime.kernels.sample import PROMPT_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K
+from runtime.core.types import Grammar, SamplingParams
+from runtime.kernels.sample import PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.transfers import Transfers
 from tests.support import device_sampler_cases
@@ -36,6 +36,28 @@ def test_what_a_slot_wants_and_what_the_state_gets():
 
 
 @pytest.mark.parametrize(
+    ("others", "first"),
+    [
+        ({}, 1),
+        ({"min_tokens": 3}, 7),  # held tokens are sampled again, from the model's own logits
+        ({"min_tokens": 3, "ignore_eos": True}, 1),
+        ({"logit_bias": ((100, 1.0),)}, 1),  # of a token that the model does not have
+        ({"logit_bias": ((9, 1.0),)}, 0),
+        ({"logprobs": 0}, 0),  # of the model's own logits
+        ({"grammar": Grammar("", "", "")}, 0),
+    ],
+)
+def test_the_pass_that_applies_penalties(others, first):
+    sampler = DeviceSampler(4, 100, (EOS,), Transfers(CPU))
+    known = np.arange(5, dtype=np.int32)
+    penalised = SamplingParams(max_tokens=9, repetition_penalty=1.1, **others)
+    assert sampler.add(NewSlot(0, known, 4, 0, penalised))[PENALISED_FROM] == first
+    wanting = [bool(sampler.wants_second_pass(np.array([0]), np.array([at]))[0]) for at in (5, 6, 7, 8)]
+    assert wanting == [not first or at < first for at in (5, 6, 7, 8)]
+    assert sampler.add(NewSlot(0, known, 4, 0, SamplingParams(max_tokens=9, **others)))[PENALISED_FROM] == 0
+
+
+@pytest.mark.parametrize(
     "check",
     [
         "check_masks",
@@ -44,6 +66,7 @@ def test_what_a_slot_wants_and_what_the_state_gets():
         "check_inputs",
         "check_sample",
         "check_filters",
+        "check_penalties",
         "check_sampler",
     ],
 )
