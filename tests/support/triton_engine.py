@@ -37,8 +37,17 @@ SHALLOW = replace(SPEC, num_layers=1)  # for what is about plans, not about mode
 PARAMS = [
     SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=3),
     SamplingParams(max_tokens=4, temperature=0.8, ignore_eos=True),
-    SamplingParams(max_tokens=5, temperature=1.2, top_k=9, top_p=0.9, min_p=0.02, ignore_eos=True),
-    SamplingParams(
+    SamplingParams(  # all by the captured pass
+        max_tokens=5,
+        temperature=1.2,
+        top_k=9,
+        top_p=0.9,
+        min_p=0.02,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        ignore_eos=True,
+    ),
+    SamplingParams(  # a second pass, which has the penalties
         max_tokens=6,
         temperature=0.0,
         repetition_penalty=1.3,
