@@ -264,12 +264,12 @@ def choose_kernel(
     PDL: tl.constexpr,
 ):
     """A row's programs, the first axis of the grid, must be able to run at the same time."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
     filtered = is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P)
+    if PDL:  # rows and their parameters are there since the head of the step
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if (part == 0) | filtered:
         keys_ptr += row * num_tiles
         key = _best_of_tiles(keys_ptr, num_tiles, TILES, FAILED)

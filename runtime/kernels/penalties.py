@@ -48,6 +48,20 @@ def penalise_torch(
     logits.index_copy_(0, rows, chosen)
 
 
+@jit
+def _is_penalised(
+    params, position, REPETITION: tl.constexpr, FREQUENCY: tl.constexpr, PRESENCE: tl.constexpr,
+    PENALISED_FROM: tl.constexpr, ALL_ROWS: tl.constexpr,
+):  # fmt: skip
+    if ALL_ROWS:
+        others = (load_float(params + FREQUENCY) != 0.0) | (load_float(params + PRESENCE) != 0.0)
+        penalised = (load_float(params + REPETITION) != 1.0) | others
+    else:
+        first = tl.load(params + PENALISED_FROM, cache_modifier=".cg")
+        penalised = (first > 0) & (position >= first)
+    return penalised
+
+
 @jit(do_not_specialize=["n"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _penalties_kernel(
     logits_ptr,  # [n, vocab] float32, rows logits_stride apart
@@ -71,43 +85,43 @@ def _penalties_kernel(
 ):
     """Each program counts a row's tokens in its table. Of all that are the same, the first that comes to take the count
     away applies it."""
-    if PDL:
+    num_penalised = tl.full([], 0, tl.int32)
+    for row in range(tl.program_id(0), n, tl.num_programs(0)):
+        params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
+        num_penalised += _is_penalised(
+            params, tl.load(positions_ptr + row), REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS
+        ).to(tl.int32)
+    if PDL:  # rows and their parameters are there since the head of the step
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    table_ptr = tables_ptr + tl.program_id(0).to(tl.int64) * vocab
-    for row in range(tl.program_id(0), n, tl.num_programs(0)):
-        state = tl.load(slots_ptr + row).to(tl.int64) * state_stride
-        params = params_ptr + state
-        position = tl.load(positions_ptr + row)
-        repetition = load_float(params + REPETITION)
-        frequency = load_float(params + FREQUENCY)
-        presence = load_float(params + PRESENCE)
-        if ALL_ROWS:
-            penalised = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
-        else:
-            penalised_from = tl.load(params + PENALISED_FROM)
-            penalised = (penalised_from > 0) & (position >= penalised_from)
-        if penalised:
-            prompt_len = tl.load(params + PROMPT_LEN)
-            of_row = logits_ptr + tl.cast(row, tl.int64) * logits_stride
-            for start in range(0, position, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                ids = tl.load(tokens_ptr + state + at, mask=at < position, other=0)
-                is_output = at >= prompt_len
-                tl.atomic_add(table_ptr + ids, 1, mask=(at < position) & is_output, sem="relaxed")
-                tl.atomic_or(table_ptr + ids, 1 << 30, mask=(at < position) & ~is_output, sem="relaxed")
-            tl.debug_barrier()
-            for start in range(0, position, BLOCK):
-                at = start + tl.arange(0, BLOCK)
-                ids = tl.load(tokens_ptr + state + at, mask=at < position, other=0)
-                taken = tl.atomic_xchg(table_ptr + ids, 0, mask=at < position, sem="relaxed")
-                mine = (at < position) & (taken != 0)
-                logits = tl.load(of_row + ids, mask=mine, other=0.0)
-                counts = (taken & ((1 << 30) - 1)).to(tl.float32)
-                logits *= tl.where(logits > 0, tl.div_rn(1.0, repetition), repetition)
-                logits = logits - counts * frequency - tl.where(counts > 0, presence, 0.0)
-                tl.store(of_row + ids, logits, mask=mine)
-            tl.debug_barrier()
+    if num_penalised > 0:
+        table_ptr = tables_ptr + tl.program_id(0).to(tl.int64) * vocab
+        for row in range(tl.program_id(0), n, tl.num_programs(0)):
+            known_ptr = tokens_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
+            params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
+            position = tl.load(positions_ptr + row)
+            if _is_penalised(params, position, REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS):
+                of_row = logits_ptr + tl.cast(row, tl.int64) * logits_stride
+                repetition, prompt_len = load_float(params + REPETITION), tl.load(params + PROMPT_LEN)
+                frequency, presence = load_float(params + FREQUENCY), load_float(params + PRESENCE)
+                for start in range(0, position, BLOCK):
+                    at = start + tl.arange(0, BLOCK)
+                    ids = tl.load(known_ptr + at, mask=at < position, other=0)
+                    is_output = at >= prompt_len
+                    tl.atomic_add(table_ptr + ids, 1, mask=(at < position) & is_output, sem="relaxed")
+                    tl.atomic_or(table_ptr + ids, 1 << 30, mask=(at < position) & ~is_output, sem="relaxed")
+                tl.debug_barrier()
+                for start in range(0, position, BLOCK):
+                    at = start + tl.arange(0, BLOCK)
+                    ids = tl.load(known_ptr + at, mask=at < position, other=0)
+                    taken = tl.atomic_xchg(table_ptr + ids, 0, mask=at < position, sem="relaxed")
+                    mine = (at < position) & (taken != 0)
+                    logits = tl.load(of_row + ids, mask=mine, other=0.0)
+                    counts = (taken & ((1 << 30) - 1)).to(tl.float32)
+                    logits *= tl.where(logits > 0, tl.div_rn(1.0, repetition), repetition)
+                    logits = logits - counts * frequency - tl.where(counts > 0, presence, 0.0)
+                    tl.store(of_row + ids, logits, mask=mine)
+                tl.debug_barrier()
 
 
 def penalise_triton(

@@ -119,18 +119,18 @@ def _best_of_tile_kernel(
     NUM_COUNTERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ids = tile * TILE + tl.arange(0, TILE)
+    params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
+    temperature = load_float(params + TEMPERATURE)
+    if PDL:  # rows and their parameters are there since the head of the step
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     logits_row = row
     if INDEXED:
         logits_row = tl.load(rows_ptr + row).to(tl.int64)
     logits = tl.load(logits_ptr + logits_row * logits_stride + ids, mask=ids < vocab, other=-float("inf"))
     logits = logits.to(tl.float32)
-    params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-    temperature = load_float(params + TEMPERATURE)
     scores = logits
     if temperature > 0:
         low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
