@@ -103,8 +103,8 @@ class GpuSteps:
                 token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
         else:
             self._apply_writes(writes)
-            wanted = (bool(rows[slots].any()) for rows in (self.sampler.filtered, self.sampler.penalised))
-            token_ids, logits, prompts = self._run(plan, *wanted)
+            filters, penalties = self.sampler.filtered[slots], self.sampler.penalised[slots]
+            token_ids, logits, prompts = self._run(plan, bool(filters.any()), bool(penalties.any()))
         logprobs = masks = None
         if not plain:
             again = self.sampler.wants_second_pass(slots, positions)
