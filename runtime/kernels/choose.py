@@ -4,11 +4,12 @@
 answer depends on:
 
 - *Top-p and min-p.* The best scored of all tokens is the answer if it survives, and it does if less than `top_p` of the
-  probability lies above it: one sum over the row. Where it does not, no token of its logit or below does, and the best
-  scored of the others is the next candidate. This is the rejection sampling of FlashInfer (arXiv 2501.01005), without
-  chance, since noise is a function of position and token id. The sums above some levels over the candidate, taken in
-  the same pass, rule out more tokens at once, and tell others to survive, so that the next candidate rarely needs a
-  pass of its own. It is the best of the tiles' best ones again, and only tiles whose best one fell are scored anew.
+  probability lies above it: one sum over the tiles that have such tokens, or less than all that these tiles have. Where
+  it does not survive, no token of its logit or below does, and the best scored of the others is the next candidate.
+  This is the rejection sampling of FlashInfer (arXiv 2501.01005), without chance, since noise is a function of position
+  and token id. The sums above some levels over the candidate, taken in the same pass, rule out more tokens at once, and
+  tell others to survive, so that the next candidate rarely needs a pass of its own. It is the best of the tiles' best
+  ones again, and only tiles whose best one fell are scored anew.
 - *Top-k.* At least k groups of 128 tokens have a best logit that reaches the k-th best of these bests, so the k-th best
   token reaches it, too. The few tokens that do are gathered, and compared with each other. Where they are not few, the
   k-th best logit is found four bits at a time; then it is as above.
@@ -193,18 +194,21 @@ def _mass_above_levels(
 
 @jit
 def _mass_above(
-    logits_ptr, candidate, safe, best, temperature, above_ptr, vocab, num_tiles,
+    logits_ptr, candidate, safe, best, temperature, tops, above_ptr, vocab, num_tiles,
     TILE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """The mass above each level in each of this program's tiles, of which two are read at once."""
+    """The mass above each level in each of this program's tiles, of which two are read at once, if at all."""
+    tiles, no_levels = tl.arange(0, tops.shape[0]), tl.arange(0, 2 * LEVELS)
     for pair in range(tl.program_id(0), tl.cdiv(num_tiles, 2), tl.num_programs(0)):
-        ids = pair * (2 * TILE) + tl.arange(0, TILE)
-        first = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
-        second = tl.load(logits_ptr + TILE + ids, mask=ids + TILE < vocab, other=-float("inf")).to(tl.float32)
-        of_pair = above_ptr + pair * (2 * LEVELS)
-        _mass_above_levels(first, candidate, safe, best, temperature, of_pair, True, LEVELS)
-        second_inside = 2 * pair + 1 < num_tiles
-        _mass_above_levels(second, candidate, safe, best, temperature, of_pair + LEVELS, second_inside, LEVELS)
+        of_pair, second_inside = above_ptr + pair * (2 * LEVELS), 2 * pair + 1 < num_tiles
+        if tl.max(tl.where(tiles // 2 == pair, tops, -float("inf")), axis=0) > candidate:
+            ids = pair * (2 * TILE) + tl.arange(0, TILE)
+            first = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+            second = tl.load(logits_ptr + TILE + ids, mask=ids + TILE < vocab, other=-float("inf")).to(tl.float32)
+            _mass_above_levels(first, candidate, safe, best, temperature, of_pair, True, LEVELS)
+            _mass_above_levels(second, candidate, safe, best, temperature, of_pair + LEVELS, second_inside, LEVELS)
+        else:
+            tl.store(of_pair + no_levels, 0, mask=(no_levels < LEVELS) | second_inside)
 
 
 @jit
@@ -290,7 +294,8 @@ def choose_kernel(
             tops = tl.load(tops_ptr + of_row, mask=inside, other=-8388608).to(tl.float32, bitcast=True)
             masses = tl.load(masses_ptr + of_row, mask=inside, other=0).to(tl.float32, bitcast=True)
             best = tl.max(tops, axis=0)
-            wanted = tl.sum(masses * mass_of(tops, best, temperature), axis=0) * top_p
+            masses *= mass_of(tops, best, temperature)
+            wanted = tl.sum(masses, axis=0) * top_p
             safe = tl.where(top_p < 1.0, best, -float("inf"))  # tokens of this logit survive top-p
             floor = tl.full([], -2147483648, tl.int32)  # tokens of lower keys do not survive
             if min_p > 0.0:
@@ -340,11 +345,12 @@ def choose_kernel(
                     _meet(counters_ptr, meeting)
                     key = _best_of_tiles(keys_ptr, num_tiles, TILES, FAILED)
                     candidate = tl.load(logits_ptr + token_of(key)).to(tl.float32)
-                if candidate >= safe:
+                most_above = tl.sum(tl.where(tops > candidate, masses, 0.0), axis=0)
+                if (candidate >= safe) | (most_above < wanted):
                     going = tl.full([], 0, tl.int32)
                 else:
                     _mass_above(
-                        logits_ptr, candidate, safe, best, temperature, above_ptr, vocab, num_tiles, TILE, LEVELS
+                        logits_ptr, candidate, safe, best, temperature, tops, above_ptr, vocab, num_tiles, TILE, LEVELS
                     )
                     meeting += 1
                     _meet(counters_ptr, meeting)
