@@ -200,15 +200,16 @@ def _mass_above(
     """The mass above each level in each of this program's tiles, of which two are read at once, if at all."""
     tiles, no_levels = tl.arange(0, tops.shape[0]), tl.arange(0, 2 * LEVELS)
     for pair in range(tl.program_id(0), tl.cdiv(num_tiles, 2), tl.num_programs(0)):
-        of_pair, second_inside = above_ptr + pair * (2 * LEVELS), 2 * pair + 1 < num_tiles
+        of_pair = above_ptr + pair * (2 * LEVELS)
         if tl.max(tl.where(tiles // 2 == pair, tops, -float("inf")), axis=0) > candidate:
             ids = pair * (2 * TILE) + tl.arange(0, TILE)
             first = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
             second = tl.load(logits_ptr + TILE + ids, mask=ids + TILE < vocab, other=-float("inf")).to(tl.float32)
             _mass_above_levels(first, candidate, safe, best, temperature, of_pair, True, LEVELS)
-            _mass_above_levels(second, candidate, safe, best, temperature, of_pair + LEVELS, second_inside, LEVELS)
+            inside = 2 * pair + 1 < num_tiles
+            _mass_above_levels(second, candidate, safe, best, temperature, of_pair + LEVELS, inside, LEVELS)
         else:
-            tl.store(of_pair + no_levels, 0, mask=(no_levels < LEVELS) | second_inside)
+            tl.store(of_pair + no_levels, 0, mask=2 * pair + no_levels // LEVELS < num_tiles)
 
 
 @jit
