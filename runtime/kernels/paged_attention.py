@@ -57,20 +57,20 @@ def paged_attention_torch(
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     result = q.new_empty(num_tokens, num_heads * head_dim) if out is None else out
-    edges = rows.q_starts.tolist()
+    edges, group = rows.q_starts.tolist(), num_heads // num_kv_heads
     for row, (slot, start) in enumerate(zip(rows.slots.tolist(), rows.starts.tolist(), strict=True)):
         first, end = edges[row], edges[row + 1]
         length = start + end - first
         blocks = rows.tables[slot, : -(-length // block_size)].long()
-        k, v = kv[:, :, blocks].reshape(2, num_kv_heads, -1, head_dim)[:, :, :length].to(wide)
-        own = q[first:end].to(wide).view(end - first, num_kv_heads, -1, head_dim)
+        k, v = kv[:, :, blocks].flatten(2, 3)[:, :, :length].to(wide)
+        own = q[first:end].to(wide).view(end - first, num_kv_heads, group, head_dim)
         scores = torch.einsum("tngd,nsd->ngts", own, k) * scale
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         behind = torch.arange(start, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
         hidden = (behind < 0) | (behind >= window) if window else behind < 0
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        result[first:end] = torch.einsum("ngts,nsd->tngd", weights, v).reshape(end - first, -1).to(q.dtype)
+        result[first:end] = torch.einsum("ngts,nsd->tngd", weights, v).flatten(1).to(q.dtype)
     return result
 
 

@@ -79,6 +79,20 @@ def test_prefill(heads, dtype):
     check(prefill_attention, paged_case([(0, 71), (65, 33), (129, 1)], heads, dtype=dtype))
 
 
+@pytest.mark.parametrize("before", [1, 15, 16, 33])
+def test_rows_behind_other_tokens_of_the_step(before):
+    """Nothing is written in the others' place, and more tokens may be announced than there are."""
+    q, kv, rows = paged_case([(0, 1), (40, 1), (0, 0), (20, 35), (129, 17)], (4, 2, 64))
+    want = paged_attention_torch(q, kv, rows, scale=0.1)
+    q = torch.cat((torch.full((before, *q.shape[1:]), torch.nan), q))
+    rows.q_starts, rows.num_tokens = rows.q_starts + before, rows.num_tokens + before
+    for deterministic in (False, True):
+        out = torch.full((len(q), want.shape[1]), 7.0)
+        prefill_attention(q, kv, rows, scale=0.1, deterministic=deterministic, out=out)
+        assert (out[:before] == 7.0).all()
+        torch.testing.assert_close(out[before:], want, rtol=0, atol=1e-5)
+
+
 def test_bound_of_the_length_may_be_far_above_it_and_launches_repeat():
     q, kv, rows = paged_case([(40, 1), (150, 1)], (4, 1, 64), padding_rows=1)
     rows.max_len = 1 << 17
