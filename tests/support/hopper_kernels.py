@@ -61,7 +61,7 @@ SERVED: list[tuple[str, dict[str, int], torch.dtype, bool, tuple[int, ...]]] = [
 ]
 # Tokens of one row, and its sampling: without filters, and with them and a second pass.
 _AGAIN = {"presence_penalty": 0.5, "logit_bias": ((3, 1.0),)}
-PREFILLS = ((2048, SamplingParams(**_AGAIN)), (8192, SamplingParams(top_p=0.9, **_AGAIN)))
+PREFILLS = ((1024, SamplingParams(**_AGAIN)), (8192, SamplingParams(top_p=0.9, **_AGAIN)))
 
 
 class Hopper:
@@ -130,7 +130,7 @@ def main() -> None:
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, num_computed=start, num_tokens=count, num_samples=one)
                 steps._apply_writes(steps._state_writes(plan))
-                token_ids, logits, _ = steps._run(plan, filters=True, penalties=True)
+                token_ids, logits, _ = steps._run(plan, filters=params.top_p < 1, penalties=True)
                 steps.sampler.resample(logits, token_ids, slot, count, steps.tokens, steps.params)
             case = f"{name}, grammars"
             sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))
