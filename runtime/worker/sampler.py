@@ -93,8 +93,8 @@ class Sampler(SlotSampling):
     def _choose(self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots) -> torch.Tensor:
         """Of the rows that want more than the best token; `logits` is theirs to change."""
         if self.penalised[slots].any():
-            params = torch.from_numpy(self.rows)
-            penalise_torch(logits, self._tensor(slots), self._tensor(positions), state.tokens, params, all_rows=True)
+            where, params = (self._tensor(slots), self._tensor(positions)), self._tensor(self.rows)
+            penalise_torch(logits, *where, state.tokens, params, all_rows=True)
         rows = np.flatnonzero(self._float(sample.TEMPERATURE, slots) > 0)
         if len(rows) == len(slots):
             return self._draw(logits, slots, positions)

@@ -40,7 +40,14 @@ def generate(device: str, **config) -> list[list[int]]:
     tokens: dict[str, list[int]] = {}
     for i in range(12):
         prompt = rng.integers(0, SPEC.vocab_size, 5 + 37 * i % 300).tolist()
-        params = SamplingParams(max_tokens=48, temperature=0.9 * (i % 2), top_p=0.95 if i % 3 else 1.0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=48,
+            temperature=0.9 * (i % 2),
+            top_p=0.95 if i % 3 else 1.0,
+            repetition_penalty=1.2 if i % 4 > 1 else 1.0,
+            frequency_penalty=0.1 * (i % 5),
+            ignore_eos=True,
+        )
         core.add(Request(str(i), prompt, len(prompt), params, seed=i))
         tokens[str(i)] = []
     while core.has_work:
