@@ -89,6 +89,28 @@ def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
+def test_penalties_of_a_request_that_resumes(runner):
+    """A graph's own input brings the tokens that its penalties are for."""
+    everything = SamplingParams(temperature=0.0, repetition_penalty=3.0, presence_penalty=2.0, frequency_penalty=2.0)
+    known = [7, 7, 9, *prompt(20), 7, 9]
+
+    def tokens(driver: Driver, params: SamplingParams) -> list[int]:
+        sampled = []
+        for length in range(20, 26):
+            driver.open(0, known[:length], params, prompt_len=4, seed=1)
+            driver.step((0, 0, length, 1))
+            sampled.append(int(driver.runner.steps.tokens[0, length]))
+            driver.free(0)
+        return sampled
+
+    want = tokens(without_graphs(runner), everything)
+    assert want != tokens(without_graphs(runner), GREEDY)
+    driver = without_graphs(runner)
+    replays = replayed_graphs(runner.steps, *runner.steps.graph_runner.prefill_buckets(160))
+    assert tokens(driver, everything) == want
+    assert sum(r.count for r in replays) == len(want)
+
+
 def test_rows_of_guesses_beside_a_prompt(runner):
     """Their samples are several a row; places that the plan does not use stay the null slot's."""
 
