@@ -60,9 +60,9 @@ def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch)
 TESTS = Path(__file__).parent
 # What a test needs beyond a second of one core, by its folder and by its fixtures.
 RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
-RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "model"}
+RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "model", "ray_session": "ray"}
 # The order of a session: what takes long comes first, so that workers of pytest-xdist end together.
-ORDER = ("processes", "compile", "triton", "model", "long", "browser", "fast", "gpu")
+ORDER = ("processes", "ray", "compile", "triton", "model", "long", "browser", "fast", "gpu")
 
 
 def needs(item: pytest.Item) -> set[str]:
