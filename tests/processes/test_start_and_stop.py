@@ -201,10 +201,12 @@ def test_a_life_as_its_user_sees_it(start, tmp_path: Path):
         server.wait_for("curl -N")
     ports = {port for pid in server.pids() for port in listening_ports(pid)}
     assert {address for address, _ in ports if not address.startswith("127.")} == set()
+    engine = server.pid_of("ray::EngineActor")
+    assert os.getpriority(os.PRIO_PROCESS, engine) == os.getpriority(os.PRIO_PROCESS, server.process.pid)
     if os.getuid() == 0:
         check_that_other_users_run_nothing(server)
         assert not (tmp_path / ".ray").exists(), "a token of its own is in no file"
-    os.kill(server.pid_of("ray::EngineActor"), signal.SIGKILL)  # Ray writes a paragraph on that
+    os.kill(engine, signal.SIGKILL)  # Ray writes a paragraph on that
     deadline = time.monotonic() + START_S
     while not (watch.seen[-1][1] is not None and watch.seen[-1][1].status_code == 503):
         assert time.monotonic() < deadline
