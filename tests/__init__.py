@@ -1,0 +1,7 @@
+"""Tests in folders that mirror the packages or name what a test needs."""
+
+import os
+
+# Tests side by side have more threads than there are cores. A thread that waits for the others of a product must not
+# spin then, which would cost ten times what is computed. OpenMP reads this when torch is imported; children inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -7,10 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Tests side by side have more threads than there are cores. A thread that waits for the others of a product must not
-# spin then, which would cost ten times what is computed. OpenMP reads this when torch is imported; children inherit it.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import gguf
 import numpy as np
 import pytest
