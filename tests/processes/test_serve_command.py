@@ -38,6 +38,7 @@ def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
     env = {name: value for name, value in private_ray.items() if "RAY_AUTH" not in name}  # Ray makes a token itself
+    env["RAY_worker_niceness"] = "0"  # or its workers would wait for tests that compute beside this one
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT, preexec_fn=heed_ctrl_c)
     try:
