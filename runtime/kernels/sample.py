@@ -22,7 +22,7 @@ from runtime.core.types import SamplingParams
 from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.choose import LEVELS, NUM_COUNTERS, choose_kernel
 from runtime.kernels.gumbel import gumbel_noise, noise_keys, noise_of_tokens
-from runtime.kernels.token_keys import is_filtered, key_of, load_float, mass_of, packed
+from runtime.kernels.token_keys import is_filtered, key_of, load_float, mass_of, packed, write_token
 from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
 
 # Columns of a slot's parameters, int32; floats as their bits.
@@ -61,6 +61,7 @@ def sample_tokens_torch(
     tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32; the token goes to [slot, position], a failed one as 0
     params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, rows as far apart as those of tokens
     resample: Resample | None = None,
+    filters: bool = True,  # False: no row has a filter
 ) -> torch.Tensor:
     """token_ids [n] int32: the best token, or with a temperature a drawn one; -1 for a row that is not finite (C9)."""
     if resample is not None and not resample.gathered:
@@ -73,9 +74,10 @@ def sample_tokens_torch(
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     noise = gumbel_noise(noise_keys(seeds, positions)[:, :, None], ids)
     scaled = logits / temperature.where(temperature > 0, 1.0)
-    top_p = floats[:, TOP_P].where(temperature[:, 0] > 0, 1.0)
-    bounds = top_k_top_p_bounds_torch(scaled, own[:, TOP_K], top_p, floats[:, MIN_P])
-    scaled = scaled.masked_fill(scaled < bounds[:, None], -math.inf)
+    if filters:
+        top_p = floats[:, TOP_P].where(temperature[:, 0] > 0, 1.0)
+        bounds = top_k_top_p_bounds_torch(scaled, own[:, TOP_K], top_p, floats[:, MIN_P])
+        scaled = scaled.masked_fill(scaled < bounds[:, None], -math.inf)
     failed = ~logits.isfinite().all(-1) if resample is None else resample.token_ids[resample.rows.long()] < 0
     chosen = torch.where(temperature > 0, scaled + noise, logits).argmax(-1).int().masked_fill_(failed, -1)
     tokens[slots.long(), positions.long()] = chosen.clamp(min=0)
@@ -110,6 +112,7 @@ def _best_of_tile_kernel(
     MIN_P: tl.constexpr,
     RESAMPLE: tl.constexpr,
     INDEXED: tl.constexpr,
+    FILTERS: tl.constexpr,
     FAILED: tl.constexpr,
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -132,24 +135,51 @@ def _best_of_tile_kernel(
     if temperature > 0:
         low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
         scores = tl.div_rn(logits, temperature) + noise_of_tokens(ids, tl.load(positions_ptr + row), low, high)
-        if is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P):
-            top = tl.max(logits, axis=0)
-            mass = tl.sum(mass_of(logits, top, temperature), axis=0)
-            tl.store(tops_ptr + row * work_stride + tile, top.to(tl.int32, bitcast=True))
-            tl.store(masses_ptr + row * work_stride + tile, mass.to(tl.int32, bitcast=True))
-            if tile == 0:
-                counters = tl.arange(0, 256)
-                tl.store(counters_ptr + row * work_stride + counters, 0, mask=counters < NUM_COUNTERS)
-            if tl.load(params + TOP_K) > 0:
-                bests = tl.max(tl.reshape(logits, [TILE // GROUP, GROUP]), axis=1)
-                groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-                tl.store(groups_ptr + row * work_stride + groups, key_of(bests))
+        if FILTERS:  # noqa: SIM102  # a constexpr: what depends on it is left out
+            if is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P):
+                top = tl.max(logits, axis=0)
+                mass = tl.sum(mass_of(logits, top, temperature), axis=0)
+                tl.store(tops_ptr + row * work_stride + tile, top.to(tl.int32, bitcast=True))
+                tl.store(masses_ptr + row * work_stride + tile, mass.to(tl.int32, bitcast=True))
+                if tile == 0:
+                    counters = tl.arange(0, 256)
+                    tl.store(counters_ptr + row * work_stride + counters, 0, mask=counters < NUM_COUNTERS)
+                if tl.load(params + TOP_K) > 0:
+                    bests = tl.max(tl.reshape(logits, [TILE // GROUP, GROUP]), axis=1)
+                    groups = tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
+                    tl.store(groups_ptr + row * work_stride + groups, key_of(bests))
     best = tl.max(scores, axis=0)
     key = packed(best, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
     if not RESAMPLE:
         finite = (tl.abs(logits) < float("inf")) | (ids >= vocab)
         key = tl.where(tl.min(finite.to(tl.int32), axis=0) == 1, key, FAILED)
     tl.store(keys_ptr + row * tl.num_programs(0) + tile, key)
+
+
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
+def _best_of_row_kernel(
+    keys_ptr,  # [n, num_tiles] int64
+    slots_ptr,  # [n]
+    positions_ptr,  # [n]
+    rows_ptr,  # [n]; not read without RESAMPLE
+    token_ids_ptr,  # [num_rows] int32
+    tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
+    num_tiles,
+    state_stride,
+    RESAMPLE: tl.constexpr,
+    FAILED: tl.constexpr,
+    TILES: tl.constexpr,  # power of two, at least num_tiles
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, tiles = tl.program_id(0), tl.arange(0, TILES)
+    keys = tl.load(keys_ptr + row.to(tl.int64) * num_tiles + tiles, mask=tiles < num_tiles, other=-FAILED)
+    key = tl.max(keys, axis=0)  # no key is as low as -FAILED
+    if RESAMPLE:
+        key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FAILED, key)
+    write_token(row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, RESAMPLE, FAILED)
 
 
 def sample_tokens_triton(
@@ -159,6 +189,7 @@ def sample_tokens_triton(
     tokens: torch.Tensor,
     params: torch.Tensor,
     resample: Resample | None = None,
+    filters: bool = True,
 ) -> torch.Tensor:
     """`sample_tokens_torch` as two kernels: one scores all tokens, and one chooses."""
     n, vocab, device = len(slots), logits.shape[1], logits.device
@@ -171,19 +202,26 @@ def sample_tokens_triton(
     num_tiles, pdl = -(-vocab // _TILE), use_pdl(logits)
     keys = torch.empty((n, num_tiles), dtype=torch.int64, device=device)
     sizes = [num_tiles, num_tiles, num_tiles * (_TILE // _GROUP), NUM_COUNTERS, num_tiles * LEVELS, 2 * _FEW]
-    work = _workspace(n, sizes, device)
+    work = _workspace(n if filters else 0, sizes, device)
     strides = logits.stride(0), params.stride(0), work[0].stride(0)
     launch = {"RESAMPLE": resample is not None, "FAILED": _FAILED, "PDL": pdl, "launch_pdl": pdl}
     indexed = resample is not None and not resample.gathered
     form = launch | {"INDEXED": indexed, "TILE": _TILE, "GROUP": _GROUP} | _COLUMNS
     _best_of_tile_kernel[(num_tiles, n)](
         logits, slots, positions, params, rows, keys, *work[:4], vocab, *strides,
-        NUM_COUNTERS=NUM_COUNTERS, num_warps=4, **form,
+        FILTERS=filters, NUM_COUNTERS=NUM_COUNTERS, num_warps=4, **form,
     )  # fmt: skip
+    tiles = next_power_of_2(num_tiles)
+    if not filters:
+        _best_of_row_kernel[(n,)](
+            keys, slots, positions, rows, token_ids, tokens, num_tiles, params.stride(0),
+            TILES=tiles, num_warps=1, **launch,
+        )  # fmt: skip
+        return token_ids
     parts = max(1, min(_num_resident(device) // n, -(-num_tiles // _SPAN)))
     choose_kernel[(parts, n)](
         logits, slots, positions, params, rows, keys, *work, token_ids, tokens, vocab, num_tiles, *strides,
-        SPAN=_SPAN, TILES=next_power_of_2(num_tiles), FEW=_FEW, LEVELS=LEVELS, num_warps=4, maxnreg=128, **form,
+        SPAN=_SPAN, TILES=tiles, FEW=_FEW, LEVELS=LEVELS, num_warps=4, maxnreg=128, **form,
     )  # fmt: skip
     return token_ids
 

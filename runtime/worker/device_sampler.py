@@ -35,10 +35,13 @@ class DeviceSampler(SlotSampling):
         positions: torch.Tensor,  # [n] int32, of the tokens to be sampled
         tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, the state's; sampled tokens are written into it
         params: torch.Tensor,  # [num_slots + 1, NUM_PARAMS] int32, the state's
+        filters: bool = True,  # False: no row has one
+        penalties: bool = True,  # False: no row has one
     ) -> torch.Tensor:
         """Token ids [n] int32, -1 where the logits are not finite (C9)."""
-        penalise_triton(logits, slots, positions, tokens, params, False, self._tables)
-        return sample_tokens_triton(logits, slots, positions, tokens, params)
+        if penalties:
+            penalise_triton(logits, slots, positions, tokens, params, False, self._tables)
+        return sample_tokens_triton(logits, slots, positions, tokens, params, filters=filters)
 
     def resample(
         self,

@@ -103,7 +103,8 @@ class GpuSteps:
                 token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
         else:
             self._apply_writes(writes)
-            token_ids, logits, prompts = self._run(plan)
+            filters, penalties = self.sampler.filtered[slots], self.sampler.penalised[slots]
+            token_ids, logits, prompts = self._run(plan, bool(filters.any()), bool(penalties.any()))
         logprobs = masks = None
         if not plain:
             again = self.sampler.wants_second_pass(slots, positions)
@@ -181,7 +182,9 @@ class GpuSteps:
 
     # ---- one by one -----------------------------------------------------------------------------------------------
 
-    def _run(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
+    def _run(
+        self, plan: StepPlan, filters: bool, penalties: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
         """A step of any rows. Token ids and logits of the samples in the plan's order; log-probabilities of prompts."""
         shape = StepShape.of(plan)
         rows = self.transfers.upload(shape.pack(plan, self.num_slots))
@@ -193,7 +196,8 @@ class GpuSteps:
             return rows[:0], hidden[:0], prompts
         *_, sampled, slots, positions = shape.split(rows)
         logits = self.decoder.logits(hidden.index_select(0, sampled))
-        return self.sampler.sample(logits, slots, positions, self.tokens, self.params), logits, prompts
+        state = self.tokens, self.params
+        return self.sampler.sample(logits, slots, positions, *state, filters, penalties), logits, prompts
 
     def _forward(self, shape: StepShape, rows: torch.Tensor) -> torch.Tensor:
         """The hidden states of a step's tokens, [num_tokens, hidden]."""

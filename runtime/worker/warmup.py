@@ -53,7 +53,8 @@ class WarmUp:
         no request waits for a compiler."""
         for length in _PROMPT_LENS if on_gpu else _CPU_PROMPT_LENS:
             self._run_prompts([min(length, self.longest_prompt)])
-        self._run_prompts([1], SamplingParams(temperature=1.0, grammar=_FAILING))
+        for params in (SamplingParams(grammar=_FAILING), SamplingParams(repetition_penalty=1.1)):
+            self._run_prompts([1], params)
         logger.info("kernels: built and run once")
 
     def large_step_us(self) -> float:

@@ -8,7 +8,7 @@ import torch
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import FinishReason, Grammar
-from runtime.kernels import automata, bitmask, choose, penalties, sample
+from runtime.kernels import automata, bitmask, sample
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
@@ -94,7 +94,7 @@ def test_the_first_grammars_compile_no_kernel():
     fresh = gpu_runner(dtype="bfloat16")
     kernels = [
         automata._mask_states_kernel, automata._advance_states_kernel, bitmask._apply_bitmask_kernel,
-        sample._best_of_tile_kernel, choose.choose_kernel, penalties._penalties_kernel,
+        sample._best_of_tile_kernel, sample._best_of_row_kernel,
     ]  # fmt: skip
 
     def built() -> list[int]:

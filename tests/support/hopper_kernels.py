@@ -130,7 +130,7 @@ def main() -> None:
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, num_computed=start, num_tokens=count, num_samples=one)
                 steps._apply_writes(steps._state_writes(plan))
-                token_ids, logits, _ = steps._run(plan)
+                token_ids, logits, _ = steps._run(plan, filters=params.top_p < 1, penalties=True)
                 steps.sampler.resample(logits, token_ids, slot, count, steps.tokens, steps.params)
             case = f"{name}, grammars"
             sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))
