@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -12,6 +13,12 @@ import pytest
 
 from actors.environment import LOOPBACK_WORKERS, ray_token
 from tests.conftest import RAY_FOLDER
+
+# A shell that runs the tests in the background, or nohup, makes them and all that they start ignore a signal. Handlers
+# are not inherited: with one here, what the tests start heeds it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,6 @@ def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[st
     assert done.stdout == "Application\n", done.stderr
 
 
-def heed_ctrl_c() -> None:
-    """A shell that runs the tests in the background makes them and their children ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_ray: dict[str, str]):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -40,7 +35,7 @@ def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_
     env = {name: value for name, value in private_ray.items() if "RAY_AUTH" not in name}  # Ray makes a token itself
     env["RAY_worker_niceness"] = "0"  # or its workers would wait for tests that compute beside this one
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT, preexec_fn=heed_ctrl_c)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT)
     try:
         deadline, answer = time.monotonic() + 90, None
         while answer is None and time.monotonic() < deadline and process.poll() is None:
