@@ -174,9 +174,13 @@ def test_signals_are_orders_once_it_is_ready(program):
 def test_a_third_signal_kills(program):
     started = program("parent.tell(ready=True)\nprint('ready', flush=True)\ntime.sleep(60)")
     assert started.process.stdout.readline() == "ready\n"
-    for _ in range(3):
+    num_sent, end = 0, time.monotonic() + 20
+    while started.process.poll() is None:  # on a busy machine two may arrive as one
+        assert time.monotonic() < end
         started.process.send_signal(signal.SIGTERM)
-        time.sleep(0.55)  # apart enough to be three
+        num_sent += 1
+        time.sleep(0.55)  # apart enough to be two
+    assert num_sent >= 3
     assert started.rest() == "interrupted\n"
 
 
