@@ -127,85 +127,14 @@ class Watch(threading.Thread):
             return None
 
 
-# Asks every port for what Ray and Serve answer, as a user who may do nothing, with a pickle that leaves a file.
-STRANGER = """
-import os, pickle, sys
-from concurrent.futures import ThreadPoolExecutor
-import grpc
-from ray.serve.generated.serve_pb2 import ASGIRequest
-
-ports, path, token = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
-os.setgid(65534)
-os.setuid(65534)
-metadata = [("authorization", f"Bearer {token}")] if token else []
-
-class Evil:
-    def __reduce__(self):
-        return os.system, (f"id -u > {path}",)
-
-CALLS = {
-    "/ray.serve.ASGIService/HandleRequestWithRejection":
-        ASGIRequest(pickled_request_metadata=pickle.dumps(Evil())).SerializeToString(),
-    "/ray.rpc.JobInfoGcsService/GetAllJobInfo": b"",
-    "/ray.rpc.NodeManagerService/GetNodeStats": b"",
-    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats": b"",
-}
-
-def ask(port):
-    found = []
-    for method, body in CALLS.items():
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            try:
-                channel.unary_unary(method)(body, timeout=5, metadata=metadata)
-                found.append(f"{method} OK")
-            except grpc.RpcError as e:
-                found.append(f"{method} {e.code().name}")
-    return found
-
-with ThreadPoolExecutor(8) as pool:
-    print(*(line for lines in pool.map(ask, ports) for line in lines), sep="\\n")
-"""
-
-
-def check_that_other_users_run_nothing(server: Server) -> None:
-    """Needs a root that can become another user."""
-    ports = sorted({str(port) for pid in server.pids() for _, port in listening_ports(pid)})
-    environment = Path(f"/proc/{server.pid_of('ray::ServeReplica:callboard:Front')}/environ").read_bytes()
-    (token,) = re.findall(rb"\0RAY_AUTH_TOKEN=(\w+)\0", environment)
-    with tempfile.TemporaryDirectory() as folder:
-        proof = Path(folder, "proof")
-
-        def ask(token: str) -> str:
-            command = [sys.executable, "-c", STRANGER, ",".join(ports), str(proof), token]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-            assert done.returncode == 0, done.stderr
-            return done.stdout
-
-        refused = ask("")
-        assert not proof.exists()
-        assert " OK" not in refused
-        assert {line.split()[0] for line in refused.splitlines() if "UNAUTHENTICATED" in line} == {
-            "/ray.serve.ASGIService/HandleRequestWithRejection",
-            "/ray.rpc.JobInfoGcsService/GetAllJobInfo",
-            "/ray.rpc.NodeManagerService/GetNodeStats",
-            "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
-        }
-        assert "/ray.rpc.JobInfoGcsService/GetAllJobInfo OK" in ask(token.decode())
-        assert proof.read_text() == "0\n", "with the token the same call runs code: it is the token that holds it off"
-
-
-def test_a_life_as_its_user_sees_it(start, tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:  # by chance, the port of Serve's own proxy: it finds another
-        server = start(RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(taken.getsockname()[1]))
-        watch = Watch(server)
-        server.wait_for("curl -N")
+def test_a_life_as_its_user_sees_it(start):
+    server = start()
+    watch = Watch(server)
+    server.wait_for("curl -N")
     ports = {port for pid in server.pids() for port in listening_ports(pid)}
     assert {address for address, _ in ports if not address.startswith("127.")} == set()
     engine = server.pid_of("ray::EngineActor")
     assert os.getpriority(os.PRIO_PROCESS, engine) == os.getpriority(os.PRIO_PROCESS, server.process.pid)
-    if os.getuid() == 0:
-        check_that_other_users_run_nothing(server)
-        assert not (tmp_path / ".ray").exists(), "a token of its own is in no file"
     os.kill(engine, signal.SIGKILL)  # Ray writes a paragraph on that
     deadline = time.monotonic() + START_S
     while not (watch.seen[-1][1] is not None and watch.seen[-1][1].status_code == 503):
@@ -281,3 +210,74 @@ def test_ray_dies_at_the_start(start):
     *phases, end = server.output()
     assert all(re.match(r" +[\d.]+ s  ", line) for line in phases)
     assert end.startswith("callboard: The server's process ended by itself (its raylet ended); see /")
+
+
+# Asks every port for what Ray and Serve answer, as a user who may do nothing, with a pickle that leaves a file.
+STRANGER = """
+import os, pickle, sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from ray.serve.generated.serve_pb2 import ASGIRequest
+
+ports, path, token = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
+os.setgid(65534)
+os.setuid(65534)
+metadata = [("authorization", f"Bearer {token}")] if token else []
+
+class Evil:
+    def __reduce__(self):
+        return os.system, (f"id -u > {path}",)
+
+CALLS = {
+    "/ray.serve.ASGIService/HandleRequestWithRejection":
+        ASGIRequest(pickled_request_metadata=pickle.dumps(Evil())).SerializeToString(),
+    "/ray.rpc.JobInfoGcsService/GetAllJobInfo": b"",
+    "/ray.rpc.NodeManagerService/GetNodeStats": b"",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats": b"",
+}
+
+def ask(port):
+    found = []
+    for method, body in CALLS.items():
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            try:
+                channel.unary_unary(method)(body, timeout=5, metadata=metadata)
+                found.append(f"{method} OK")
+            except grpc.RpcError as e:
+                found.append(f"{method} {e.code().name}")
+    return found
+
+with ThreadPoolExecutor(8) as pool:
+    print(*(line for lines in pool.map(ask, ports) for line in lines), sep="\\n")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_of_the_machine_run_nothing(start, tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # by chance, the port of Serve's own proxy: it finds another
+        server = start(RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(taken.getsockname()[1]))
+        server.wait_for("curl -N")
+    ports = sorted({str(port) for pid in server.pids() for _, port in listening_ports(pid)})
+    environment = Path(f"/proc/{server.pid_of('ray::ServeReplica:callboard:Front')}/environ").read_bytes()
+    (token,) = re.findall(rb"\0RAY_AUTH_TOKEN=(\w+)\0", environment)
+    with tempfile.TemporaryDirectory() as folder:
+        proof = Path(folder, "proof")
+
+        def ask(token: str) -> str:
+            command = [sys.executable, "-c", STRANGER, ",".join(ports), str(proof), token]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        refused = ask("")
+        assert not proof.exists()
+        assert " OK" not in refused
+        assert {line.split()[0] for line in refused.splitlines() if "UNAUTHENTICATED" in line} == {
+            "/ray.serve.ASGIService/HandleRequestWithRejection",
+            "/ray.rpc.JobInfoGcsService/GetAllJobInfo",
+            "/ray.rpc.NodeManagerService/GetNodeStats",
+            "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+        }
+        assert "/ray.rpc.JobInfoGcsService/GetAllJobInfo OK" in ask(token.decode())
+        assert proof.read_text() == "0\n", "with the token the same call runs code: it is the token that holds it off"
+    assert not (tmp_path / ".ray").exists(), "a token of its own is in no file"
