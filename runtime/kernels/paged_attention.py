@@ -22,9 +22,7 @@ class PagedRows:
 
     slots: torch.Tensor  # [num_rows] int32, row of `tables`
     starts: torch.Tensor  # [num_rows] int32, position of the row's first token
-    q_starts: (
-        torch.Tensor
-    )  # [num_rows + 1] int32, the row's first token in q, which may have others; the last one's end
+    q_starts: torch.Tensor  # [num_rows + 1] int32, the row's first token in q, and the end of the last row
     tables: torch.Tensor  # [num_slots + 1, max_blocks] int32 block ids, any stride between rows
     num_rows: int
     num_tokens: int
