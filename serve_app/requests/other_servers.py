@@ -31,7 +31,7 @@ _IGNORED = """
 """
 IGNORED_FIELDS = frozenset(_IGNORED.split())
 
-# What a client can do: instead of which fields. After = stand the values that ask for nothing, as null always does.
+# Remedies, each with the fields that it replaces. After = stand the values that ask for nothing, as null always does.
 _INSTEAD = {
     "leave it out": """
         suffix="" guideline="" negative_prompt="" include=[] logits_processors=[] prompt_embeds=[] input_embeds=[]

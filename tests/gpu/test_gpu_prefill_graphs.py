@@ -43,7 +43,7 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 def with_and_without(runner: ModelRunner, run) -> list[torch.Tensor]:
-    """What `run` gives for a fresh driver with graphs of prompts, their input buffers full of garbage, and without."""
+    """The results of `run` on a fresh driver: with graphs, whose input buffers are full of garbage, and without."""
     graph_runner, results = runner.steps.graph_runner, []
     graphs = graph_runner.prefill_graphs
     assert graphs
