@@ -208,7 +208,7 @@ class Scheduler:
             missing = state.num_total - state.num_computed
             if state.num_total >= state.plan_limit or state.slot is None or state.drafts_in_flight:
                 continue  # its last token is on the way, or it was preempted a moment ago, or waits for verification
-            if missing > 1 and builder.max_prompt_tokens is None:
+            if missing > 1:
                 self._limit_prompts(builder)
             count = min(missing, builder.budget if missing == 1 else builder.prompt_budget)
             if count < missing and (count <= 0 or not self.config.chunked_prefill):
@@ -233,7 +233,7 @@ class Scheduler:
             self._batch_closed = False
         if is_static and (self._batch_closed or builder.reaches_end):
             return admitted
-        if len(self.waiting) and builder.max_prompt_tokens is None:
+        if len(self.waiting):
             self._limit_prompts(builder)
         while builder.prompt_budget > 0 or is_static:
             state = self._next_admitted(builder.prompt_budget, alone)
@@ -248,8 +248,9 @@ class Scheduler:
         return admitted
 
     def _limit_prompts(self, builder: PlanBuilder) -> None:
-        """Leave the rows that decode their pace. Called before the plan has a row of a prompt."""
-        if self.pacing is None or not self.config.chunked_prefill:
+        """Leave the rows that decode their pace. It is decided before the plan has a row of a prompt: one that ends in
+        this step would look as if it decoded."""
+        if self.pacing is None or builder.num_prompts or not self.config.chunked_prefill:
             return
         num_decoding = sum(state.num_total - state.num_computed == 1 for state in self.running)
         num_known = sum(state.num_total - state.num_computed for state in self.running) - num_decoding

@@ -11,6 +11,7 @@ from runtime.core.plan import StepPlan, StepResult
 from runtime.core.scheduler import Scheduler
 from runtime.core.step_pacing import StepPacing
 from runtime.core.types import Request, SamplingParams
+from tests.support.fake_runner import FixedPacing
 
 DECODE_US, ROW_US, PROMPT_TOKEN_US, LAUNCH_US = 1800.0, 8.0, 10.7, 300.0  # about a 3B model on one H200
 
@@ -138,3 +139,14 @@ def test_an_outlier_does_not_count_as_what_steps_take():
         now[0] += took_s
         pacing.observe_step(1, 0, 0.0)
     assert pacing.planning_delay_s(1, 0, now[0]) < 0.003
+
+
+def test_rows_that_only_just_finish_their_prompt_limit_no_other_prompt():
+    """A step that nobody decodes in takes what its budget holds."""
+    info = ModelInfo("f", 2, 4096, (), 40000, 16, "none", "none")
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, prefix_cache=False)
+    scheduler = Scheduler(config, info, None, FixedPacing(4))
+    for name, prompt_len in (("long", 100), ("short", 20)):
+        scheduler.add(Request(name, [1] * prompt_len, prompt_len, SamplingParams(max_tokens=5, ignore_eos=True)))
+    assert scheduler.schedule().plan.num_tokens.tolist() == [64]
+    assert scheduler.schedule().plan.num_tokens.tolist() == [36, 20]
