@@ -3,12 +3,14 @@
     python -m benchmarks.serving --serve /tmp/llama-3.2-3b                        # starts `callboard serve` itself
     python -m benchmarks.serving --url http://127.0.0.1:8000 --workloads burst256 # any server that takes token ids
     python -m benchmarks.serving --engine llama-3.2-3b                            # random weights, no HTTP
+    python -m benchmarks.serving --serve /tmp/llama-3.2-3b --workloads sequential burst48 \
+        --sampling '{"temperature": 0}' '{"temperature": 0.8, "top_p": 0.9}'      # each workload with each of them
 
-Prompts are random token ids to /v1/completions, greedy, EOS ignored. Time to first token (TTFT) runs from the request's
-first byte to its first event, inter-token latency (ITL) from one event to the next of the same request, output tok/s
-from the first request to the last token. Arrivals are Poisson where a rate is named, and the same in every run. Turns
-of a session go on from all that came before them; the answers in between are invented ids of the length that the model
-answered with, so that only what the client knows of the text can be shared.
+Prompts are random token ids to /v1/completions, greedy unless `--sampling` names fields, EOS ignored. Time to first
+token (TTFT) runs from the request's first byte to its first event, inter-token latency (ITL) from one event to the
+next of the same request, output tok/s from the first request to the last token. Arrivals are Poisson where a rate is
+named, and the same in every run. Turns of a session go on from all that came before them; the answers in between are
+invented ids of the length that the model answered with, so that only what the client knows of the text can be shared.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import heapq
+import itertools
 import json
 import re
 import signal
@@ -149,15 +152,16 @@ class Connection(asyncio.Protocol):
 class Client:
     """Keeps connections open from one request to the next, as real clients do."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, sampling: dict[str, float] | None = None) -> None:
         self._host, self._port = urlsplit(url).hostname, urlsplit(url).port or 80
+        self._sampling = sampling or {"temperature": 0.0}
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
             self._model = json.load(answer)["data"][0]["id"]
         self._idle: list[Connection] = []
 
     async def ask(self, turn: Turn) -> None:
         body = {
-            "model": self._model, "prompt": turn.prompt, "max_tokens": turn.max_tokens, "temperature": 0.0,
+            "model": self._model, "prompt": turn.prompt, "max_tokens": turn.max_tokens, **self._sampling,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
         data = json.dumps(body).encode()
@@ -191,7 +195,7 @@ async def play(sessions: list[Session], ask: Callable[[Turn], Awaitable[None]]) 
 # ---- in this process ------------------------------------------------------------------------------------------------
 
 
-def play_on_engine(sessions: list[Session], engine: Engine) -> None:
+def play_on_engine(sessions: list[Session], engine: Engine, sampling: dict[str, float]) -> None:
     """The same without HTTP, text and processes: what the engine alone does."""
     core, clock = engine.core, time.perf_counter
     begin = clock()
@@ -203,7 +207,7 @@ def play_on_engine(sessions: list[Session], engine: Engine) -> None:
                 _, session, at = heapq.heappop(due)
                 turn = sessions[session].turns[at]
                 turn.sent = clock()
-                params = SamplingParams(max_tokens=turn.max_tokens, temperature=0.0, ignore_eos=True)
+                params = SamplingParams(max_tokens=turn.max_tokens, ignore_eos=True, **sampling)
                 request = Request(f"{session}-{at}", list(turn.prompt), len(turn.prompt), params)
                 core.add(request, owner=(session, at))
             if not core.has_work:
@@ -272,6 +276,10 @@ def main() -> None:
     where.add_argument("--engine", choices=sorted(CONFIGS), help="no server: the engine in this process")
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--repeats", type=int, default=3, help="runs of each workload; medians are reported")
+    parser.add_argument(
+        "--sampling", nargs="+", type=json.loads, metavar="JSON", default=[{"temperature": 0.0}],
+        help="sampling fields of the requests; each workload runs with each of them",
+    )  # fmt: skip
     parser.add_argument("--label", default="", help="goes into the results: which server, which model")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="for callboard serve; must come last")
     args = parser.parse_args()
@@ -281,21 +289,21 @@ def main() -> None:
         if args.engine:
             config = engine_config(args.set)
             engine = Engine(args.engine, config)
-            run = lambda sessions: play_on_engine(sessions, engine)  # noqa: E731
+            run = lambda sessions, sampling: play_on_engine(sessions, engine, sampling)  # noqa: E731
         else:
             config = None
             url = args.url or stack.enter_context(served(args.serve, args.flags))
-            run = lambda sessions: asyncio.run(play(sessions, Client(url).ask))  # noqa: E731
-        run(Draw(1 << 20).requests(64, (64, 512), (16, 64)))  # every batch size and length class once
-        for name in tqdm(args.workloads, unit="workload"):
+            run = lambda sessions, sampling: asyncio.run(play(sessions, Client(url, sampling).ask))  # noqa: E731
+        run(Draw(1 << 20).requests(64, (64, 512), (16, 64)), args.sampling[0])  # every batch size and length class once
+        for name, sampling in tqdm(list(itertools.product(args.workloads, args.sampling)), unit="workload"):
             runs = []
             for seed in range(args.repeats):
-                run(sessions := WORKLOADS[name](Draw(seed)))
+                run(sessions := WORKLOADS[name](Draw(seed)), sampling)
                 runs.append(figures(sessions))
             found = {key: middle([figure[key] for figure in runs]) for key in runs[0]}
             results.add(
-                config, model=args.engine or args.label or args.serve, workload=name, repeats=args.repeats,
-                through="engine" if args.engine else "http", requests=sum(len(session.turns) for session in sessions),
+                config, model=args.engine or args.label or args.serve, workload=name, sampling=sampling,
+                repeats=args.repeats, through="engine" if args.engine else "http", requests=sum(len(session.turns) for session in sessions),
                 output_tok_s=found["tok_s"][0], output_range=found["tok_s"][1],
                 ttft_ms={"p50": found["ttft50"][0], "p99": found["ttft99"][0]},
                 itl_ms={"p50": found["itl50"][0], "p99": found["itl99"][0]},
