@@ -303,7 +303,8 @@ def main() -> None:
             found = {key: middle([figure[key] for figure in runs]) for key in runs[0]}
             results.add(
                 config, model=args.engine or args.label or args.serve, workload=name, sampling=sampling,
-                repeats=args.repeats, through="engine" if args.engine else "http", requests=sum(len(session.turns) for session in sessions),
+                repeats=args.repeats, through="engine" if args.engine else "http",
+                requests=sum(len(session.turns) for session in sessions),
                 output_tok_s=found["tok_s"][0], output_range=found["tok_s"][1],
                 ttft_ms={"p50": found["ttft50"][0], "p99": found["ttft99"][0]},
                 itl_ms={"p50": found["itl50"][0], "p99": found["itl99"][0]},
