@@ -63,13 +63,16 @@ class Session:
 
 
 class Draw:
-    """Prompts, lengths and times; the same seed gives the same ones."""
+    """Prompts, lengths and times; the same seed gives the same ones. Another `shift` gives prompts of the same lengths
+    that share nothing with those, so that a server's prefix cache knows none of them."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
+    def __init__(self, seed: int, shift: int = 0) -> None:
+        self._rng, self._shift = np.random.default_rng(seed), shift
 
     def ids(self, low: int, high: int) -> list[int]:
-        return self._rng.integers(*_IDS, self._rng.integers(low, high + 1)).tolist()
+        first, end = _IDS
+        drawn = self._rng.integers(first, end, self._rng.integers(low, high + 1))
+        return (first + (drawn - first + self._shift) % (end - first)).tolist()
 
     def turn(self, inputs: tuple[int, int], outputs: tuple[int, int], prefix: list[int] | None = None) -> Turn:
         return Turn((prefix or []) + self.ids(*inputs), int(self._rng.integers(outputs[0], outputs[1] + 1)))
@@ -295,10 +298,11 @@ def main() -> None:
             url = args.url or stack.enter_context(served(args.serve, args.flags))
             run = lambda sessions, sampling: asyncio.run(play(sessions, Client(url, sampling).ask))  # noqa: E731
         run(Draw(1 << 20).requests(64, (64, 512), (16, 64)), args.sampling[0])  # every batch size and length class once
-        for name, sampling in tqdm(list(itertools.product(args.workloads, args.sampling)), unit="workload"):
+        cells = list(itertools.product(args.workloads, enumerate(args.sampling)))
+        for name, (shift, sampling) in tqdm(cells, unit="workload"):
             runs = []
             for seed in range(args.repeats):
-                run(sessions := WORKLOADS[name](Draw(seed)), sampling)
+                run(sessions := WORKLOADS[name](Draw(seed, shift)), sampling)
                 runs.append(figures(sessions))
             found = {key: middle([figure[key] for figure in runs]) for key in runs[0]}
             results.add(
