@@ -1,22 +1,21 @@
 """Model weights from disk, one tensor at a time: a folder of safetensors files, or a GGUF file.
 
 Both are mapped into memory and read tensor by tensor, and what was read is let go, so that loading needs no more than
-the model and one tensor's source beside it. Every length in a header is checked before it is used.
+the model and one tensor's source beside it. Headers are checked before anything of a file is used.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from runtime.core.sharding import Part
 from runtime.core.types import CallboardError
@@ -24,37 +23,11 @@ from runtime.loading.dequantize import dequantize
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, read_json, weight_files
 from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import Source, gguf_eos_token_ids, read_gguf_model
-from runtime.loading.mapped import MappedFile
 from runtime.loading.upload import Uploader
 
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
+_MOST_MAPPED = 64 << 20  # bytes read of a safetensors file before its pages are let go
 _DEQUANTIZED_AT_ONCE = 1 << 17  # weights; half a MB of float32 stays in a core's cache
 _SAMPLE_BYTES = 256  # of the head, the middle and the tail of each tensor, for the fingerprint
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """One tensor as its file holds it."""
-
-    type_name: str
-    shape: tuple[int, ...]
-    file_index: int
-    offset: int  # from the start of the file
-    data: memoryview
 
 
 class Checkpoint(ABC):
@@ -84,24 +57,25 @@ class Checkpoint(ABC):
     def dtype(self, name: str) -> torch.dtype:
         """The type of a tensor's numbers before they are converted."""
 
+    @abstractmethod
     def type_name(self, name: str) -> str:
         """The type of a tensor in its file, such as BF16 or Q4_K."""
-        return self._stored(name).type_name
 
     @abstractmethod
-    def _stored(self, name: str) -> _Stored: ...
+    def _stored(self, name: str) -> memoryview:
+        """The bytes of a tensor as its file holds them, read where they are looked at."""
 
     @cached_property
     def fingerprint(self) -> str:
         """128 bits in hex that tell one model's weights from another's: equal wherever the same files are.
 
-        A hash over the configuration, every tensor's name, type, shape and place, and samples of its bytes."""
+        A hash over the configuration, every tensor's name, type and shape, and samples of its bytes."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in self.names():
-            t = self._stored(name)
-            digest.update(json.dumps([name, t.type_name, t.shape, t.file_index, t.offset, len(t.data)]).encode())
-            for start in (0, len(t.data) // 2, max(0, len(t.data) - _SAMPLE_BYTES)):
-                digest.update(t.data[start : start + _SAMPLE_BYTES])
+            digest.update(json.dumps([name, self.type_name(name), self.shape(name)]).encode())
+            data = self._stored(name)
+            for start in (0, len(data) // 2, max(0, len(data) - _SAMPLE_BYTES)):
+                digest.update(data[start : start + _SAMPLE_BYTES])
         return digest.hexdigest()[:32]
 
 
@@ -163,9 +137,20 @@ class GgufCheckpoint(Checkpoint):
             raise CallboardError(f"{self._file.path} has no tensor {name!r}; the file is incomplete.")
         return self._model.sources[name]
 
-    def _stored(self, name: str) -> _Stored:
-        t = self._source(name).tensor
-        return _Stored(t.type_name, t.shape, t.part, t.offset, self._file.raw(t.name).reshape(-1).data)
+    def type_name(self, name: str) -> str:
+        return self._source(name).tensor.type_name
+
+    def _stored(self, name: str) -> memoryview:
+        return self._file.raw(self._source(name).tensor.name).reshape(-1).data
+
+
+class _Stored(NamedTuple):
+    """A tensor as its safetensors file announces it."""
+
+    path: Path
+    type_name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -176,13 +161,12 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = read_json(folder / "config.json")
         self.eos_token_ids = folder_eos_token_ids(folder, self.config)
         self._tensors: dict[str, _Stored] = {}
-        self._files: list[MappedFile] = []
-        for index, path in enumerate(weight_files(folder)):
-            self._files.append(file := MappedFile(path))
-            for name, stored in _read_safetensors(path, file, index):
-                if name in self._tensors:
-                    raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
-                self._tensors[name] = stored
+        for path in weight_files(folder):
+            tensors = _header(path)
+            for name in tensors.keys() & self._tensors.keys():
+                raise CallboardError(f"{path}: tensor {name!r} is in another file of {folder} too.")
+            self._tensors |= tensors
+        self._path, self._file, self._num_mapped = path, _opened(path), 0  # the file that was read last
         if (folder / INDEX_NAME).exists():
             for name, file_name in read_json(folder / INDEX_NAME)["weight_map"].items():
                 if name not in self._tensors:
@@ -192,81 +176,71 @@ class SafetensorsCheckpoint(Checkpoint):
         return sorted(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored(name).shape
+        return self._announced(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return _SAFETENSORS_DTYPES[self._stored(name).type_name]
+        return self._announced(name).dtype
+
+    def type_name(self, name: str) -> str:
+        return self._announced(name).type_name
 
     def tensor(
         self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu", part: Part | None = None
     ) -> torch.Tensor:
-        stored, stored_dtype, device = self._stored(name), self.dtype(name), torch.device(device)
-        # Copied as bytes: torch makes no tensors of read-only memory, and numpy has no bfloat16.
-        data, shape = np.frombuffer(stored.data, np.uint8)[None], list(stored.shape)
+        mapped, device = self._mapped(name), torch.device(device)
         if part is not None:
-            inner = math.prod(shape[part.dim + 1 :]) * stored_dtype.itemsize
-            data = data.reshape(math.prod(shape[: part.dim]), -1)[:, part.start * inner : part.stop * inner]
-            shape[part.dim] = part.stop - part.start
-        source = torch.empty(shape, dtype=stored_dtype, device=device)
-        raw = source.view(-1).view(torch.uint8)
-        if device.type == "cuda":
-            self._uploader.upload(np.ascontiguousarray(data).reshape(-1).data, raw)  # rows are as they lie in the file
-        else:
-            raw.numpy().reshape(data.shape)[:] = data
-        self._files[stored.file_index].forget(stored.offset, len(stored.data))
+            mapped = mapped.narrow(part.dim, part.start, part.stop - part.start)
+        self._num_mapped += mapped.nbytes
+        if device.type != "cuda":
+            return mapped.to(device, dtype, copy=True)
+        source = torch.empty(mapped.shape, dtype=mapped.dtype, device=device)
+        self._uploader.upload(_bytes_of(mapped), source.view(-1).view(torch.uint8))
         return source.to(dtype)
 
     @cached_property
     def _uploader(self) -> Uploader:
         return Uploader()
 
-    def _stored(self, name: str) -> _Stored:
+    def _announced(self, name: str) -> _Stored:
         if name not in self._tensors:
             raise CallboardError(f"{self._folder} has no tensor {name!r}; the checkpoint is incomplete.")
         return self._tensors[name]
 
+    def _stored(self, name: str) -> memoryview:
+        return _bytes_of(self._mapped(name))
 
-def _read_safetensors(path: Path, file: MappedFile, file_index: int) -> list[tuple[str, _Stored]]:
-    """The tensors of one file: u64 header length | JSON header | data (the safetensors format)."""
-    data, size = file.data, file.size
-    header_len = int.from_bytes(data[:8], "little")
-    if size < 8 or header_len > min(size - 8, _MAX_HEADER_BYTES):
-        raise CallboardError(f"{path}: a header of {header_len} bytes is announced in a file of {size}; it is cut off.")
+    def _mapped(self, name: str) -> torch.Tensor:
+        """A tensor in its file's pages, which count as this process' memory until the file is opened anew."""
+        path = self._announced(name).path
+        if path != self._path or self._num_mapped > _MOST_MAPPED:
+            self._path, self._file, self._num_mapped = path, _opened(path), 0
+        tensor: torch.Tensor = self._file.get_tensor(name)
+        return tensor
+
+
+def _opened(path: Path) -> Any:
+    """A safetensors file; raises CallboardError if its header is not in order."""
     try:
-        header = json.loads(bytes(data[8 : 8 + header_len]), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as e:
-        raise CallboardError(f"{path}: the header is not valid JSON: {e}.") from e
-    if not isinstance(header, dict):
-        raise CallboardError(f"{path}: the header is a JSON {type(header).__name__}; an object is needed.")
-    header.pop("__metadata__", None)
-    data = data[8 + header_len :]
-    tensors = []
-    for name, entry in header.items():
-        match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]} if all(
-                type(n) is int and n >= 0 for n in shape
-            ):
-                pass
-            case _:
-                raise CallboardError(f"{path}: tensor {name!r} needs a dtype, a shape and two data_offsets.")
-        if dtype not in _SAFETENSORS_DTYPES:
-            raise CallboardError(
-                f"{path}: tensor {name!r} has dtype {dtype!r}; known are {', '.join(_SAFETENSORS_DTYPES)}."
-            )
-        if not 0 <= start <= end <= len(data):
-            raise CallboardError(
-                f"{path}: tensor {name!r} should be bytes {start} to {end} of {len(data)}; the file is cut off."
-            )
-        if end - start != math.prod(shape) * _SAFETENSORS_DTYPES[dtype].itemsize or max(shape, default=0) >> 40:
-            raise CallboardError(
-                f"{path}: tensor {name!r} has {end - start} bytes, which its shape {shape} of {dtype} does not need."
-            )
-        tensors.append((name, _Stored(dtype, tuple(shape), file_index, 8 + header_len + start, data[start:end])))
+        return safe_open(path, "pt")
+    except OSError as e:
+        raise CallboardError(f"{path} cannot be read: {e.strerror or e}.") from e
+    except SafetensorError as e:
+        raise CallboardError(f"{path}: the file is damaged or cut off ({e}); fetch it again.") from e
+
+
+def _header(path: Path) -> dict[str, _Stored]:
+    """The tensors of a safetensors file; raises CallboardError if one has a type that torch does not know."""
+    file, tensors = _opened(path), {}
+    for name in file.keys():  # noqa: SIM118
+        type_name = file.get_slice(name).get_dtype()
+        try:
+            tensor = file.get_tensor(name)
+        except SafetensorError as e:
+            raise CallboardError(f"{path}: tensor {name!r} has the type {type_name}, which is not supported.") from e
+        tensors[name] = _Stored(path, type_name, tensor.dtype, tuple(tensor.shape))
     return tensors
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return out
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, in C order."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
