@@ -10,8 +10,9 @@ from typing import Any, get_args
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, RopeType
 from runtime.core.types import CallboardError
+from runtime.loading.dequantize import ggml_types
 from runtime.loading.folder import read_json
-from runtime.loading.gguf import GGML_TYPES, GgufFile
+from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
 from runtime.loading.resolve import resolve
 from runtime.models import FAMILIES, load_spec
@@ -28,7 +29,7 @@ def families() -> str:
         lines += [family.models, _line("  config.json", architecture), _line("  example", family.example)]
         lines += [_line("  verified", family.verified), ""]
     lines.append(_line("GGUF", f"general.architecture {', '.join(ARCHITECTURES)}"))
-    lines.append(_line("", f"tensors in {', '.join(name for name, _, _ in GGML_TYPES.values())}"))
+    lines.append(_line("", f"tensors in {', '.join(name for name, _, _ in ggml_types().values())}"))
     lines.append(_line("RoPE", ", ".join(get_args(RopeType))))
     return "\n".join(lines)
 

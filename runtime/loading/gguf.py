@@ -17,29 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.types import CallboardError
+from runtime.loading.dequantize import ggml_types
 from runtime.loading.mapped import MappedFile
 
 T = TypeVar("T")
-
-# Type number: (name, weights in one block, bytes of one block), from ggml.h.
-GGML_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    30: ("BF16", 1, 2),
-}
-# Types that no code here decodes, for the error that names them.
-_NAMES_FROM_16 = "IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M"
-_OTHER_TYPES = {**dict(enumerate(_NAMES_FROM_16.split(), 16)), 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -129,16 +110,15 @@ class GgufFile:
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise CallboardError(f"{path}: general.alignment is {alignment!r}; it must be a power of two.")
-        data_start = -(-cursor.at // alignment) * alignment
+        data_start, types = -(-cursor.at // alignment) * alignment, ggml_types()
         for name, shape, ggml_type, offset in infos:
             cursor.where = f"tensor {name!r}"
             if name in self.tensors:
                 raise cursor.error("occurs twice")
-            if ggml_type not in GGML_TYPES:
-                known = ", ".join(n for n, _, _ in GGML_TYPES.values())
-                kind = _OTHER_TYPES.get(ggml_type, f"number {ggml_type}")
-                raise cursor.error(f"has the type {kind}, which is not supported; supported are {known}")
-            type_name, block, block_bytes = GGML_TYPES[ggml_type]
+            if ggml_type not in types:
+                known = ", ".join(n for n, _, _ in types.values())
+                raise cursor.error(f"has the type number {ggml_type}, which is not supported; supported are {known}")
+            type_name, block, block_bytes = types[ggml_type]
             if 0 in shape or shape[-1] % block:
                 raise cursor.error(f"has the shape {list(shape)}, which {type_name} blocks of {block} cannot fill")
             nbytes = math.prod(shape) // block * block_bytes

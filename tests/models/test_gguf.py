@@ -15,32 +15,15 @@ from hypothesis import strategies as st
 
 from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.loading.dequantize import dequantize
-from runtime.loading.gguf import GGML_TYPES, GgufFile
+from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.text.tokenizer import Tokenizer
-
-
-def test_type_table_is_ggmls():
-    for number, (name, block, block_bytes) in GGML_TYPES.items():
-        kind = gguf.GGMLQuantizationType(number)
-        assert (kind.name, *gguf.GGML_QUANT_SIZES[kind]) == (name, block, block_bytes)
 
 
 def test_metadata_equals_the_reference_reader(write_tiny_gguf):
     path = write_tiny_gguf(a__bool=True, a__list=[1.5, 2.5], an__int=7, text="ünï")
     reference = {k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
     assert GgufFile(path).metadata == reference
-
-
-@pytest.mark.parametrize("kind", [name for name, _, _ in GGML_TYPES.values()])
-def test_dequantize_equals_the_reference(kind):
-    quant_type = gguf.GGMLQuantizationType[kind]
-    block, block_bytes = gguf.GGML_QUANT_SIZES[quant_type]
-    rng = np.random.default_rng(1)
-    raw = rng.integers(0, 256, (3, max(64 // block, 1) * block_bytes * 2), np.uint8)
-    with np.errstate(invalid="ignore"):  # random bytes hold infinite scales too
-        np.testing.assert_array_equal(dequantize(raw, kind), gguf.quants.dequantize(raw, quant_type))
 
 
 def test_tensors_are_the_stored_ones(write_tiny_gguf):
@@ -193,7 +176,7 @@ def _file(path: Path, *parts: bytes) -> Path:
         ([b"GGUF", struct.pack("<IQQQ1sIQ1s", 3, 0, 1, 1, b"k", 8, 1, b"\xff")], "'k' has text that is not UTF-8"),
         ([b"GGUF", struct.pack("<IQQQ1sIQ3s", 3, 0, 1, 1, b"k", 8, 40, b"abc")], "'k' .* 40 bytes where 3 are left"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 99, 0)], "'t' has the type number 99,"),
-        ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 23, 0)], "'t' has the type IQ4_XS"),
+        ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 26, 0)], "'t' has the type number 26, .* IQ4_XS"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 8, 2, 0)], "'t' .* Q4_0 blocks of 32 cannot fill"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 1, 1 << 62, 0, 0)], "'t' should lie at .* cut off"),
         ([b"GGUF", struct.pack("<IQQQ1sIQIQ", 3, 1, 0, 1, b"t", 9, 8, 0, 0)], "'t' has 9 dimensions"),

@@ -197,17 +197,18 @@ class TestSplitFiles:
             open_checkpoint(parts[0])
 
 
-def test_quantised_experts_are_cut_out_of_their_tensor(tmp_path):
+@pytest.mark.parametrize("block_type", ["Q8_0", "MXFP4"])
+def test_quantised_experts_are_cut_out_of_their_tensor(tmp_path, block_type):
     wide = {"hidden_size": 64, "moe_intermediate_size": 96}
     arch, kind, config, metadata = MODELS["qwen3moe"]
     metadata = metadata | {"qwen3moe.expert_feed_forward_length": 96}
-    path = export(_model(kind, config | wide), arch, tmp_path / "model.gguf", block_type="Q8_0", **metadata)
+    path = export(_model(kind, config | wide), arch, tmp_path / "model.gguf", block_type=block_type, **metadata)
     checkpoint = open_checkpoint(path)
     stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors}
     for part in ("gate", "up", "down"):
         for i, expert in enumerate(stored[f"blk.1.ffn_{part}_exps.weight"]):
             name = f"model.layers.1.mlp.experts.{i}.{part}_proj.weight"
-            assert checkpoint.type_name(name) == "Q8_0"
+            assert checkpoint.type_name(name) == block_type
             assert checkpoint.shape(name) == expert.shape
             assert torch.equal(checkpoint.tensor(name, torch.float32), torch.from_numpy(expert))
 
