@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from runtime.kernels.skinny_gemm_configs import SkinnyGemmConfig
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -21,6 +24,16 @@ if INTERPRETING:
         return interpreter._LangPatchScope() if is_patched else patch_language(fn)
 
     interpreter._patch_lang = patch_language_once
+    # Sums of integers are computed a second time to find overflows, which only a debugging session would tell.
+    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+
+
+@pytest.fixture
+def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of few rows for tests of whole steps: by a few programs, which the interpreter runs one after another,
+    instead of by as many as fill a GPU. test_linear_kernels.py has their shapes."""
+    wide = SkinnyGemmConfig(block_n=128, block_k=1024, num_warps=4)
+    monkeypatch.setattr("runtime.kernels.skinny_gemm.skinny_gemm_config", lambda *shape: wide)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,11 @@
 """The Triton path of a whole step, from plan to tokens: its tokens are the torch path's."""
 
+import pytest
 import torch
 
 from tests.support.triton_engine import chains, check_tokens, logits_after_chunks, run
+
+pytestmark = pytest.mark.usefixtures("wide_products")
 
 
 def test_deterministic_tokens_are_those_of_the_torch_path():

@@ -18,6 +18,8 @@ from tests.support.family_steps import logits_of
 from tests.support.runner_driver import Driver
 from tests.support.triton_engine import replayed_graphs
 
+pytestmark = pytest.mark.usefixtures("wide_products")
+
 KERNEL_CASES = {  # those whose kernels differ -> what makes them shorter
     "mixtral": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 1, "sliding_window": 7},

@@ -2,11 +2,15 @@
 
 import time
 
+import pytest
+
 from runtime.core.types import FinishReason, Grammar
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.gpu_steps import GpuSteps
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import Answers, answers, hot, recorded, small_runner
+
+pytestmark = pytest.mark.usefixtures("wide_products")
 
 
 def tokens_and_reasons(found: Answers) -> dict[str, tuple[list[int], FinishReason]]:
