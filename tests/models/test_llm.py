@@ -9,8 +9,8 @@ import pytest
 from runtime.core.types import CallboardError, FinishReason, SamplingParams
 from runtime.llm import LLM
 from runtime.structured.grammar import grammar_of
-from tests.conftest import TINY_TOKENS
 from tests.support.fake_runner import FixedShare
+from tests.support.tiny_gguf import TINY_TOKENS
 
 BASE = {"deterministic": True, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4, "num_kv_blocks": 80}
 SHARED = [5, 9, 33, 7, 8, 41, 3, 3, 9]

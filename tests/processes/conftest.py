@@ -13,12 +13,20 @@ import pytest
 
 from actors.environment import LOOPBACK_WORKERS, ray_token
 from tests.conftest import RAY_FOLDER
+from tests.support.tiny_gguf import write_tiny_gguf
 
 # A shell that runs the tests in the background, or nohup, makes them and all that they start ignore a signal. Handlers
 # are not inherited: with one here, what the tests start heeds it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is loaded at once and makes streams that last: of up to 16,384 tokens, a millisecond each."""
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    return write_tiny_gguf(path, llama__context_length=16384, llama__rope__freq_base=10000.0)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Real actors, a real model, real kills: the death of a runner or of the engine is a pause, not an error (C8)."""
+"""Real actors, real kills: the death of a runner or of the engine is a pause, not an error (C8)."""
 
 import asyncio
 import os
@@ -15,27 +15,23 @@ from actors.router import Router
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError, GrammarSpec, Request, SamplingParams
-from runtime.loading.resolve import resolve
 from runtime.structured.grammar import compiled
 from runtime.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 PROMPTS = [list(range(100 + 7 * i, 120 + 9 * i)) for i in range(8)]
+NUM_TOKENS = 400  # of each answer: long enough for a kill while all are under way
 LETTERS = compiled(GrammarSpec("regex", "[A-Z][a-z ]{900}"))
-
-
-def config(**kw) -> EngineConfig:
-    """Each runner has one core, as there may be a draft's beside the engine's."""
-    fixed = {"deterministic": True, "max_num_seqs": 8, "kv_cache_memory": 0.1, "max_model_len": 512, "num_threads": 1}
-    return EngineConfig(**fixed, **kw)
 
 
 class Server:
     """One supervised engine and a link to it, on the test's own event loop."""
 
-    def __init__(self, name, **kw):
-        self.name, self.config = name, config(**kw)
+    def __init__(self, name, model, **kw):
+        """Each runner has one core, as there may be a draft's beside the engine's."""
+        fixed = {"deterministic": True, "max_num_seqs": 8, "kv_cache_memory": 0.1, "num_threads": 1}
+        self.name, self.config = name, EngineConfig(str(model), max_model_len=1024, **fixed, **kw)
 
     async def __aenter__(self):
         self.group = ray.util.placement_group(bundles(self.config, gpu=False), "STRICT_PACK")
@@ -68,7 +64,7 @@ class Server:
 
         async def one(i):
             grammar = LETTERS if i % 4 == 3 else None
-            params = SamplingParams(max_tokens=60, temperature=0.8 * (i % 2), ignore_eos=True, grammar=grammar)
+            params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8 * (i % 2), ignore_eos=True, grammar=grammar)
             tokens = []
             async for output in self.link.generate(Request(f"r{i}", PROMPTS[i], len(PROMPTS[i]), params, seed=i)):
                 assert not output.error, output.error
@@ -87,25 +83,25 @@ async def wait_for(condition, seconds):
         await asyncio.sleep(0.01)
 
 
-async def test_killed_runner_and_engine_change_no_token():
-    async with Server("kill") as server:
+async def test_killed_runner_and_engine_change_no_token(tiny_path):
+    async with Server("kill", tiny_path) as server:
         undisturbed = await server.generate()
-        assert [len(t) for t in undisturbed] == [60] * 8
-        tokenizer = Tokenizer.load(resolve(server.config.model, None))
+        assert [len(t) for t in undisturbed] == [NUM_TOKENS] * 8
+        tokenizer = Tokenizer.load(tiny_path)
         assert all(re.fullmatch("[A-Z][a-z ]*", tokenizer.decode(undisturbed[i])) for i in (3, 7))
 
         for victim in ("runner", "engine"):
-            progress: list[int] = []
-            reading = asyncio.create_task(server.generate(progress))
-            await wait_for(lambda progress=progress: sum(progress) > 80, 60)
             if victim == "runner":
                 pid = await server.runner_pid()
             else:
                 pid = (await server.engine().stats.remote())["pid"]
+            progress: list[int] = []
+            reading = asyncio.create_task(server.generate(progress))
+            await wait_for(lambda progress=progress: sum(progress) > 80, 60)
             os.kill(pid, signal.SIGKILL)
             await wait_for(lambda: server.link.health() is not None, 5)
             assert "restart" in server.link.health()
-            assert sum(progress) < 8 * 60
+            assert sum(progress) < 8 * NUM_TOKENS
             assert await reading == undisturbed
             assert server.link.health() is None
         assert server.supervisor.num_restarts == 1
@@ -114,7 +110,7 @@ async def test_killed_runner_and_engine_change_no_token():
 async def test_a_model_that_cannot_be_loaded_is_one_sentence(tmp_path):
     bad = tmp_path / "broken.gguf"
     bad.write_bytes(b"GGUF" + b"\xff" * 100)
-    server = Server("broken", model=str(bad))
+    server = Server("broken", bad)
     with pytest.raises(CallboardError, match=r"broken\.gguf") as error:
         async with server:
             pass

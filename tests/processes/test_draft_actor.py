@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from runtime.core.config import DEFAULT_MODEL
 from tests.processes.test_actors import Server, wait_for
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -25,17 +24,18 @@ async def generate_until_guessed(server, want):
         assert await server.generate() == want
 
 
-async def test_a_killed_or_stopped_draft_changes_no_token():
+async def test_a_killed_or_stopped_draft_changes_no_token(tiny_path):
     """The draft is the model itself, so that every guess is right while it lives."""
-    async with Server("plain") as server:
+    async with Server("plain", tiny_path) as server:
         undisturbed = await server.generate()
-    async with Server("drafted", draft=DEFAULT_MODEL, num_draft_tokens=3, draft_kv_cache_memory=0.1) as server:
+    draft = {"draft": str(tiny_path), "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1}
+    async with Server("drafted", tiny_path, **draft) as server:
         await generate_until_guessed(server, undisturbed)
         for signal_number in (signal.SIGSTOP, signal.SIGKILL):
+            pid = await server.draft_pid()
             progress: list[int] = []
             reading = asyncio.create_task(server.generate(progress))
             await wait_for(lambda progress=progress: sum(progress) > 40, 60)
-            pid = await server.draft_pid()
             os.kill(pid, signal_number)
             assert await reading == undisturbed
             assert server.link.health() is None
@@ -44,9 +44,9 @@ async def test_a_killed_or_stopped_draft_changes_no_token():
                 assert await server.draft_pid() != pid
 
 
-async def test_two_engines_share_a_draft():
-    config = {"draft": DEFAULT_MODEL, "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1, "draft_shared": True}
-    async with Server("shared/engine/0", **config) as a, Server("shared/engine/1", **config) as b:
+async def test_two_engines_share_a_draft(tiny_path):
+    config = {"draft": str(tiny_path), "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1, "draft_shared": True}
+    async with Server("shared/engine/0", tiny_path, **config) as a, Server("shared/engine/1", tiny_path, **config) as b:
         assert await a.draft_pid() == await b.draft_pid()
         expected, end = None, time.monotonic() + 120
         while True:  # six processes on a machine with two cores: how many guesses come in time is up to it
