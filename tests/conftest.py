@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -93,7 +94,7 @@ def pytest_unconfigure() -> None:
 def write_tiny_gguf(tmp_path: Path) -> Callable[..., Path]:
     """Writes a tiny model into the test's folder."""
 
-    def write(*args: Any, name: str = "tiny.gguf", **kwargs: Any) -> Path:
-        return tiny_gguf.write_tiny_gguf(tmp_path / name, *args, **kwargs)
+    def write(tensors: dict[str, np.ndarray] | None = None, name: str = "tiny.gguf", **metadata: Any) -> Path:
+        return tiny_gguf.write_tiny_gguf(tmp_path / name, tensors, **metadata)
 
     return write
