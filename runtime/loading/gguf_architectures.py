@@ -1,8 +1,9 @@
 """The meaning of a GGUF file: its tensors under their Hugging Face names and order, and its metadata as a config.json.
 
-An architecture is one entry of `ARCHITECTURES`: a table of names, a config, and what llama.cpp's converter
-(convert_hf_to_gguf.py) did to the weights, which is undone here. Some facts that a config.json states are no metadata
-in GGUF, because llama.cpp has them in its code; so they are constants here too.
+GGUF has the same names for the tensors of all models (`_PARAMETERS`); those of Hugging Face are in the family's
+WeightMap. An architecture is one entry of `ARCHITECTURES`: its family and its config. What llama.cpp's converter
+(convert_hf_to_gguf.py) did to the weights is undone here. Some facts that a config.json states are no metadata in GGUF,
+because llama.cpp has them in its code; so they are constants here too.
 """
 
 from __future__ import annotations
@@ -19,10 +20,21 @@ from numpy.typing import NDArray
 from runtime.core.types import CallboardError
 from runtime.loading.dequantize import dequantize
 from runtime.loading.gguf import GgufFile, GgufTensor
+from runtime.models import FAMILIES
 
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type)
 # Special tokens that end a text or a turn, whether or not the metadata says so (as in llama-vocab.cpp).
 _END_TOKENS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
+# GGUF's names, without the layer's prefix and the experts' suffix -> our parameters (DecoderSpec.shapes). A tensor of
+# gate and up together has the name of up.
+_PARAMETERS = {
+    "token_embd": "embed", "position_embd": "positions", "output_norm": "final_norm", "output": "head",
+    "attn_norm": "attn_norm", "attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_qkv": "qkv", "attn_output": "out",
+    "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "post_attention_norm": "post_attn_norm",
+    "ffn_norm": "ffn_norm", "ffn_gate_inp": "router", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
+    "post_ffw_norm": "post_ffn_norm",
+}  # fmt: skip
+_EXPERTS = "_exps"  # ends the name of a tensor of all experts' weights
 _ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 
@@ -30,15 +42,10 @@ _ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 class Architecture:
     """How one value of `general.architecture` translates."""
 
-    hf_class: str
+    hf_class: str  # one of FAMILIES
     model_type: str  # of a config.json
     config: Callable[[GgufFile], dict[str, Any]]  # the rest of it
-    # GGUF name -> HF name, both without .weight or .bias; {} is the layer, and a second {} the expert: GGUF has the
-    # weights of all experts in one tensor.
-    names: dict[str, str]
     interleaved: bool = False  # q and k have their rows in the order of interleaved RoPE pairs
-    norms_plus_one: bool = False  # norms are stored as the factor 1 + w
-    transposed: bool = False  # HF has the linear layers as [in, out]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +120,33 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
 
 
 def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTensor) -> dict[str, Source]:
-    """The HF tensors in a GGUF tensor; raises KeyError if it has no name in `arch`."""
+    """The HF tensors in a GGUF tensor; raises KeyError if it has no name in the family's WeightMap."""
+    weight_map = FAMILIES[arch.hf_class].weight_map
     stem, _, kind = tensor.name.rpartition(".")
     block = re.match(r"blk\.(\d+)\.", stem)
-    part = stem[block.end() :] if block else ""
-    hf_name = f"{arch.names[f'blk.{{}}.{part}' if block else stem]}.{kind}"
-    layer = int(block[1]) if block else 0
-    heads_key = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(part) if arch.interleaved else None
+    part = stem[block.end() :] if block else stem
+    parameter = _PARAMETERS[part.removesuffix(_EXPERTS)]
+    if f"gate_{parameter}" in weight_map.names:
+        parameter = f"gate_{parameter}"
+    name = weight_map.names[parameter]
+    if not name.endswith(".weight"):
+        name += f".{kind}"
+    elif kind == "bias":
+        name = weight_map.names[f"{parameter}_bias"]
+    heads_key = {"q": "head_count", "k": "head_count_kv"}.get(parameter) if arch.interleaved else None
     source = Source(
         tensor,
         interleaved_heads=_count(file, f"{arch_name}.attention.{heads_key}") if heads_key else 0,
-        plus_one=arch.norms_plus_one and stem.endswith("norm"),
-        transposed=arch.transposed and block is not None and len(tensor.shape) == 2,
+        plus_one=weight_map.norms_plus_one and parameter.endswith("norm"),
+        transposed=weight_map.transposed and block is not None and len(tensor.shape) == 2,
     )
-    if hf_name.count("{}") < 2:
-        return {hf_name.format(layer): source}
-    if len(tensor.shape) != 3:
+    is_of_experts = part.endswith(_EXPERTS)
+    if name.count("{}") != (block is not None) + is_of_experts or is_of_experts != (len(tensor.shape) == 3):
         raise KeyError(tensor.name)
-    return {hf_name.format(layer, i): Source(tensor, expert=i) for i in range(tensor.shape[0])}
+    layer = int(block[1]) if block else 0
+    if not is_of_experts:
+        return {name.format(layer): source}
+    return {name.format(layer, i): Source(tensor, expert=i) for i in range(tensor.shape[0])}
 
 
 def gguf_eos_token_ids(file: GgufFile) -> tuple[int, ...]:
@@ -233,26 +249,6 @@ def _rope_scaling(file: GgufFile) -> dict[str, Any]:
 
 
 # ---- architectures --------------------------------------------------------------------------------------------------
-
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ATTENTION_NAMES = {
-    **{f"blk.{{}}.attn_{n}": f"model.layers.{{}}.self_attn.{n}_proj" for n in "qkv"},
-    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
-}
-_HEAD_NORM_NAMES = {f"blk.{{}}.attn_{n}_norm": f"model.layers.{{}}.self_attn.{n}_norm" for n in "qk"}
-_NORM_NAMES = {
-    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-}
-_GEMMA_NORM_NAMES = {
-    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
-    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
-    "blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
-    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
-}
-_FFN_NAMES = {f"blk.{{}}.ffn_{n}": f"model.layers.{{}}.mlp.{n}_proj" for n in ("gate", "up", "down")}
-_LLAMA_NAMES = _TOP_NAMES | _ATTENTION_NAMES | _NORM_NAMES | _FFN_NAMES
-_GEMMA_NAMES = _TOP_NAMES | _ATTENTION_NAMES | _GEMMA_NORM_NAMES | _FFN_NAMES
 
 
 def _llama_config(file: GgufFile) -> dict[str, Any]:
@@ -365,68 +361,13 @@ def _gpt2_config(file: GgufFile) -> dict[str, Any]:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", "llama", _llama_config, _LLAMA_NAMES, interleaved=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _decoder_config, _LLAMA_NAMES),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _decoder_config, _LLAMA_NAMES | _HEAD_NORM_NAMES),
-    "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        _qwen3moe_config,
-        _TOP_NAMES
-        | _ATTENTION_NAMES
-        | _NORM_NAMES
-        | _HEAD_NORM_NAMES
-        # The router, and the experts.
-        | {"blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate"}
-        | {f"blk.{{}}.ffn_{n}_exps": f"model.layers.{{}}.mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")},
-    ),
-    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", _gemma2_config, _GEMMA_NAMES, norms_plus_one=True),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM", "gemma3_text", _gemma3_config, _GEMMA_NAMES | _HEAD_NORM_NAMES, norms_plus_one=True
-    ),
-    "phi3": Architecture(
-        "Phi3ForCausalLM",
-        "phi3",
-        _phi3_config,
-        _TOP_NAMES
-        | _NORM_NAMES
-        | {
-            "blk.{}.attn_qkv": "model.layers.{}.self_attn.qkv_proj",
-            "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
-            "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj",
-            "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
-        },
-    ),
-    "gpt2": Architecture(
-        "GPT2LMHeadModel",
-        "gpt2",
-        _gpt2_config,
-        {
-            "token_embd": "transformer.wte",
-            "position_embd": "transformer.wpe",
-            "output_norm": "transformer.ln_f",
-            "output": "lm_head",
-            "blk.{}.attn_norm": "transformer.h.{}.ln_1",
-            "blk.{}.attn_qkv": "transformer.h.{}.attn.c_attn",
-            "blk.{}.attn_output": "transformer.h.{}.attn.c_proj",
-            "blk.{}.ffn_norm": "transformer.h.{}.ln_2",
-            "blk.{}.ffn_up": "transformer.h.{}.mlp.c_fc",
-            "blk.{}.ffn_down": "transformer.h.{}.mlp.c_proj",
-        },
-        transposed=True,
-    ),
+    "llama": Architecture("LlamaForCausalLM", "llama", _llama_config, interleaved=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _decoder_config),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", _decoder_config),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _qwen3moe_config),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", _gemma2_config),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3_config),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", _phi3_config),
+    "gpt2": Architecture("GPT2LMHeadModel", "gpt2", _gpt2_config),
 }
-
-# A llama file with experts.
-_MIXTRAL = Architecture(
-    "MixtralForCausalLM",
-    "mixtral",
-    _mixtral_config,
-    _TOP_NAMES | _ATTENTION_NAMES | _NORM_NAMES
-    | {"blk.{}.ffn_gate_inp": "model.layers.{}.block_sparse_moe.gate"}
-    | {
-        f"blk.{{}}.ffn_{n}_exps": f"model.layers.{{}}.block_sparse_moe.experts.{{}}.{w}"
-        for n, w in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
-    },
-    interleaved=True,
-)  # fmt: skip
+_MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", _mixtral_config, interleaved=True)  # a llama file with experts
