@@ -20,5 +20,5 @@ class Bounds:
 
     def __str__(self) -> str:
         if self.above is not None:
-            return f"above {self.above:g}" + ("" if self.high is None else f" and at most {self.high:g}")
-        return f"at least {self.low:g}" if self.high is None else f"between {self.low:g} and {self.high:g}"
+            return f"above {self.above:.15g}" + ("" if self.high is None else f" and at most {self.high:.15g}")
+        return f"at least {self.low:.15g}" if self.high is None else f"between {self.low:.15g} and {self.high:.15g}"

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
-from math import inf, nextafter
-from operator import attrgetter, le
 from typing import Any
 
 from runtime.core.bounds import Bounds
@@ -64,11 +62,6 @@ class SamplingField:
             limits["lt"] = 1 << 31
         return {name: limit for name, limit in limits.items() if limit is not None}
 
-    @property
-    def is_optional(self) -> bool:
-        """The value may be None."""
-        return self.type.endswith("| None")
-
 
 def sampling(
     default: Any,
@@ -96,23 +89,14 @@ class SamplingTable:
     def __init__(self, params: type) -> None:
         self.fields = tuple(SamplingField(f.name, _type_name(f.type), *f.metadata["sampling"]) for f in fields(params))
         self.columns = [(f.column, f.name, f.code) for f in self.fields if f.column is not None]
-        bounded = [f for f in self.fields if f.bounds != Bounds()]
-        self._bounded, self._get_bounded = bounded, attrgetter(*(f.name for f in bounded))
-        bounds = [f.bounds for f in bounded]
-        self._lows: list[Any] = [b.low if b.above is None else nextafter(b.above, inf) for b in bounds]
-        self._highs = [inf if b.high is None else b.high for b in bounds]
-        self._bounded_optional = [i for i, f in enumerate(bounded) if f.is_optional]
+        self._bounded = [f for f in self.fields if f.bounds != Bounds()]
 
     def out_of_bounds(self, params: object) -> SamplingField | None:
-        """The first field whose value is not within its bounds."""
-        values = list(self._get_bounded(params))
-        for i in self._bounded_optional:
-            if values[i] is None:
-                values[i] = self._lows[i]
-        if all(map(le, self._lows, values)) and all(map(le, values, self._highs)):
-            return None
-        bounds = zip(self._bounded, self._lows, values, self._highs, strict=True)
-        return next(f for f, low, value, high in bounds if not low <= value <= high)
+        """The first field whose value is not within its bounds; None is, where a field may be that."""
+        for f in self._bounded:
+            if (value := getattr(params, f.name)) is not None and not f.bounds.hold(value):
+                return f
+        return None
 
     def has_effect(self, params: object, effects: Set[Effect]) -> bool:
         """True if a parameter with one of these effects is not neutral."""

@@ -10,25 +10,25 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.core.bounds import Bounds
 from runtime.core.types import CallboardError
 from runtime.quant import METHODS
 
-_ANY = math.inf
-# Name: (least, most, whole number). Where the least is None, any value above 0 will do.
-_NUMBERS: dict[str, tuple[float | None, float, bool]] = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, 1000, True)),
-    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), (1, 1 << 20, True)),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), (1, 1 << 16, True)),
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (1, 1 << 12, True)),
-    **dict.fromkeys(("vocab_size",), (1, 1 << 24, True)),
-    **dict.fromkeys(("n_positions", "max_position_embeddings", "n_inner"), (1, 1 << 30, True)),
-    **dict.fromkeys(("original_max_position_embeddings",), (1, 1 << 30, False)),
-    **dict.fromkeys(("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"), (1, 1 << 30, True)),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon"), (0, 1, False)),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "factor", "query_pre_attn_scalar"), (None, _ANY, False)),
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (None, _ANY, False)),
-    **dict.fromkeys(("partial_rotary_factor",), (0, 1, False)),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0, _ANY, False)),
+_WIDTH, _HEADS, _EXPERTS, _POSITIONS = Bounds(1, 1 << 20), Bounds(1, 1 << 16), Bounds(1, 1 << 12), Bounds(1, 1 << 30)
+_POSITIVE = Bounds(above=0)
+_NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether it is a whole number
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), (Bounds(1, 1000), True)),
+    **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), (_WIDTH, True)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), (_HEADS, True)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (_EXPERTS, True)),
+    **dict.fromkeys(("vocab_size",), (Bounds(1, 1 << 24), True)),
+    **dict.fromkeys(("n_positions", "max_position_embeddings", "n_inner"), (_POSITIONS, True)),
+    **dict.fromkeys(("original_max_position_embeddings",), (_POSITIONS, False)),
+    **dict.fromkeys(("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"), (_POSITIONS, True)),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "partial_rotary_factor"), (Bounds(0, 1), False)),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "factor", "query_pre_attn_scalar"), (_POSITIVE, False)),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (_POSITIVE, False)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (Bounds(0), False)),
 }
 _MAY_BE_NULL = {
     "num_key_value_heads", "head_dim", "n_inner", "sliding_window", "attn_logit_softcapping", "factor",
@@ -65,13 +65,11 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _check_number(name: str, value: object) -> None:
-    least, most, is_whole = _NUMBERS[name]
+    bounds, is_whole = _NUMBERS[name]
     is_number = type(value) is int or (type(value) is float and not is_whole and math.isfinite(value))
-    if is_number and (value > 0 if least is None else value >= least) and value <= most:  # type: ignore[operator]
-        return
-    kind = "whole number" if is_whole else "number"
-    bounds = f"{'above 0' if least is None else f'from {least}'}{'' if most == _ANY else f' to {int(most)}'}"
-    raise CallboardError(f"The model's config.json has {name} {_shown(value)}; it must be a {kind} {bounds}.")
+    if not (is_number and bounds.hold(value)):  # type: ignore[arg-type]
+        kind = "whole number" if is_whole else "number"
+        raise CallboardError(f"The model's config.json has {name} {_shown(value)}; it must be a {kind} {bounds}.")
 
 
 def _shown(value: object) -> str:
