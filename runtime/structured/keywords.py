@@ -37,9 +37,6 @@ REWRITTEN = (
 )
 FLAT = frozenset(("type", "enum", "anyOf")).union(*ABOUT.values())
 KEYWORDS = FLAT.union(REWRITTEN)
-_OF_DOCUMENTS = ("$schema", "$id", "$comment", "$anchor", "$defs", "definitions", "title", "description", "default")
-_OF_USES = ("examples", "deprecated", "readOnly", "writeOnly", "contentEncoding", "contentMediaType", "discriminator")
-ANNOTATIONS = frozenset((*_OF_DOCUMENTS, *_OF_USES, "$dynamicAnchor", "$vocabulary", "contentSchema"))
 # They assert something that is not enforced; the last three are draft 3's.
 REFUSED = (
     *("not", "if", "contains", "$dynamicRef", "$recursiveRef", "$recursiveAnchor"),

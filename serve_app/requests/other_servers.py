@@ -1,8 +1,7 @@
 """The fields of other servers' requests (OpenAI, vLLM, SGLang, TGI, llama.cpp, Ollama and their front ends) that are
-none of ours, and what becomes of each.
+none of ours and would change the answer: they are refused, unless their value asks for nothing.
 
-A field that would change the answer is refused, unless its value asks for nothing. One that means nothing here is
-ignored, and named in a header of the answer; so is every field that no table has.
+All others are ignored, and named in a header of the answer.
 """
 
 from __future__ import annotations
@@ -17,19 +16,6 @@ class Refused(NamedTuple):
     harmless: tuple[Any, ...]  # values that ask for nothing
     instead: str  # what a client can do
 
-
-# Fields that mean nothing here: hints, fields of what is refused below, and of what there is not (images, routing).
-_IGNORED = """
-    parallel_tool_calls include_reasoning add_generation_prompt prediction metadata store service_tier safety_identifier
-    prompt_cache_key prompt_cache_options prompt_cache_retention guided_decoding_backend mm_processor_kwargs
-    media_io_kwargs spaces_between_special_tokens session_id custom_params custom_labels rid extra_key ngram_corpus_id
-    routed_experts_start_len max_dynamic_patch min_dynamic_patch use_audio_in_video bootstrap_host bootstrap_port
-    bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank details mirostat_tau mirostat_eta dry_base
-    dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold dynatemp_exponent n_keep n_discard
-    cache_prompt id_slot timings_per_token return_progress keep_alive num_ctx num_keep num_batch num_gpu num_thread
-    provider models route usage
-"""
-IGNORED_FIELDS = frozenset(_IGNORED.split())
 
 # Remedies, each with the fields that it replaces. After = stand the values that ask for nothing, as null always does.
 _INSTEAD = {

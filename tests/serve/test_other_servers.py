@@ -8,12 +8,24 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from serve_app.requests import ChatRequest, CompletionRequest
-from serve_app.requests.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS
+from serve_app.requests.other_servers import UNSUPPORTED_FIELDS
 from tests.serve.test_http import assert_error
 from tests.support.fake_engine import FakeEngine, chat, client_of, post
 
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}
 KINDS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+# Fields that mean nothing here: hints, fields of what is refused below, and of what there is not (images, routing).
+_IGNORED = """
+    parallel_tool_calls include_reasoning add_generation_prompt prediction metadata store service_tier safety_identifier
+    prompt_cache_key prompt_cache_options prompt_cache_retention guided_decoding_backend mm_processor_kwargs
+    media_io_kwargs spaces_between_special_tokens session_id custom_params custom_labels rid extra_key ngram_corpus_id
+    routed_experts_start_len max_dynamic_patch min_dynamic_patch use_audio_in_video bootstrap_host bootstrap_port
+    bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank details mirostat_tau mirostat_eta dry_base
+    dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold dynatemp_exponent n_keep n_discard
+    cache_prompt id_slot timings_per_token return_progress keep_alive num_ctx num_keep num_batch num_gpu num_thread
+    provider models route usage
+"""
+IGNORED_FIELDS = frozenset(_IGNORED.split())
 DOCUMENTED = {  # as their documentation lists them, without those that OpenAI has too
     "vLLM": """
         best_of use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output
