@@ -121,7 +121,7 @@ def test_fingerprint_tells_weights_apart(write_tiny_gguf, tmp_path):
     copy = tmp_path / "elsewhere.gguf"
     copy.write_bytes(path.read_bytes())
     assert open_checkpoint(copy).fingerprint == first
-    other = write_tiny_gguf({"output.weight": np.ones((262, 32), np.float32)}, "other.gguf")
+    other = write_tiny_gguf({"output.weight": np.ones((262, 32), np.float32)}, name="other.gguf")
     theta = write_tiny_gguf(name="theta.gguf", llama__rope__freq_base=5e5)
     assert len({first, open_checkpoint(other).fingerprint, open_checkpoint(theta).fingerprint}) == 3
     data = bytearray(path.read_bytes())
