@@ -1,4 +1,4 @@
-"""The limits of one request: the size and kind of its body, its counts, what it hands to templates, its time."""
+"""The limits of one request: the size and kind of its body, its counts, its time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
@@ -18,9 +18,6 @@ from serve_app.settings import HttpSettings
 
 _T = TypeVar("_T")
 
-# Templates write these values out, some with an indent for each level.
-_MAX_TEMPLATE_CHARS = 256 << 10
-_MAX_TEMPLATE_DEPTH = 64
 _LONG_BODY_BYTES = 8 << 10  # a shorter one is parsed, templated and tokenised in a few milliseconds,
 # but for fields that a template writes out with indents. A name may be spelled with escapes, too.
 _WRITTEN_OUT = re.compile(rb'"(?:tools|tool_calls|chat_template_kwargs)"|\\u')
@@ -81,30 +78,6 @@ def check_counts(request: SamplingFields, settings: HttpSettings) -> None:
     ):
         if count > most:
             raise invalid(name, f"asks for {count} {what}, but this server allows {most}")
-
-
-def check_template_values(name: str, value: Any) -> None:
-    """Raises the 400 for a field that a template would make too much text of."""
-    size, level = 0, [value]
-    for _ in range(_MAX_TEMPLATE_DEPTH + 1):
-        below: list[Any] = []
-        for item in level:
-            match item:
-                case dict():
-                    size += 2 + sum(len(key) + 4 for key in item)
-                    below += item.values()
-                case list():
-                    size += 2 + 2 * len(item)
-                    below += item
-                case str():
-                    size += len(item) + 2
-                case _:
-                    size += max(8, item.bit_length() // 3) if isinstance(item, int) else 8
-        if size > _MAX_TEMPLATE_CHARS:
-            raise invalid(name, f"is too much for a template: it makes {size} characters, above {_MAX_TEMPLATE_CHARS}")
-        level = below
-    if level:
-        raise invalid(name, f"is too much for a template: it is nested deeper than {_MAX_TEMPLATE_DEPTH}")
 
 
 @asynccontextmanager

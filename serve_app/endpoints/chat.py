@@ -10,7 +10,6 @@ from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
 from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt
 from serve_app.errors import ApiError
-from serve_app.limits import check_template_values
 from serve_app.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.requests import ChatRequest
 from serve_app.responses import encode_json, finite, listed
@@ -31,8 +30,6 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         """The token ids of a chat, and how what comes after them is read."""
         if model.chats is None:
             raise ApiError(400, f"{model.name!r} has no chat template; use /v1/completions with a plain prompt.")
-        check_template_values("tools", request.template_tools)
-        check_template_values("chat_template_kwargs", request.chat_template_kwargs)
         prompt = model.chats.prompt(request.template_messages(), request)
         return model.encode(request, prompt.text, False, "messages"), prompt.message_format
 
