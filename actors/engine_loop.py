@@ -327,8 +327,8 @@ class EngineLoop:
             connection.token_column.append(token)
             touched.add(connection)
         if self.core.scheduler.speculation is not None:
-            for state in dict.fromkeys(output.states):  # what the next step verifies is guessed already, but not known
-                state.owner.tell_verified(state.num_guessed - state.drafts_in_flight, state.num_accepted)
+            for state in dict.fromkeys(output.states):  # what the next step verifies is not known yet
+                state.owner.tell_verified(state.num_draft_tokens - state.drafts_in_flight, state.num_accepted)
         for state, scores in output.prompt_logprobs:
             state.owner.connection.frame.prompt_logprobs.append((state.owner.number, scores))
             touched.add(state.owner.connection)

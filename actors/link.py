@@ -302,11 +302,11 @@ class EngineLink:
                 output = stream.output()
                 output.num_cached, output.queued_s, output.prefill_s = num_cached, queued_s, prefill_s
                 output.first_sampled_at = sampled_at
-        for number, num_guessed, num_accepted in frame.verified:
+        for number, num_draft_tokens, num_accepted in frame.verified:
             if (stream := streams.get(number)) is not None:
                 output = stream.output()
                 output.verified = output.verified or []
-                output.verified.append(Verified(len(output.token_ids), num_guessed, num_accepted))
+                output.verified.append(Verified(len(output.token_ids), num_draft_tokens, num_accepted))
         columns = zip(memoryview(frame.streams).cast("i"), memoryview(frame.token_ids).cast("i"), strict=True)
         for i, (number, token) in enumerate(columns):
             if (stream := streams.get(number)) is None:

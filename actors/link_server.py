@@ -45,7 +45,7 @@ class Stream:
     """One live request of one connection: the `owner` that the scheduler carries."""
 
     __slots__ = (
-        "admitted_at", "arrived_at", "connection", "key", "last_at", "last_step", "num_accepted", "num_guessed",
+        "admitted_at", "arrived_at", "connection", "key", "last_at", "last_step", "num_accepted", "num_draft_tokens",
         "number", "request_id",
     )  # fmt: skip
 
@@ -56,14 +56,14 @@ class Stream:
         self.admitted_at = 0.0  # 0: it has not been, yet
         self.last_step: int | None = None  # the engine's step that sampled its last token
         self.last_at = 0.0  # when that was
-        self.num_guessed = self.num_accepted = 0  # of its guesses, as far as its front was told
+        self.num_draft_tokens = self.num_accepted = 0  # verified, as far as its front was told
 
-    def tell_verified(self, num_guessed: int, num_accepted: int) -> None:
-        """So many guesses have been verified by now, and so many were right; what is new goes into the frame."""
-        if num_guessed > self.num_guessed:
-            new = self.number, num_guessed - self.num_guessed, num_accepted - self.num_accepted
+    def tell_verified(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """So many draft tokens have been verified by now, and so many were right; what is new goes into the frame."""
+        if num_draft_tokens > self.num_draft_tokens:
+            new = self.number, num_draft_tokens - self.num_draft_tokens, num_accepted - self.num_accepted
             self.connection.frame.verified.append(new)
-            self.num_guessed, self.num_accepted = num_guessed, num_accepted
+            self.num_draft_tokens, self.num_accepted = num_draft_tokens, num_accepted
 
 
 class Connection:

@@ -86,7 +86,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
     logprobs: dict[int, TokenLogprobs] = {}  # by index in the columns
     sampled_at: float = 0.0  # by the engine's wall clock, in seconds
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []  # (stream, all of its prompt), once a stream
-    verified: list[tuple[int, int, int]] = []  # (stream, guesses, how many were right: its first tokens here)
+    verified: list[tuple[int, int, int]] = []  # (stream, draft tokens, how many were right: its first tokens here)
     accepted: list[tuple[int, bool]] = []  # (stream, whether it has a slot): when it was taken, and when it has
 
 

@@ -10,9 +10,8 @@ from typing import Any, get_args
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, RopeType
 from runtime.core.types import CallboardError
-from runtime.loading.dequantize import ggml_types
 from runtime.loading.folder import read_json
-from runtime.loading.gguf import GgufFile
+from runtime.loading.gguf import GgufFile, ggml_types
 from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
 from runtime.loading.resolve import resolve
 from runtime.models import FAMILIES, load_spec

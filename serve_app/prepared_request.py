@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +15,7 @@ from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
 from serve_app.prompt_ids import prompt_ids
 from serve_app.requests.sampling import SamplingFields
-from serve_app.responses import Guesses, usage
+from serve_app.responses import ChoiceUsage, usage
 
 R = TypeVar("R", bound=SamplingFields)
 
@@ -27,7 +28,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chats: ChatPrompter | None  # None: it has no chat template
     info: ModelInfo
-    speculates: bool  # a draft may guess: the usage tells how well
+    speculates: bool  # it has a draft, and usage tells how well that does
 
     def encode(self, request: SamplingFields, text: str, special: bool, where: str) -> list[int]:
         """The token ids of the text of the field `where`; raises ApiError if they are clearly too many."""
@@ -84,10 +85,9 @@ class PreparedRequest(Generic[R]):
         """The head of choice `index`."""
         return self.prompts.echoes[index // self.num_choices] if self.prompts.echoes else None
 
-    def usage(self, num_output: list[int], num_cached: list[int], guesses: Guesses) -> dict[str, Any]:
-        """OpenAI's usage object, from what each choice took and the guesses at all of them. A prompt counts once,
-        whatever its number of choices, and what is cached of it is what the first of them found."""
-        n = self.num_choices
-        num_prompt = sum(map(len, self.prompts.token_ids))
-        cached = sum(min(num_cached[at : at + n]) for at in range(0, len(num_cached), n))
-        return usage(num_prompt, sum(num_output), cached, guesses if self.model.speculates else None)
+    def usage(self, choices: Sequence[ChoiceUsage]) -> dict[str, Any]:
+        """OpenAI's usage object. A prompt counts once, whatever its number of choices, and what is cached of it is what
+        the first of them found."""
+        n, num_prompt = self.num_choices, sum(map(len, self.prompts.token_ids))
+        num_cached = sum(min(c.num_cached for c in choices[at : at + n]) for at in range(0, len(choices), n))
+        return usage(num_prompt, num_cached, choices, self.model.speculates)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from runtime.core.types import TokenLogprobs, Verified
+from runtime.core.types import TokenLogprobs
 from runtime.output.processor import Delta
 from runtime.text.tokenizer import Tokenizer
 
@@ -36,31 +36,37 @@ def num_scores(deltas: Iterable[Delta]) -> int:
 
 
 @dataclass(slots=True)
-class Guesses:
-    """Counts of a draft's guesses at some choices, and of those that became output."""
+class ChoiceUsage:
+    """The tokens of one choice so far."""
 
-    num_guessed: int = 0
-    num_accepted: int = 0
+    num_output: int = 0
+    num_cached: int = 0  # of its prompt
+    num_draft_tokens: int = 0  # that were verified
+    num_accepted: int = 0  # of these: they are output
 
-    def add(self, verified: Iterable[Verified]) -> None:
-        for guesses in verified:
-            self.num_guessed += guesses.num_guessed
-            self.num_accepted += guesses.num_accepted
+    def add(self, delta: Delta) -> None:
+        self.num_output += len(delta.token_ids)
+        self.num_cached = max(self.num_cached, delta.num_cached)
+        for verified in delta.verified or ():
+            self.num_draft_tokens += verified.num_draft_tokens
+            self.num_accepted += verified.num_accepted
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int, guesses: Guesses | None) -> dict[str, Any]:
-    """OpenAI's usage object. Without a draft (None) it has no details of the completion: zeros would look like one that
-    guesses badly. Accepted predictions are a part of completion_tokens, rejected ones are not."""
+def usage(num_prompt: int, num_cached: int, choices: Sequence[ChoiceUsage], speculates: bool) -> dict[str, Any]:
+    """OpenAI's usage object. Without a draft it has no details of the completion: zeros would look like one whose
+    tokens are never right. Accepted predictions are a part of completion_tokens, rejected ones are not."""
+    num_output = sum(choice.num_output for choice in choices)
     counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
-    if guesses is not None:
+    if speculates:
+        num_accepted = sum(choice.num_accepted for choice in choices)
         counts["completion_tokens_details"] = {
-            "accepted_prediction_tokens": guesses.num_accepted,
-            "rejected_prediction_tokens": guesses.num_guessed - guesses.num_accepted,
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": sum(choice.num_draft_tokens for choice in choices) - num_accepted,
         }
     return counts
 

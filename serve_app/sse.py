@@ -10,7 +10,7 @@ from typing import Any
 from runtime.output.processor import Delta
 from serve_app.errors import ApiError
 from serve_app.prepared_request import PreparedRequest
-from serve_app.responses import Guesses, encode_json, usage
+from serve_app.responses import ChoiceUsage, encode_json, usage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -66,8 +66,7 @@ class EventStream:
         self, prepared: PreparedRequest[Any], kind: str, choices: Sequence[ChoiceRenderer], include_usage: bool
     ) -> None:
         self._prepared, self._choices, self._include_usage = prepared, choices, include_usage
-        self._num_output, self._num_cached = [0] * len(choices), [0] * len(choices)
-        self._guesses = [Guesses() for _ in choices]
+        self._usages = [ChoiceUsage() for _ in choices]
         options = prepared.request.stream_options
         self._continuous_usage = include_usage and options is not None and options.continuous_usage_stats
         self._has_more_than_text = prepared.request.shows_more_than_text() or self._continuous_usage
@@ -85,11 +84,7 @@ class EventStream:
         """The events of one write; empty if there is no text to show yet."""
         parts = []
         for delta in deltas:
-            self._num_output[delta.index] += len(delta.token_ids)
-            if delta.num_cached:
-                self._num_cached[delta.index] = delta.num_cached
-            if delta.verified is not None:
-                self._guesses[delta.index].add(delta.verified)
+            self._usages[delta.index].add(delta)
             if (
                 delta.finish_reason is not None
                 or delta.logprobs
@@ -106,8 +101,7 @@ class EventStream:
         """The events after all text: the usage, if it was asked for, and the end mark."""
         if not self._include_usage:
             return DONE
-        total = Guesses(sum(g.num_guessed for g in self._guesses), sum(g.num_accepted for g in self._guesses))
-        counts = self._prepared.usage(self._num_output, self._num_cached, total)
+        counts = self._prepared.usage(self._usages)
         return self._head + b'],"usage":' + encode_json(counts) + b"}\n\n" + DONE
 
     def _event(self, delta: Delta) -> bytes:
@@ -120,7 +114,6 @@ class EventStream:
         """The end of an event, with the usage of this choice so far if that was asked for."""
         if not self._continuous_usage:
             return self._close
-        guesses = self._guesses[index] if self._prepared.model.speculates else None
-        num_prompt = self._prepared.requests[index].prompt_len
-        counts = usage(num_prompt, self._num_output[index], self._num_cached[index], guesses)
+        num_prompt, so_far = self._prepared.requests[index].prompt_len, self._usages[index]
+        counts = usage(num_prompt, so_far.num_cached, [so_far], self._prepared.model.speculates)
         return b',"usage":' + encode_json(counts) + b"}\n\n"

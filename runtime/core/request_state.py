@@ -18,7 +18,7 @@ class RequestState:
     __slots__ = (
         "acceptance", "block_hashes", "capacity", "drafts_in_flight", "epoch", "expected_blocks", "failure",
         "first_unsent", "has_ended", "lost_at", "max_len", "next_block_end", "num_accepted", "num_blocks", "num_cached",
-        "num_computed", "num_final", "num_guessed", "num_losses", "num_observed", "num_right", "num_total",
+        "num_computed", "num_draft_tokens", "num_final", "num_losses", "num_observed", "num_right", "num_total",
         "only_scores", "owner", "params", "plan_limit", "prompt_len", "prompt_logprobs", "request", "revise_at", "slot",
         "sort_key", "stop_ids", "tables", "tokens",
     )  # fmt: skip
@@ -56,7 +56,7 @@ class RequestState:
         self.lost_at = 0  # known tokens at the last of them
         self.drafts_in_flight = 0  # guesses in flight: no row is planned before it is known which of them were right
         self.num_right = 0  # guesses of the row in flight that were right, as far as its tokens are committed
-        self.num_guessed = self.num_accepted = 0
+        self.num_draft_tokens = self.num_accepted = 0
         self.acceptance: float | None = None  # speculation's estimate; None: none yet
         self.failure = ""  # why its grammar cannot go on
         # Prompt log-probabilities so far, a part a step; None: not asked for, or delivered.

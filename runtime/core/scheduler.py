@@ -284,7 +284,7 @@ class Scheduler:
         if drafts:
             self.stats.drafts += 1
             self.stats.draft_tokens += len(drafts)
-            state.num_guessed += len(drafts)
+            state.num_draft_tokens += len(drafts)
             state.num_right = 0
             self.kv_cache.free_below_windows(state)
             self.kv_cache.extend(state, state.num_total + len(drafts))

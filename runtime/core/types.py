@@ -159,10 +159,10 @@ class PromptScores(Sequence[TokenLogprobs]):
 
 
 class Verified(NamedTuple):
-    """Guesses that one step verified. Those that were right are tokens `at` to `at + num_accepted` of an output."""
+    """Draft tokens that one step verified. The right ones are tokens `at` to `at + num_accepted` of an output."""
 
     at: int
-    num_guessed: int
+    num_draft_tokens: int
     num_accepted: int
 
 

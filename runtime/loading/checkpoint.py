@@ -19,9 +19,8 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.core.sharding import Part
 from runtime.core.types import CallboardError
-from runtime.loading.dequantize import dequantize
 from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, read_json, weight_files
-from runtime.loading.gguf import GgufFile
+from runtime.loading.gguf import GgufFile, dequantize
 from runtime.loading.gguf_architectures import Source, gguf_eos_token_ids, read_gguf_model
 from runtime.loading.upload import Uploader
 

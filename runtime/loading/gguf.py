@@ -1,5 +1,8 @@
 """A strict reader of the GGUF container (versions 2 and 3), in one file or split over several, without torch.
 
+The `gguf` package, which is imported with the first such file, knows the types of tensors and dequantises them; its own
+reader takes seconds for the vocabulary of a model.
+
 Layout (ggml/docs/gguf.md): magic, version, counts | metadata: key, type, value ... | tensor infos: name, dims, type,
 offset ... | padding | tensor data. Every length in the file is checked against the bytes that are left before anything
 is allocated for it, so a corrupt or hostile file costs no more memory than its own size.
@@ -8,8 +11,11 @@ is allocated for it, so a corrupt or hostile file costs no more memory than its 
 from __future__ import annotations
 
 import math
+import mmap
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.types import CallboardError
-from runtime.loading.dequantize import ggml_types
-from runtime.loading.mapped import MappedFile
 
 T = TypeVar("T")
 
@@ -26,6 +30,27 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4  # GGML_MAX_DIMS
 _MAX_PARTS = 10_000  # of a split file
+
+
+@cache
+def ggml_types() -> dict[int, tuple[str, int, int]]:
+    """The types that `dequantize` knows, by their numbers: name, weights in one block, bytes of one block."""
+    from gguf import GGML_QUANT_SIZES, quants
+
+    types = {}
+    for kind, (block, block_bytes) in GGML_QUANT_SIZES.items():
+        with suppress(NotImplementedError):
+            quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
+            types[int(kind)] = kind.name, block, block_bytes
+    return types
+
+
+def dequantize(raw: NDArray[np.uint8], type_name: str) -> NDArray[np.float32]:
+    """The weights of whole rows of blocks: raw [num_rows, row_bytes] -> float32 [num_rows, row_len]."""
+    from gguf import GGMLQuantizationType, quants
+
+    weights: NDArray[np.float32] = quants.dequantize(raw, GGMLQuantizationType[type_name])
+    return weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +63,27 @@ class GgufTensor:
     part: int  # of a split file; 0 is the first
     offset: int  # bytes from the start of the part
     nbytes: int
+
+
+class MappedFile:
+    """A file's bytes. Raises CallboardError if it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                self.size = file.seek(0, 2)
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else None
+        except OSError as e:
+            raise CallboardError(f"{path} cannot be read: {e.strerror}.") from e
+        self.data = memoryview(self._map or b"")
+
+    def forget(self, start: int, size: int) -> None:
+        """Drops the pages of `size` bytes from `start` on from this process' memory; a later access reads them again.
+
+        Without this, a model's files would count as memory of the process as long as it lives."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if self._map and size:
+            self._map.madvise(mmap.MADV_DONTNEED, first, start + size - first)
 
 
 class GgufFile:

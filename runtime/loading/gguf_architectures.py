@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.core.types import CallboardError
-from runtime.loading.dequantize import dequantize
-from runtime.loading.gguf import GgufFile, GgufTensor
+from runtime.loading.gguf import GgufFile, GgufTensor, dequantize
 from runtime.models import FAMILIES
 
 _CONTROL = 3  # the type of a special token in a GGUF vocabulary (llama.h: llama_token_type)

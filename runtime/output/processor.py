@@ -28,7 +28,7 @@ class Delta:
     num_cached: int = 0  # prompt tokens served from the prefix cache
     stop_reason: str | int | None = None  # the stop string or the stop id that ended it
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens but the first, if asked for
-    verified: list[Verified] | None = None  # if a draft has guessed; right guesses are tokens of this delta
+    verified: list[Verified] | None = None  # if there were draft tokens; the right ones are tokens of this delta
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()  # pieces of tool calls; in a sum, the calls
 
@@ -36,7 +36,7 @@ class Delta:
         if new.verified is not None:
             at = len(self.token_ids)
             self.verified = self.verified or []
-            self.verified += [guesses._replace(at=at + guesses.at) for guesses in new.verified]
+            self.verified += [verified._replace(at=at + verified.at) for verified in new.verified]
         self.text += new.text
         self.token_ids += new.token_ids
         self.ends += new.ends
@@ -118,6 +118,6 @@ class OutputProcessor:
 
 
 def _within(verified: Verified, num_used: int) -> Verified:
-    """Of the guesses that were right, only those among the first tokens count: the others are not in the answer."""
+    """Of the right draft tokens only those among the first tokens count: the others are not in the answer."""
     at = min(verified.at, num_used)
-    return Verified(at, verified.num_guessed, min(verified.num_accepted, num_used - at))
+    return Verified(at, verified.num_draft_tokens, min(verified.num_accepted, num_used - at))

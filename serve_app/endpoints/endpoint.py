@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Generic
 
 from runtime.output.processor import Delta
 from serve_app.prepared_request import PreparedRequest, Prompts, R, ServedModel
-from serve_app.responses import Guesses, encode_json, prompt_logprobs
+from serve_app.responses import ChoiceUsage, encode_json, prompt_logprobs
 from serve_app.sse import EventStream, header
 
 
@@ -54,9 +54,7 @@ def answer_with(
     prepared: PreparedRequest[Any], kind: str, choices: list[Delta], rendered: list[dict[str, Any]], **more: Any
 ) -> bytes:
     """An answer of OpenAI's shape with these rendered choices."""
-    guesses = Guesses()
-    for choice in choices:
-        guesses.add(choice.verified or ())
-    num_output, num_cached = [len(choice.token_ids) for choice in choices], [choice.num_cached for choice in choices]
-    counts = prepared.usage(num_output, num_cached, guesses)
-    return encode_json({**header(prepared, kind), "choices": rendered, "usage": counts, **more})
+    usages = [ChoiceUsage() for _ in choices]
+    for choice, its_usage in zip(choices, usages, strict=True):
+        its_usage.add(choice)
+    return encode_json({**header(prepared, kind), "choices": rendered, "usage": prepared.usage(usages), **more})

@@ -10,7 +10,7 @@ from runtime.core.types import Request, SamplingParams
 from serve_app.endpoints import COMPLETIONS
 from serve_app.prepared_request import PreparedRequest
 from serve_app.requests import CompletionRequest
-from serve_app.responses import Guesses
+from serve_app.responses import ChoiceUsage
 from serve_app.service import Service
 from tests.core.test_scheduler import Session
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
@@ -42,7 +42,7 @@ def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int
     held = Counter(block for state in states for block in state.tables[0])
     assert len(held) == 5 + 4  # alone, each would hold 6
     assert [state.num_cached for state in states] == [0, 20, 20, 20]
-    assert prepared.usage([6] * 4, [state.num_cached for state in states], Guesses()) == {
+    assert prepared.usage([ChoiceUsage(6, state.num_cached) for state in states]) == {
         "prompt_tokens": 22,
         "completion_tokens": 24,
         "total_tokens": 46,
@@ -51,7 +51,7 @@ def test_choices_share_the_blocks_of_their_prompt_from_the_first_step(depth: int
     session.finish()  # checks the tokens of each choice against a run alone, and that no block leaks
     again = prepare(n=4)
     states = submit(session, again.requests)
-    usage = again.usage([6] * 4, [s.num_cached for s in states], Guesses())
+    usage = again.usage([ChoiceUsage(6, s.num_cached) for s in states])
     assert usage["prompt_tokens_details"] == {"cached_tokens": 20}
     session.finish()
 

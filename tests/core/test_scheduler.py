@@ -156,7 +156,7 @@ class Session:
             if reason is FinishReason.ERROR:
                 self.aborted.add(state.request.request_id)
             self.reasons[state.request.request_id] = reason
-            self.guessed += state.num_guessed
+            self.guessed += state.num_draft_tokens
             self.accepted += state.num_accepted
 
     def lose(self) -> None:
