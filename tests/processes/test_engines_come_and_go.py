@@ -8,27 +8,36 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
 from actors.placement import FRONT_CPUS
+from runtime.core.types import SamplingParams
+from runtime.llm import LLM
 
 pytestmark = pytest.mark.timeout(280)
 
-MODEL = "smollm2"
+MODEL = "tiny"
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to it
 PROMPTS = ["Once upon a time, in a small village by the sea,", "def fibonacci(n):\n"]
-MAX_TOKENS = 500
+MAX_TOKENS = 4000
 
 
-def deploy(num_replicas: int, **changed) -> None:
+def sampling(i: int) -> dict[str, Any]:
+    """Of a prompt."""
+    return {"max_tokens": MAX_TOKENS, "temperature": 0.7 * i, "seed": i}
+
+
+def deploy(model: Path, num_replicas: int, **changed) -> None:
     """As `serve deploy` does with a file: other `args` are a redeployment, another number of replicas is not."""
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
-    args = {"served_model_name": MODEL, "deterministic": True, "kv_cache_memory": 0.2, "max_model_len": 1024}
+    args = {"model": str(model), "served_model_name": MODEL, "deterministic": True, "kv_cache_memory": 0.1}
     limits = {"num_threads": 1, "num_fronts": 1, "drain_timeout_s": 60, **changed}
     application = {
         "name": "callboard",
@@ -71,11 +80,10 @@ def second_node(ray_session):
 
 
 @pytest.fixture(scope="module")
-def url(serve_url, second_node):
+def url(serve_url, second_node, tiny_path):
     from ray import serve
 
-    deploy(2)
-    asyncio.run(settle(serve_url, 2))
+    deploy(tiny_path, 2)
     yield serve_url
     serve.delete("callboard")
 
@@ -121,9 +129,8 @@ class Reading:
 
     async def _read(self, i: int) -> None:
         stream = await self._client.completions.create(
-            model=MODEL, prompt=PROMPTS[i], max_tokens=MAX_TOKENS, temperature=0.7 * i, seed=i, stream=True,
-            extra_body={"ignore_eos": True},
-        )  # fmt: skip
+            model=MODEL, prompt=PROMPTS[i], **sampling(i), stream=True, extra_body={"ignore_eos": True}
+        )
         async for chunk in stream:
             self.texts[i] += chunk.choices[0].text
         self.done[i] = True
@@ -160,12 +167,13 @@ class Reading:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(url) -> list[str]:
-    async def read() -> list[str]:
-        async with Reading(url) as reading:
-            return await reading.all()
-
-    return asyncio.run(read())
+def undisturbed(url, tiny_path) -> list[str]:
+    """The answers, computed here while the engines start."""
+    llm = LLM(str(tiny_path), deterministic=True, num_threads=1, kv_cache_memory=0.1)
+    params = [sampling(i) for i in range(len(PROMPTS))]
+    answers = llm.generate(PROMPTS, [SamplingParams(ignore_eos=True, **fields) for fields in params])
+    asyncio.run(settle(url, 2))
+    return [answer.text for answer in answers]
 
 
 async def busy_engine() -> tuple[str, int]:
@@ -192,25 +200,25 @@ async def test_a_frozen_engine_process(url, undisturbed):
         reading.check(undisturbed)
 
 
-async def test_scale_in(url, undisturbed):
+async def test_scale_in(url, undisturbed, tiny_path):
     async with Reading(url) as reading:
-        deploy(1)
+        deploy(tiny_path, 1)
         await settle(url, 1)
         await reading.more(40)
         reading.check(undisturbed)
 
 
-async def test_a_redeployment_with_changed_settings(url, undisturbed):
+async def test_a_redeployment_with_changed_settings(url, undisturbed, tiny_path):
     (before,) = engines()
     async with Reading(url) as reading:
-        deploy(1, max_num_seqs=6)
+        deploy(tiny_path, 1, max_num_seqs=6)
         await settle(url, 1, without=before)
         await reading.more(40)
         reading.check(undisturbed)
 
 
-async def test_scale_out_and_a_node_that_goes(url, undisturbed, second_node):
-    deploy(3, max_num_seqs=6)
+async def test_scale_out_and_a_node_that_goes(url, undisturbed, tiny_path, second_node):
+    deploy(tiny_path, 3, max_num_seqs=6)
     await settle(url, 3)
     async with Reading(url) as reading:
         second_node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
