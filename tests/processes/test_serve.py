@@ -1,11 +1,8 @@
-"""The whole server: Serve, HTTP, engine and runners as real processes with the real model, and kills in mid-stream."""
+"""The whole server: Serve, HTTP, engine and runners as real processes, and kills in mid-stream."""
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,11 +11,11 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import BaseModel
 
 pytestmark = pytest.mark.timeout(240)
 
-MODEL = "smollm2"
+MODEL = "tiny"
+MAX_TOKENS = 500  # of a stream: long enough for a kill while all are under way
 ROOT = Path(__file__).parents[2]
 PROMPTS = [
     "Once upon a time, in a small village by the sea,",
@@ -33,7 +30,7 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def url(serve_url):
+def url(serve_url, tiny_path):
     """The application as `serve run` builds it, in deterministic mode so that tokens can be compared exactly."""
     import ray
     from ray import serve
@@ -41,11 +38,11 @@ def url(serve_url):
     from serve_app.app import AppArgs, build_app
 
     args = AppArgs(
+        model=str(tiny_path),
         served_model_name=MODEL,
         deterministic=True,
         max_num_seqs=8,
         kv_cache_memory=0.2,
-        max_model_len=1024,
         num_fronts=2,
     )
     serve.run(build_app(args), name="callboard")
@@ -65,25 +62,6 @@ def stats():
     import ray
 
     return ray.get(engine().stats.remote())
-
-
-def test_the_openai_client_reads_plain_and_streamed_answers(url):
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    assert [m.id for m in client.models.list()] == [MODEL]
-    question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-    plain = client.chat.completions.create(model=MODEL, messages=question, temperature=0)
-    assert plain.choices[0].message.content == "The capital of France is Paris."
-    assert plain.choices[0].finish_reason == "stop"
-    assert (plain.usage.prompt_tokens, plain.usage.completion_tokens) == (42, 8)
-    chunks = list(client.chat.completions.create(model=MODEL, messages=question, temperature=0, stream=True))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "The capital of France is Paris."
-    whole = client.completions.create(model=MODEL, prompt=PROMPTS[1], max_tokens=40, temperature=0.8, seed=3)
-    parts = client.completions.create(
-        model=MODEL, prompt=PROMPTS[1], max_tokens=40, temperature=0.8, seed=3, stream=True
-    )
-    assert "".join(c.choices[0].text for c in parts) == whole.choices[0].text
-    with pytest.raises(openai.BadRequestError, match="maximum context length"):
-        client.completions.create(model=MODEL, prompt=[5] * 2000)
 
 
 def test_metrics_tell_of_all_fronts_and_the_engine(url):
@@ -107,51 +85,23 @@ def test_metrics_tell_of_all_fronts_and_the_engine(url):
     assert after["vllm:num_requests_running"] == after["vllm:kv_cache_usage_perc"] == 0
 
 
-class Person(BaseModel):
-    name: str
-    age: int
-
-
-def test_structured_answers_fit_their_schema(url):
-    """Extraction with OpenAI's client: plain, streamed, and as a pydantic model."""
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    asked = "John is 30 years old. Give the person's name and age as JSON."
-    body = {"model": MODEL, "messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": 60}
-    schema = {"name": "person", "strict": True, "schema": Person.model_json_schema()}
-    form = {"type": "json_schema", "json_schema": schema}
-    plain = client.chat.completions.create(**body, response_format=form)
-    assert json.loads(plain.choices[0].message.content) == {"name": "John", "age": 30}
-    assert plain.choices[0].finish_reason == "stop"
-    chunks = list(client.chat.completions.create(**body, response_format=form, stream=True))
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == plain.choices[0].message.content
-    parsed = client.chat.completions.parse(**body, response_format=Person)
-    assert parsed.choices[0].message.parsed == Person(name="John", age=30)
-    cut = client.chat.completions.create(**body, response_format=form, stop=[","], logprobs=True)
-    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ('{"name": "John"', "stop")
-    assert "".join(entry.token for entry in cut.choices[0].logprobs.content).startswith('{"name": "John"')
-    many = client.chat.completions.create(**body | {"temperature": 1.5}, response_format=form, n=8, seed=1)
-    ended = [c.message.content for c in many.choices if c.finish_reason == "stop"]
-    assert ended
-    for text in ended:
-        Person.model_validate_json(text)
-    with pytest.raises(openai.BadRequestError, match="contains"):
-        client.chat.completions.create(
-            **body, response_format={"type": "json_schema", "schema": {"contains": {"type": "string"}}}
-        )
+DONE = 1 << 30
 
 
 async def read_all(url, counts):
+    """The texts of all prompts; `counts` tells how many chunks of each have come, or that it is done."""
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
     async def one(i):
         text = ""
         stream = await client.completions.create(
-            model=MODEL, prompt=PROMPTS[i], max_tokens=64, temperature=0.7 * (i % 2), seed=i, stream=True,
+            model=MODEL, prompt=PROMPTS[i], max_tokens=MAX_TOKENS, temperature=0.7 * (i % 2), seed=i, stream=True,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         async for chunk in stream:
             text += chunk.choices[0].text
             counts[i] += 1
+        counts[i] = DONE
         return text
 
     async with client:
@@ -199,13 +149,13 @@ async def test_streams_go_through_both_fronts(url, undisturbed):
 @pytest.mark.parametrize("victim", ["runner", "engine", "supervisor"])
 async def test_a_kill_in_mid_stream_changes_no_text(url, undisturbed, victim):
     counts, seen = [0] * 8, []
+    pid = await asyncio.to_thread(pid_of, victim)
     watch = asyncio.create_task(watch_health(url, seen))
     reading = asyncio.create_task(read_all(url, counts))
     while min(counts) < 6:
         await asyncio.sleep(0.01)
         assert not reading.done(), await reading
-    pid = await asyncio.to_thread(pid_of, victim)
-    assert min(64 - c for c in counts) > 5, "the kill must come in mid-stream"
+    assert DONE not in counts, "the kill must come in mid-stream"
     os.kill(pid, signal.SIGKILL)
     assert await reading == undisturbed
     await asyncio.sleep(0.2)
@@ -218,7 +168,7 @@ async def test_a_kill_in_mid_stream_changes_no_text(url, undisturbed, victim):
 async def test_a_client_that_leaves_frees_the_engine(url):
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
     stream = await client.completions.create(
-        model=MODEL, prompt="Once", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL, prompt="Once", max_tokens=10_000, stream=True, extra_body={"ignore_eos": True}
     )
     await anext(aiter(stream))
     assert (await asyncio.to_thread(stats))["running"] == 1
@@ -230,31 +180,13 @@ async def test_a_client_that_leaves_frees_the_engine(url):
         await asyncio.sleep(0.02)
 
 
-def test_another_ray_job_streams_through_the_handle(url):
-    import ray
-
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "docs" / "handle_call.py"),
-            "What is the capital of France? Answer in one sentence.",
-        ],
-        env=os.environ
-        | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.stdout.strip() == "The capital of France is Paris.", done.stderr
-
-
 async def test_deleting_the_application_lets_streams_finish(url):
     """As a redeployment does with the old replicas. The last test: the application is gone after it."""
     from ray import serve
 
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     stream = await client.completions.create(
-        model=MODEL, prompt="Once", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL, prompt="Once", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
     )
     chunks = aiter(stream)
     await anext(chunks)

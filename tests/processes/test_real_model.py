@@ -1,14 +1,22 @@
-"""lm-eval scores a model over HTTP as it does in transformers: the same GGUF file behind both, the same local tasks."""
+"""A real model behind the server: answers to OpenAI's client and to other Ray jobs, and scores in lm-eval,
+which are those of transformers: the same GGUF file behind both, the same local tasks."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import openai
 import pytest
 import torch
+from pydantic import BaseModel
 
 pytestmark = pytest.mark.timeout(240)
 
 MODEL = "smollm2"
+ROOT = Path(__file__).parents[2]
+PROMPT = "def fibonacci(n):\n"
 CHOICES = [
     ("The capital of France is", ["Paris", "Berlin", "a kind of cheese", "Rome"], 0),
     ("Two plus two equals", ["five", "four", "22"], 1),
@@ -49,10 +57,85 @@ def url(serve_url):
 
     from serve_app.app import AppArgs, build_app
 
-    args = AppArgs(served_model_name=MODEL, dtype="float32", max_num_seqs=8, kv_cache_memory=0.2, max_model_len=1024)
+    args = AppArgs(
+        served_model_name=MODEL,
+        deterministic=True,
+        dtype="float32",
+        max_num_seqs=8,
+        kv_cache_memory=0.2,
+        max_model_len=1024,
+    )
     serve.run(build_app(args), name="callboard")
     yield serve_url
     serve.delete("callboard")
+
+
+def test_the_openai_client_reads_plain_and_streamed_answers(url):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    assert [m.id for m in client.models.list()] == [MODEL]
+    question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+    plain = client.chat.completions.create(model=MODEL, messages=question, temperature=0)
+    assert plain.choices[0].message.content == "The capital of France is Paris."
+    assert plain.choices[0].finish_reason == "stop"
+    assert (plain.usage.prompt_tokens, plain.usage.completion_tokens) == (42, 8)
+    chunks = list(client.chat.completions.create(model=MODEL, messages=question, temperature=0, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == "The capital of France is Paris."
+    whole = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=40, temperature=0.8, seed=3)
+    parts = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=40, temperature=0.8, seed=3, stream=True)
+    assert "".join(c.choices[0].text for c in parts) == whole.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.completions.create(model=MODEL, prompt=[5] * 2000)
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_structured_answers_fit_their_schema(url):
+    """Extraction with OpenAI's client: plain, streamed, and as a pydantic model."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    asked = "John is 30 years old. Give the person's name and age as JSON."
+    body = {"model": MODEL, "messages": [{"role": "user", "content": asked}], "temperature": 0, "max_tokens": 60}
+    schema = {"name": "person", "strict": True, "schema": Person.model_json_schema()}
+    form = {"type": "json_schema", "json_schema": schema}
+    plain = client.chat.completions.create(**body, response_format=form)
+    assert json.loads(plain.choices[0].message.content) == {"name": "John", "age": 30}
+    assert plain.choices[0].finish_reason == "stop"
+    chunks = list(client.chat.completions.create(**body, response_format=form, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == plain.choices[0].message.content
+    parsed = client.chat.completions.parse(**body, response_format=Person)
+    assert parsed.choices[0].message.parsed == Person(name="John", age=30)
+    cut = client.chat.completions.create(**body, response_format=form, stop=[","], logprobs=True)
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ('{"name": "John"', "stop")
+    assert "".join(entry.token for entry in cut.choices[0].logprobs.content).startswith('{"name": "John"')
+    many = client.chat.completions.create(**body | {"temperature": 1.5}, response_format=form, n=8, seed=1)
+    ended = [c.message.content for c in many.choices if c.finish_reason == "stop"]
+    assert ended
+    for text in ended:
+        Person.model_validate_json(text)
+    with pytest.raises(openai.BadRequestError, match="contains"):
+        client.chat.completions.create(
+            **body, response_format={"type": "json_schema", "schema": {"contains": {"type": "string"}}}
+        )
+
+
+def test_another_ray_job_streams_through_the_handle(url):
+    import ray
+
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "docs" / "handle_call.py"),
+            "What is the capital of France? Answer in one sentence.",
+        ],
+        env=os.environ
+        | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "The capital of France is Paris.", done.stderr
 
 
 @pytest.fixture
