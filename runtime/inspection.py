@@ -10,7 +10,7 @@ from typing import Any, get_args
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, RopeType
 from runtime.core.types import CallboardError
-from runtime.loading.folder import read_json
+from runtime.loading import folder
 from runtime.loading.gguf import GgufFile, ggml_types
 from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
 from runtime.loading.resolve import resolve
@@ -39,14 +39,14 @@ def model_report(config: EngineConfig) -> str:
     Raises CallboardError if there is no such model, or if it is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module
     from runtime.models.weights import locate_parameters
-    from runtime.quant.dense import weight_formats
+    from runtime.quant.formats import weight_formats
 
     path = resolve(config.model, config.revision, weights=False)
     has_weights = path.is_file() or any(path.glob("*.safetensors"))
     checkpoint = open_checkpoint(path) if has_weights else None
-    model_config = checkpoint.config if checkpoint else read_json(path / "config.json")
-    spec, weight_map = load_spec(model_config)
-    stored = f"{model_config.get('dtype') or model_config.get('torch_dtype') or 'unknown'} by its config.json"
+    config_json = checkpoint.config if checkpoint else folder.model_config(path)
+    spec, weight_map = load_spec(config_json)
+    stored = f"{config_json.get('dtype') or config_json.get('torch_dtype') or 'unknown'} by its config.json"
     if checkpoint:
         locate_parameters(spec, weight_map, checkpoint)
         types = Counter(checkpoint.type_name(name) for name in checkpoint.names())
@@ -57,7 +57,7 @@ def model_report(config: EngineConfig) -> str:
     lines = [
         _line("model", config.model),
         _line("files", str(path)),
-        _line("architecture", _architecture(model_config, spec)),
+        _line("architecture", _architecture(config_json, spec)),
         _line("parameters", _parameters(spec)),
         _line("stored as", stored),
         _line("context", f"{spec.max_positions} tokens; {_positions(spec)}"),
@@ -71,7 +71,7 @@ def check_model(config: EngineConfig) -> None:
     """Raises CallboardError if the model cannot be had, is not supported or cannot do what `config` asks. It fetches
     the model, reads what describes it and nothing else, and needs neither torch nor a second."""
     path = resolve(config.model, config.revision)
-    spec, _ = load_spec(read_json(path / "config.json") if path.is_dir() else read_gguf_model(GgufFile(path)).config)
+    spec, _ = load_spec(folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config)
     spec.check(config)
     load_tokenizer(path, config.chat_template)
     SamplingDefaults.load(path, config.generation_config)

@@ -76,7 +76,7 @@ class DecoderSpec:
     window: int = 0  # positions that a token of a sliding layer sees, itself included
     sliding: tuple[bool, ...] = ()  # which layers are; (): none
     local_rope: RopeSpec | None = None  # of sliding layers; None: that of the others
-    # The config's quantization_config, which chooses the weights' formats (runtime.quant); None: all are dense.
+    # The schemes (runtime.quant.scheme) of the parameters that the checkpoint has quantized; None: all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def linears(self) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:

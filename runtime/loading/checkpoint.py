@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.core.sharding import Part
 from runtime.core.types import CallboardError
-from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, read_json, weight_files
+from runtime.loading.folder import INDEX_NAME, folder_eos_token_ids, model_config, read_json, weight_files
 from runtime.loading.gguf import GgufFile, dequantize
 from runtime.loading.gguf_architectures import Source, gguf_eos_token_ids, read_gguf_model
 from runtime.loading.upload import Uploader
@@ -40,6 +40,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def names(self) -> list[str]:
         """All tensors, sorted."""
+
+    @abstractmethod
+    def __contains__(self, name: str) -> bool:
+        """True if there is a tensor of this name."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
@@ -101,6 +105,9 @@ class GgufCheckpoint(Checkpoint):
     def names(self) -> list[str]:
         return sorted(self._model.sources)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._model.sources
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source(name).shape
 
@@ -157,7 +164,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.config = read_json(folder / "config.json")
+        self.config = model_config(folder)
         self.eos_token_ids = folder_eos_token_ids(folder, self.config)
         self._tensors: dict[str, _Stored] = {}
         for path in weight_files(folder):
@@ -173,6 +180,9 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def names(self) -> list[str]:
         return sorted(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._announced(name).shape

@@ -9,6 +9,8 @@ from typing import Any
 from runtime.core.types import CallboardError
 
 INDEX_NAME = "model.safetensors.index.json"
+# Files of exporters that do not write to config.json -> the quant_method that it would have.
+_QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -22,6 +24,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CallboardError(f"{path} holds a JSON {type(value).__name__}; an object is needed.")
     return value
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder. A description of its quantization that is in a file of its own is put there."""
+    config = read_json(folder / "config.json")
+    for name, method in _QUANTIZATION_FILES.items():
+        if "quantization_config" not in config and (folder / name).exists():
+            config["quantization_config"] = {"quant_method": method} | read_json(folder / name)
+    return config
 
 
 def own_file(folder: Path, name: str) -> Path | None:

@@ -11,6 +11,7 @@ from runtime.core.types import CallboardError
 from runtime.models import gemma, gpt2, llama, mistral, phi, qwen
 from runtime.models.config_checks import check_config
 from runtime.models.weight_map import WeightMap
+from runtime.quant import parse_schemes
 
 _RANDOM = "logits and greedy tokens of random weights, against transformers"
 
@@ -78,6 +79,6 @@ def load_spec(config: Mapping[str, Any]) -> tuple[DecoderSpec, WeightMap]:
         spec = family.decoder_spec(config)
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e
-    text_config = config.get("text_config") or {}
-    quantization = config.get("quantization_config") or text_config.get("quantization_config")
-    return replace(spec, quantization=quantization), family.weight_map
+    weight_map = family.weight_map
+    schemes = parse_schemes(config, weight_map.names_of(spec), weight_map.base)
+    return replace(spec, quantization=schemes or None), weight_map

@@ -12,7 +12,6 @@ from typing import Any
 
 from runtime.core.bounds import Bounds
 from runtime.core.types import CallboardError
-from runtime.quant import METHODS
 
 _WIDTH, _HEADS, _EXPERTS, _POSITIONS = Bounds(1, 1 << 20), Bounds(1, 1 << 16), Bounds(1, 1 << 12), Bounds(1, 1 << 30)
 _POSITIVE = Bounds(above=0)
@@ -40,13 +39,6 @@ _OBJECTS = ("text_config", "rope_scaling", "rope_parameters", "full_attention", 
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raises CallboardError with one sentence for the first field that no model can have."""
-    if (found := config.get("quantization_config")) is not None:
-        method = found.get("quant_method") if isinstance(found, Mapping) else found
-        if not (isinstance(method, str) and method in METHODS):
-            raise CallboardError(
-                f"The model's weights are quantized ({str(method)[:40]}), which safetensors models may not be here; "
-                "choose the model's own weights, or a GGUF file."
-            )
     for name, value in config.items():
         if name in _NUMBERS and not (value is None and name in _MAY_BE_NULL):
             _check_number(name, value)

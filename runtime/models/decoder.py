@@ -21,8 +21,9 @@ from runtime.kernels.rope import rope_table
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import ReadWeight, draw, read_from
-from runtime.quant.dense import DENSE, weight_bytes, weight_formats
+from runtime.quant.dense import DENSE
 from runtime.quant.format import TensorSource, Weight, WeightFormat
+from runtime.quant.formats import weight_bytes, weight_formats
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,14 @@ from runtime.core.sharding import parts_of
 from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.models.weight_map import WeightMap
-from runtime.quant.dense import weight_formats
 from runtime.quant.format import Location, TensorSource, Weight
+from runtime.quant.formats import weight_formats
 
 ReadWeight = Callable[[str], Weight]  # a parameter of `spec.shapes()` by name, on the device
 
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
+# Scales of keys and values that were measured for a KV cache of 8 bits, which is not in use.
+_KV_SCALES = r".*\.(([kvq]|kv|prob)_(scale|zero_point|global_scale)|[kv]_proj\.output_(scale|zero_point))"
 
 
 def locate_parameters(
@@ -42,10 +44,14 @@ def locate_parameters(
             longer = location._replace(name=weight_map.base + short_name)
             if names.intersection(weight_format.stored(longer)):
                 location, tensors = longer, weight_format.stored(longer)
-        for name, (shape, dtypes) in tensors.items():
+        for name, (shape, dtypes, optional, others) in tensors.items():
             if name not in names:
-                raise CallboardError(f"The checkpoint lacks tensor {name}; its config asks for shape {list(shape)}.")
-            if (found := tuple(source.shape(name))) != shape:
+                if optional:
+                    continue
+                raise CallboardError(
+                    f"The checkpoint lacks tensor {name}; its config asks for shape {list(shape or ('any',))}."
+                )
+            if shape is not None and (found := tuple(source.shape(name))) != shape and found not in others:
                 raise CallboardError(
                     f"Tensor {name} has shape {list(found)}; the checkpoint's config asks for {list(shape)}."
                 )
@@ -58,7 +64,7 @@ def locate_parameters(
         used |= tensors.keys()
         locations[parameter] = location
     short_names = {name.removeprefix(weight_map.base): name for name in names - used}
-    extra = {name for name in short_names if not re.fullmatch(weight_map.ignored, name)}
+    extra = {name for name in short_names if not re.fullmatch(f"{weight_map.ignored}|{_KV_SCALES}", name)}
     if spec.tied_head:
         extra.discard(weight_map.names["head"])  # some exports have a copy of the embedding there
     if extra:

@@ -1,17 +1,60 @@
-"""Weight formats: what a checkpoint says about its weights -> how they are read, held and multiplied with.
+"""Quantization: what a checkpoint says about its weights -> how they are read, held and multiplied with.
 
-`format.py` says what a format is, `dense.py` is the one of plain numbers and has what is derived for a whole model.
-Torch is not imported here: the checks of a config.json need the names of the methods alone."""
+A method's parser (`compressed_tensors.py`, `gptq.py`, ...) gives each parameter a `Scheme`; its layout (`layouts.py`)
+reads the tensors of all methods into one of a few forms (`forms.py`), which are widened or stay codes (`quantized.py`).
+Torch is not imported by the parsers: the checks of a config.json need no more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from runtime.quant.format import WeightFormat
+from runtime.core.types import CallboardError
+from runtime.quant import awq, bitsandbytes, compressed_tensors, fp8_block, gptq, modelopt, mxfp4
+from runtime.quant.scheme import Parser, Scheme
 
-# quant_method of a config.json's quantization_config -> a function of that object, which returns the format of a
-# parameter by its name, None for one that stays dense. It is asked for weights of linear maps; the parts of a fused
-# map, such as q, k and v, need one format.
-METHODS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], WeightFormat | None]]] = {}
+METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantization_config
+    "compressed-tensors": compressed_tensors.parse,
+    "fp8": fp8_block.parse,
+    "awq": awq.parse,
+    "gptq": gptq.parse,
+    "bitsandbytes": bitsandbytes.parse,
+    "modelopt": modelopt.parse,
+    "modelopt_fp4": modelopt.parse,
+    "mxfp4": mxfp4.parse,
+}
+
+
+def parse_schemes(config: Mapping[str, Any], names: Mapping[str, str], base: str) -> dict[str, Scheme]:
+    """The scheme of each weight of a linear map that a config.json calls quantized; the others are plain numbers.
+
+    `names` are the checkpoint's names of our parameters, which may have `base` before them.
+    Raises CallboardError, in one sentence with the key, if the config asks for what cannot be read."""
+    if (found := _quantization_config(config)) is None:
+        return {}
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    if isinstance(found, Mapping) and method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
+        method = "bitsandbytes"
+    if not (isinstance(method, str) and method in METHODS):
+        raise CallboardError(
+            f"The model's weights are quantized by {str(method)[:40]} (quant_method); supported are "
+            f"{', '.join(METHODS)}, and GGUF files."
+        )
+    try:
+        rule = METHODS[method](found)
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise CallboardError(f"The model's quantization_config is not one of {method} ({e!r}).") from e
+    schemes = {}
+    for parameter, name in names.items():
+        if parameter == "head" or (parameter.endswith(".weight") and ".router." not in parameter):
+            found_schemes = [rule(parameter, prefix + name.removesuffix(".weight")) for prefix in {"", base}]
+            if None not in found_schemes:
+                schemes[parameter] = found_schemes[0]
+    return {parameter: scheme for parameter, scheme in schemes.items() if scheme}
+
+
+def _quantization_config(config: Mapping[str, Any]) -> Any:
+    """That of a config.json, wherever its exporter put it."""
+    places = (config, config.get("text_config") or {})
+    keys = ("quantization_config", "compression_config")
+    return next((place[key] for place in places for key in keys if place.get(key)), None)

@@ -1,18 +1,17 @@
-"""Dense weights, one number of the compute dtype for each; and what is derived from the formats of a whole model."""
+"""Dense weights: one number of the compute dtype for each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
-from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels import Kernels
 from runtime.kernels.experts import ExpertLayer
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.quant import METHODS
 from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
 
 _FLOATS = (
@@ -58,25 +57,3 @@ class Dense(WeightFormat):
 
 
 DENSE = Dense()
-
-
-def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:
-    """The format of each parameter of `spec.shapes()` by name."""
-    if spec.quantization is None:
-        return lambda parameter: DENSE
-    rule = METHODS[spec.quantization["quant_method"]](spec.quantization)
-
-    def format_of(parameter: str) -> WeightFormat:
-        is_linear = parameter == "head" or (parameter.endswith(".weight") and ".router." not in parameter)
-        return (rule(parameter) if is_linear else None) or DENSE
-
-    return format_of
-
-
-def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
-    """The bytes of all parameters on the device."""
-    format_of = weight_formats(spec)
-    size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
-    if numerics.packed and spec.tied_head:  # the packed head is a second copy of the embedding
-        size += DENSE.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
-    return size

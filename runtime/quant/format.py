@@ -25,6 +25,7 @@ class TensorSource(Protocol):
     """A checkpoint, as formats read it (runtime.loading.checkpoint.Checkpoint)."""
 
     def names(self) -> Sequence[str]: ...
+    def __contains__(self, name: str) -> bool: ...
     def shape(self, name: str) -> Shape: ...
     def type_name(self, name: str) -> str: ...
     def dtype(self, name: str) -> torch.dtype: ...
@@ -41,10 +42,12 @@ class Location(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor that a checkpoint must have."""
+    """A tensor of a weight in a checkpoint."""
 
-    shape: Shape
+    shape: Shape | None  # None: any
     dtypes: tuple[torch.dtype, ...]  # in one of which it is stored
+    optional: bool = False
+    others: tuple[Shape, ...] = ()  # shapes that the same numbers may have
 
 
 class WeightFormat(ABC):

@@ -16,7 +16,7 @@ from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.penalties import NUM_TABLES
-from runtime.quant.dense import weight_bytes
+from runtime.quant.formats import weight_bytes
 from runtime.worker.graph_runner import MAX_VERIFIED
 from runtime.worker.prompt_scorer import MIN_SLICE
 

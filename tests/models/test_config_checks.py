@@ -57,11 +57,6 @@ def test_fields_within_others_are_looked_at_too():
         )
 
 
-def test_quantized_weights_are_refused_by_their_method():
-    with pytest.raises(CallboardError, match=r"quantized \(fp8\)"):
-        load_spec(LLAMA | {"quantization_config": {"quant_method": "fp8"}})
-
-
 def test_what_models_have_passes():
     load_spec(LLAMA)
     load_spec(LLAMA | {"head_dim": None, "rope_scaling": None, "sliding_window": None, "tie_word_embeddings": None})

@@ -1,10 +1,9 @@
 """Weight formats: one that is made up here runs like those of the tree, and ranks read their parts of a checkpoint."""
 
 import json
-import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,8 +22,12 @@ from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import locate_parameters, random_parameter
 from runtime.quant import METHODS
-from runtime.quant.dense import DENSE, weight_bytes, weight_formats
-from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
+from runtime.quant.dense import DENSE
+from runtime.quant.format import Weight
+from runtime.quant.formats import weight_bytes, weight_formats
+from runtime.quant.forms import FORMS, Integer8
+from runtime.quant.layouts import LAYOUTS, OneByOne
+from runtime.quant.scheme import Scheme
 from runtime.text.tokenizer import Tokenizer
 from tests.models.test_model import open_runner
 from tests.support.runner_driver import TINY, Driver, tiny_runner
@@ -45,35 +48,17 @@ CONFIGS = {
 }  # fmt: skip
 
 
-class Int8Rows(WeightFormat):
-    """A byte for each weight and a scale for each row."""
+@dataclass(frozen=True, slots=True)
+class Int8Rows(Integer8):
+    """A byte for each weight and a scale for each row, with a product of its own."""
 
-    name = "int8 rows"
-
-    def stored(self, location: Location) -> dict[str, StoredTensor]:
-        return {
-            location.name: StoredTensor(location.shape, (torch.int8,)),
-            f"{location.name}_scale": StoredTensor(location.shape[:1], (torch.float32,)),
-        }
-
-    def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        return math.prod(shape) + 4 * shape[0]
-
-    def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        (part,), device = location.parts or (None,), numerics.device
-        of_rows = part if part is not None and part.dim == 0 else None
-        codes = source.tensor(location.name, torch.int8, device, part)
-        return codes, source.tensor(f"{location.name}_scale", torch.float32, device, of_rows)
-
-    def encode(self, dense: torch.Tensor) -> Weight:
-        scale = dense.float().abs().amax(1) / 127
-        return (dense / scale[:, None]).round().to(torch.int8), scale
+    has_kernel: ClassVar[bool] = True
 
     def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         codes, scale = weight
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            y = F.linear(x, codes.to(x.dtype)) * scale.to(x.dtype)
+            y = F.linear(x, codes.to(x.dtype)) * scale[:, 0].to(x.dtype)
             return y if bias is None else y + bias
 
         linear = Linear(product, kernels.norm, kernels.activate)
@@ -81,16 +66,19 @@ class Int8Rows(WeightFormat):
         return linear
 
 
-INT8_ROWS = Int8Rows()
+INT8_ROWS = Int8Rows("made-up")
+SCHEME = Scheme("made-up", "made-up")
 QUANTIZATION = {"quant_method": "made-up", "keep": "head"}
 
 
 @pytest.fixture(autouse=True)
 def _made_up_method(monkeypatch):
-    def rule(config):
-        return lambda parameter: None if parameter == config["keep"] else INT8_ROWS
+    def parse(config):
+        return lambda parameter, module: None if parameter == config["keep"] else SCHEME
 
-    monkeypatch.setitem(METHODS, "made-up", rule)
+    monkeypatch.setitem(METHODS, "made-up", parse)
+    monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
+    monkeypatch.setitem(FORMS, "made-up", INT8_ROWS)
 
 
 def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:
@@ -104,10 +92,10 @@ def write_checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]
     quantized, dense, format_of = {}, {}, weight_formats(spec)
     for parameter, name in weight_map.names_of(spec).items():
         dense[name] = dense_weights(spec)[parameter]
-        if format_of(parameter) is INT8_ROWS:
+        if format_of(parameter).name == INT8_ROWS.name:
             codes, scale = INT8_ROWS.encode(dense[name])
             quantized |= {name: codes, f"{name}_scale": scale}
-            dense[name] = codes * scale[:, None]
+            dense[name] = codes * scale
         else:
             quantized[name] = dense[name]
     folders = folder / "quantized", folder / "dense"
@@ -149,7 +137,8 @@ def test_memory_is_planned_for_what_is_read(tmp_path):
 
 
 def test_random_weights_are_the_dense_ones_encoded():
-    spec = replace(TINY, quantization=QUANTIZATION)
+    linears = [name for name in TINY.shapes() if name.endswith(".weight")]
+    spec = replace(TINY, quantization=dict.fromkeys(linears, SCHEME))
     runner = tiny_runner(spec)
     assert runner.decoder.layers[1].feed_forward.down.codes.dtype == torch.int8
     assert runner.memory.weights == weight_bytes(spec, runner.numerics) < tiny_runner().memory.weights
@@ -161,7 +150,7 @@ def test_inspect_names_the_format(tmp_path, write_tiny_gguf):
     Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
     report = model_report(EngineConfig(model=str(folder), device="cpu"))
     assert "14 I8" in report
-    assert "tensors; weights dense, int8 rows" in report
+    assert "tensors; weights dense, made-up rows" in report
     spec, _ = load_spec(open_checkpoint(folder).config)
     assert f"weights {weight_bytes(spec, FLOAT32) / (1 << 30):.2f} GiB" in report
 
@@ -180,9 +169,11 @@ def test_tensors_that_a_format_does_not_know_are_refused_before_any_is_read(tmp_
             open_runner(other)
         return str(error.value)
 
-    assert f"lacks tensor {name}_scale; its config asks for shape [16]" in refusal(quantized, {f"{name}_scale": None})
+    assert f"lacks tensor {name}_scale; its config asks for shape [16, 1]" in refusal(
+        quantized, {f"{name}_scale": None}
+    )
     wrong = torch.zeros(16, 48)
-    assert f"{name} is stored as F32, which int8 rows weights are not (int8)" in refusal(quantized, {name: wrong})
+    assert f"{name} is stored as F32, which made-up rows weights are not (int8)" in refusal(quantized, {name: wrong})
     for dtype, stored in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.int64, "I64"), (torch.uint8, "U8")):
         message = refusal(dense, {name: torch.zeros(16, 48).to(dtype)})
         assert f"{name} is stored as {stored}, which dense weights are not (bfloat16, float16, float32" in message
@@ -241,9 +232,10 @@ def test_a_format_gives_a_rank_its_part_of_every_tensor(tmp_path):
     spec, weight_map = load_spec(checkpoint.config)
     whole = locate_parameters(spec, weight_map, checkpoint)
     for name, dim in (("layers.0.gate.weight", 0), ("layers.1.down.weight", 1)):
-        codes, scale = INT8_ROWS.read(checkpoint, whole[name], FLOAT32)
+        made_up = weight_formats(spec)(name)
+        codes, scale = made_up.read(checkpoint, whole[name], FLOAT32)
         for rank in range(2):
             location = locate_parameters(spec, weight_map, checkpoint, rank, 2)[name]
-            part_codes, part_scale = INT8_ROWS.read(checkpoint, location, FLOAT32)
+            part_codes, part_scale = made_up.read(checkpoint, location, FLOAT32)
             assert torch.equal(part_codes, codes.chunk(2, dim)[rank])
             assert torch.equal(part_scale, scale.chunk(2)[rank] if dim == 0 else scale)

@@ -1,0 +1,89 @@
+"""compressed-tensors (llm-compressor): groups of modules, each with a format of its own.
+
+https://github.com/vllm-project/compressed-tensors, src/compressed_tensors/quantization/quant_config.py"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runtime.quant.scheme import Rule, Scheme, group_size, matches, refusal, strings
+
+_ONE_BY_ONE = {"int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"}  # a tensor's number a code
+_LINEAR = "Linear"  # the class of all modules that have a rule here
+
+
+def parse(config: Mapping[str, Any]) -> Rule:
+    sparsity, transform = config.get("sparsity_config") or {}, config.get("transform_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise refusal("sparsity_config.format", sparsity["format"], "sparse weights are not supported")
+    if transform.get("config_groups"):
+        raise refusal("transform_config", transform, "weights that need a transform are not supported")
+    groups = config.get("config_groups") or {}
+    targets: list[tuple[str, Scheme | None]] = []
+    for name, group in groups.items():
+        if not isinstance(group, Mapping):
+            raise refusal(f"config_groups.{name}", group, "its weights must be described")
+        scheme = _scheme(group, group.get("format") or config.get("format"))
+        targets += [(target, scheme) for target in strings(group, "targets")]
+    ignored = strings(config, "ignore")
+    # A module's own name counts before a pattern, and that before the class.
+    targets.sort(key=lambda entry: (entry[0] == _LINEAR, entry[0].startswith("re:")))
+
+    def rule(parameter: str, module: str) -> Scheme | None:
+        if any(_names(entry, module) for entry in ignored):
+            return None
+        return next((scheme for target, scheme in targets if _names(target, module)), None)
+
+    return rule
+
+
+def _names(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return matches(target.removeprefix("re:"), module)
+    return target in (module, _LINEAR)
+
+
+def _scheme(group: Mapping[str, Any], form: str | None) -> Scheme | None:
+    weights = group.get("weights")
+    if not weights or form == "dense":
+        return None
+    kind = weights.get("type", "int"), weights.get("num_bits", 8)
+    if form in (None, "mixed-precision"):
+        form = "pack-quantized" if kind[0] == "int" and not group.get("input_activations") else "naive-quantized"
+    columns = group_size(weights, "group_size")
+    strategy = weights.get("strategy") or ("group" if columns else "channel" if "group_size" in weights else "tensor")
+    match strategy:
+        case "tensor":
+            shared = 0, 0
+        case "channel":
+            shared = 1, 0
+        case "group" | "tensor_group":
+            shared = 1, columns
+        case "block":
+            shared = block_size(weights, "block_structure")
+        case _:
+            raise refusal("strategy", strategy, "tensor, channel, group, tensor_group and block are known")
+    symmetric = weights.get("symmetric", True)
+    reordered = weights.get("actorder") in (True, "group", "dynamic")
+    match form, kind:
+        case "pack-quantized", ("int", 4 | 8 as bits):
+            return Scheme("compressed-tensors packed", f"int{bits}", *shared, symmetric, reordered)
+        case "nvfp4-pack-quantized", ("float", 4):
+            return Scheme("compressed-tensors nvfp4", "fp4", *shared)
+        case "mxfp4-pack-quantized", ("float", 4):
+            return Scheme("compressed-tensors mxfp4", "fp4", *shared)
+        case _, ("int", 8) if form in _ONE_BY_ONE:
+            return Scheme("compressed-tensors", "int8", *shared, symmetric, reordered)
+        case _, ("float", 8) if form in _ONE_BY_ONE:
+            return Scheme("compressed-tensors", "fp8", *shared)
+    described = f"{form} of {kind[0]} with num_bits {kind[1]}"
+    raise refusal("format", described, "integers of 4 or 8 bits, fp8, nvfp4 and mxfp4 are supported")
+
+
+def block_size(config: Mapping[str, Any], key: str) -> tuple[int, int]:
+    """The rows and columns that share a scale."""
+    size = config.get(key)
+    if isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size):
+        return size[0], size[1]
+    raise refusal(key, size, "it must be two positive whole numbers, such as [128, 128]")

@@ -1,0 +1,61 @@
+"""The weight formats of a whole model, and what is derived from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.kernels.numerics import Numerics
+from runtime.quant.dense import DENSE
+from runtime.quant.format import Shape, WeightFormat
+from runtime.quant.forms import Form
+from runtime.quant.layouts import LAYOUTS
+from runtime.quant.quantized import Kept, Widened
+from runtime.quant.scheme import Scheme
+
+
+def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:
+    """The format of each parameter of `spec.shapes()` by name; the parts of a fused map get one that joins."""
+    schemes, shapes = spec.quantization, spec.shapes()
+    if not schemes:
+        return lambda parameter: DENSE
+
+    layout_of = cache(lambda scheme: LAYOUTS[scheme.layout](scheme))
+    linears = [parts for parts, _ in spec.linears().values()]
+    is_turned = spec.rope.partial not in (0.0, 1.0)  # rows of q and k change places
+
+    def form_of(parameter: str) -> Form | None:
+        scheme = schemes.get(parameter)
+        return layout_of(scheme).form(shapes[parameter]) if scheme else None
+
+    def stays(parameter: str) -> bool:
+        """True if a map's weight can be codes on the device: its parts are in one form, and that has a kernel."""
+        prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
+        parts = next((parts for parts in linears if part in parts), None)
+        names = [f"{prefix}.{part}.weight" for part in parts] if parts else [parameter]
+        form = form_of(parameter)
+        if form is None or not form.has_kernel or (form.rows > 1 and is_turned):
+            return False
+        return all(form_of(name) == form and form.fits(shapes[name]) for name in names)
+
+    @cache
+    def of_kind(scheme: Scheme, shape: Shape, stay: bool) -> WeightFormat:
+        layout = layout_of(scheme)
+        return (Kept if stay else Widened)(layout, layout.form(shape))
+
+    @cache
+    def format_of(parameter: str) -> WeightFormat:
+        scheme = schemes.get(parameter)
+        return of_kind(scheme, shapes[parameter], stays(parameter)) if scheme else DENSE
+
+    return format_of
+
+
+def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
+    """The bytes of all parameters on the device."""
+    format_of = weight_formats(spec)
+    size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
+    if numerics.packed and spec.tied_head:  # the packed head is a second copy of the embedding
+        size += DENSE.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
+    return size

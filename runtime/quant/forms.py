@@ -1,0 +1,227 @@
+"""Forms: what the layouts of all checkpoints become. Codes [out, in], and scales that blocks of them share.
+
+A form's product is `linear`, and nothing else multiplies with codes: a kernel replaces it there."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels import Kernels
+from runtime.kernels.linear import Linear
+from runtime.quant.format import Shape, Weight
+from runtime.quant.packing import pack_nibbles, unpack_nibbles
+from runtime.quant.scheme import Scheme
+
+_AT_ONCE = 1 << 20  # numbers that are widened at once: what is in float32 meanwhile is small beside the weight
+_SMALLEST = 2.0**-100  # of scales that `encode` divides by, for blocks of zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Form(ABC):
+    """Numbers as code * scale - minimum, each computed in float32.
+
+    A weight is a tuple of tensors: codes [out, in], one a byte; scales, float32 [ceil(out / rows), ceil(in / columns)];
+    minimums of the same shape if there are any; the order of the columns if they were reordered, int64 [in], which has
+    for each column of codes the column of the weight that it is."""
+
+    label: str  # "int4", say
+    rows: int = 1  # rows of the weight that share a scale
+    columns: int = 0  # columns that do; 0: all of them
+    has_minimum: bool = False
+    reordered: bool = False
+
+    bits: ClassVar[int] = 8
+    has_kernel: ClassVar[bool] = False  # `linear` has one: weights stay codes on the device, and are else widened
+
+    @property
+    def name(self) -> str:
+        block = f" {self.rows}x{self.columns}" if self.rows > 1 else f" g{self.columns}" if self.columns else " rows"
+        return self.label + block + (" with minimums" if self.has_minimum else "")
+
+    @abstractmethod
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        """What codes stand for, in float32."""
+
+    @abstractmethod
+    def encode(self, dense: torch.Tensor) -> Weight:
+        """Round to nearest: the weight whose numbers are those of `dense`, as near as the form gets."""
+
+    def join(self, weights: Sequence[Weight]) -> Weight:
+        """Several weights, with the columns of one, as that of one map with the rows of all."""
+        order = weights[0][-1:] if self.reordered else ()
+        tensors = zip(*(weight[: len(weight) - len(order)] for weight in weights), strict=True)
+        return *(torch.cat(same) for same in tensors), *order
+
+    def scale_shape(self, shape: Shape) -> Shape:
+        return -(-shape[0] // self.rows), -(-shape[1] // self.columns) if self.columns else 1
+
+    def dequantize(self, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+        """The numbers [out, in], each rounded once to `dtype`."""
+        codes, scale, *more = weight
+        dense = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        step = max(1, _AT_ONCE // (codes.shape[1] * self.rows)) * self.rows
+        for start in range(0, len(codes), step):
+            part, blocks = codes[start : start + step], slice(start // self.rows, (start + step) // self.rows)
+            numbers = self.values(part).mul_(self._spread(scale[blocks], part.shape))
+            if self.has_minimum:
+                numbers.sub_(self._spread(more[0][blocks], part.shape))
+            out = dense[start : start + step]
+            if self.reordered:
+                out.index_copy_(1, more[-1], numbers.to(dtype))
+            else:
+                out.copy_(numbers)
+        return dense
+
+    def _spread(self, shared: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """One number for each code, of one for each block; a column of them where whole rows share."""
+        if self.rows > 1:
+            shared = shared.repeat_interleave(self.rows, 0)[: shape[0]]
+        return shared.repeat_interleave(self.columns, 1)[:, : shape[1]] if self.columns else shared
+
+    def _blocks(self, dense: torch.Tensor) -> torch.Tensor:
+        """float32 [blocks of rows, rows, blocks of columns, columns], filled up with zeros."""
+        columns = self.columns or dense.shape[1]
+        padded = F.pad(dense.float(), (0, -dense.shape[1] % columns, 0, -dense.shape[0] % self.rows))
+        return padded.view(-1, self.rows, padded.shape[1] // columns, columns)
+
+    def fits(self, shape: Shape) -> bool:
+        """True if weights of this shape can stay codes, beside others in one fused map."""
+        return not self.reordered and shape[0] % self.rows == 0 and shape[1] * self.bits % 8 == 0
+
+    def device_bytes(self, shape: Shape) -> int:
+        """The bytes of a weight that stays codes."""
+        return math.prod(shape) * self.bits // 8 + 4 * math.prod(self.scale_shape(shape)) * (1 + self.has_minimum)
+
+    def packed(self, weight: Weight) -> Weight:
+        """The tensors of a weight as they stay on the device."""
+        return weight
+
+    def unpacked(self, weight: Weight) -> Weight:
+        """`packed`, undone."""
+        return weight
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+        """The product with a packed weight: without a kernel, with its numbers, made anew each time."""
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.dequantize(self.unpacked(weight), x.dtype), bias)
+
+        return Linear(product, kernels.norm, kernels.activate)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8(Form):
+    """e4m3 codes, 448 at most; no minimums."""
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.float()
+
+    def encode(self, dense: torch.Tensor) -> Weight:
+        blocks = self._blocks(dense)
+        scale = (blocks.abs().amax((1, 3)) / 448).clamp_min(_SMALLEST)
+        codes = (dense.float() / self._spread(scale, dense.shape)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return codes, scale
+
+
+@dataclass(frozen=True, slots=True)
+class Integer8(Form):
+    """Whole numbers: int8, or with minimums uint8."""
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes.float()
+
+    def encode(self, dense: torch.Tensor) -> Weight:
+        blocks = self._blocks(dense)
+        if self.has_minimum:
+            low, high = blocks.amin((1, 3)).clamp_max(0), blocks.amax((1, 3)).clamp_min(0)
+            scale = ((high - low) / ((1 << self.bits) - 1)).clamp_min(_SMALLEST)
+            codes = (dense.float() - self._spread(low, dense.shape)) / self._spread(scale, dense.shape)
+            return codes.round().to(torch.uint8), scale, -low
+        scale = (blocks.abs().amax((1, 3)) / ((1 << self.bits - 1) - 1)).clamp_min(_SMALLEST)
+        return (dense.float() / self._spread(scale, dense.shape)).round().to(torch.int8), scale
+
+
+@dataclass(frozen=True, slots=True)
+class Integer4(Integer8):
+    """Whole numbers from -8 to 7, or with minimums from 0 to 15. On the device two are a byte, all from 0 on."""
+
+    bits: ClassVar[int] = 4
+
+    def packed(self, weight: Weight) -> Weight:
+        codes, *more = weight
+        return pack_nibbles(codes if self.has_minimum else (codes + 8).view(torch.uint8)), *more
+
+    def unpacked(self, weight: Weight) -> Weight:
+        codes, *more = weight
+        codes = unpack_nibbles(codes)
+        return codes if self.has_minimum else codes.view(torch.int8) - 8, *more
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Form):
+    """Places in a table of 16 numbers; no minimums. On the device two are a byte."""
+
+    table: tuple[float, ...] = ()
+
+    bits: ClassVar[int] = 4
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        return self._table(codes.device)[codes.int()]
+
+    def encode(self, dense: torch.Tensor) -> Weight:
+        blocks, table = self._blocks(dense), self._table(dense.device)
+        scale = (blocks.abs().amax((1, 3)) / table.abs().max()).clamp_min(_SMALLEST)
+        numbers, order = table.sort()
+        between = (numbers[1:] + numbers[:-1]) / 2
+        return order[torch.bucketize(dense.float() / self._spread(scale, dense.shape), between)].to(torch.uint8), scale
+
+    def packed(self, weight: Weight) -> Weight:
+        codes, *more = weight
+        return pack_nibbles(codes), *more
+
+    def unpacked(self, weight: Weight) -> Weight:
+        codes, *more = weight
+        return unpack_nibbles(codes), *more
+
+    def _table(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.table, device=device)
+
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FORMS: dict[str, Form] = {
+    "fp8": Float8("fp8"),
+    "int8": Integer8("int8"),
+    "int4": Integer4("int4"),
+    "fp4": Table("fp4", table=(*_POSITIVE, *(-number for number in _POSITIVE))),  # e2m1
+    # bitsandbytes/functional.py, get_4bit_type
+    "nf4": Table(
+        "nf4",
+        table=(
+            -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+            -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+            0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        ),
+    ),
+    "bitsandbytes fp4": Table(
+        "bitsandbytes fp4",
+        table=tuple(sign * n / 192 for sign in (1, -1) for n in (0.0, 1.0, 128.0, 192.0, 64.0, 96.0, 32.0, 48.0)),
+    ),
+}  # fmt: skip
+
+
+def form_of(scheme: Scheme) -> Form:
+    """The form that weights of a scheme are read into; a scale of a whole tensor becomes one of each row."""
+    return replace(
+        FORMS[scheme.values],
+        rows=scheme.rows or 1,
+        columns=scheme.columns,
+        has_minimum=not scheme.symmetric,
+        reordered=scheme.reordered,
+    )

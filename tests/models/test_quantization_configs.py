@@ -1,0 +1,178 @@
+"""What a config says of quantized weights: the scheme of each module, and what is refused, each in one sentence."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.core.types import CallboardError
+from runtime.loading.folder import model_config
+from runtime.models import load_spec
+from runtime.quant import METHODS
+from runtime.quant.scheme import Scheme
+from tests.models.test_model import open_runner
+from tests.models.test_quantized_models import LLAMA, write
+from tests.support.quantized import FORMATS
+
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+def groups(*weights, **config):
+    """compressed-tensors' groups of all linear maps, or of given targets."""
+    described = {
+        f"group_{i}": {"targets": ["Linear"], "weights": w} if "weights" not in w else w for i, w in enumerate(weights)
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": described, "format": "float-quantized"} | config
+
+
+def rule(config):
+    return METHODS[config["quant_method"]](config)
+
+
+def quantized_modules(config, *modules):
+    of_module = rule(config)
+    return [module for module in modules if of_module("layers.0.q.weight", module)]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "hqq"}, r"quantized by hqq \(quant_method\); supported are compressed-tensors, fp8, awq"),
+        ({"bits": 4}, r"quantized by None \(quant_method\)"),
+        (groups(FP8, sparsity_config={"format": "sparse-24-bitmask"}), r"sparsity_config\.format 'sparse-24-bitmask'"),
+        (groups(FP8, transform_config={"config_groups": {"R1": {}}}), r"transform_config .*R1"),
+        (groups({**FP8, "strategy": "attn_head"}), r"strategy 'attn_head'; tensor, channel"),
+        (groups({**INT4, "num_bits": 2}, format="pack-quantized"), r"format 'pack-quantized of int with num_bits 2'"),
+        (groups({**INT4, "num_bits": 3}, format="pack-quantized"), "num_bits 3"),
+        (groups({**INT4, "group_size": 0}, format="pack-quantized"), r"group_size '0'; it must be a positive"),
+        (groups({**FP8, "strategy": "block"}), r"block_structure 'None'; it must be two positive whole numbers"),
+        (groups(FP8, ignore=["re:("]), r"the pattern '\('; it is no regular expression"),
+        (groups(FP8, ignore="lm_head"), r"ignore 'lm_head'; it must be a list of names"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"W4A16": ["Linear"]}}, r"config_groups\.W4A16"),
+        ({"quant_method": "compressed-tensors", "config_groups": 5}, "is not one of compressed-tensors"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'; e4m3 is supported"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "awq", "bits": 3}, "bits '3'; AWQ weights of 4 bits"),
+        ({"quant_method": "awq", "version": "gemv"}, "version 'gemv'; AWQ weights of version gemm"),
+        ({"quant_method": "gptq", "bits": 2}, "bits '2'; GPTQ weights of 4 or 8 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "bits '3'"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"quant_method": "bitsandbytes"}, "load_in_4bit 'None'; it or load_in_8bit must be true"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_refused_by_its_key(config, message):
+    with pytest.raises(CallboardError, match=message) as error:
+        load_spec(LLAMA | {"quantization_config": config})
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 250
+
+
+def test_modules_are_named_as_their_exporters_name_them():
+    names = "model.layers.1.self_attn.q_proj", "model.layers.11.mlp.gate_proj", "model.layers.1.mlp.gate"
+    q, gate_proj, gate = names
+    ct = groups(FP8, ignore=[q, r"re:.*\.gate$"])
+    assert quantized_modules(ct, *names) == [gate_proj]
+    only = groups({"targets": [r"re:.*self_attn\.[qkv]_proj"], "weights": FP8})
+    assert quantized_modules(only, *names) == [q]
+    for method, key in (("fp8", "modules_to_not_convert"), ("bitsandbytes", "llm_int8_skip_modules")):
+        config = {"quant_method": method, "load_in_8bit": True}
+        assert quantized_modules(config, *names) == list(names)
+        assert quantized_modules(config | {key: ["model.layers.1"]}, *names) == [gate_proj]
+        assert quantized_modules(config | {key: ["mlp.gate"]}, *names) == [q, gate_proj]
+    assert quantized_modules({"quant_method": "awq", "modules_to_not_convert": ["gate"]}, *names) == [q]
+    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["model.layers.1.*", "lm_head"]}
+    assert quantized_modules(modelopt, *names) == [gate_proj]
+    dynamic = {"quant_method": "gptq", "bits": 4, "dynamic": {r"-:.*q_proj": {}, r"+:.*gate_proj": {"bits": 8}}}
+    assert quantized_modules(dynamic, *names) == [gate_proj, gate]
+    assert [rule(dynamic)("", name).values for name in (gate_proj, gate)] == ["int8", "int4"]
+
+
+def test_a_name_counts_before_a_pattern_and_a_pattern_before_the_class():
+    q = "model.layers.0.self_attn.q_proj"
+    named = groups(
+        FP8,
+        {"targets": ["re:.*q_proj"], "weights": INT4, "format": "pack-quantized"},
+        {"targets": [q], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}, "format": "int-quantized"},
+        format="mixed-precision",
+    )
+    assert [rule(named)("", name).values for name in (q, "a.q_proj", "a.k_proj")] == ["int8", "int4", "fp8"]
+
+
+def test_the_head_stays_plain_unless_the_config_names_it():
+    spec = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    assert rule(spec)("head", "lm_head") is None
+    assert rule(spec | {"lm_head": True})("head", "lm_head") == Scheme("gptq", "int4", columns=32)
+    assert rule(groups(FP8))("head", "lm_head").values == "fp8"
+    assert rule({"quant_method": "fp8", "weight_block_size": [128, 128]})("head", "lm_head") is None
+
+
+def test_a_config_is_found_wherever_its_exporter_put_it(tmp_path):
+    gptq = {"bits": 4, "group_size": 32}
+    for found in (
+        {"quantization_config": gptq | {"quant_method": "gptq"}},
+        {"compression_config": gptq | {"quant_method": "gptq"}},
+        {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
+    ):
+        spec, _ = load_spec(LLAMA | found)
+        assert spec.quantization["layers.0.q.weight"].values in ("int4", "nf4")
+    inner = {name: LLAMA[name] for name in LLAMA if name != "architectures"} | {
+        "quantization_config": {"quant_method": "fp8"},
+        "layer_types": ["full_attention"] * 2,
+        "sliding_window": 16,
+    }
+    spec, _ = load_spec({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner})
+    assert spec.quantization["layers.0.q.weight"].values == "fp8"
+    for name, content, values in (
+        ("quantize_config.json", gptq, "int4"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}, "int4"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}, "fp4"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(LLAMA))
+        (folder / name).write_text(json.dumps(content))
+        spec, _ = load_spec(model_config(folder))
+        assert spec.quantization["layers.0.q.weight"].values == values
+
+
+@pytest.fixture
+def fp8_model(tmp_path) -> Path:
+    return write(tmp_path, FORMATS["fp8-block"])[0]
+
+
+def change(folder: Path, **changed: torch.Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path) | changed
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+
+
+def test_tensors_that_disagree_with_the_config_are_named(fp8_model):
+    name = "model.layers.1.self_attn.k_proj.weight"
+    scale = load_file(fp8_model / "model.safetensors")[f"{name}_scale_inv"]
+    change(fp8_model, **{f"{name}_scale_inv": torch.ones(3, 3)})
+    with pytest.raises(CallboardError, match=rf"{name}_scale_inv has shape \[3, 3\].* asks for \[1, 1\]"):
+        open_runner(fp8_model)
+    change(fp8_model, **{f"{name}_scale_inv": None})
+    with pytest.raises(CallboardError, match=rf"{name}: it has no weight_scale_inv or weight_scale beside it"):
+        open_runner(fp8_model)
+    change(fp8_model, **{f"{name}_scale_inv": scale, name: torch.zeros(32, 64)})
+    with pytest.raises(CallboardError, match=rf"{name} is stored as F32, which fp8 128x128 weights are not"):
+        open_runner(fp8_model)
+
+
+def test_scales_of_activations_and_of_keys_and_values_are_passed_over(fp8_model):
+    layer = "model.layers.0.self_attn"
+    one = torch.tensor(1.0)
+    names = "k_proj.input_scale", "k_scale", "v_scale", "q_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale"
+    names += "v_proj.output_scale", "k_zero_point", "prob_scale"
+    change(fp8_model, **{f"{layer}.{name}": one.clone() for name in names})
+    open_runner(fp8_model)
+    change(fp8_model, **{f"{layer}.stray_scale": one})
+    with pytest.raises(CallboardError, match=r"stray_scale of the checkpoint has no place in the model"):
+        open_runner(fp8_model)

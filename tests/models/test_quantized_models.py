@@ -1,0 +1,83 @@
+"""Models in the formats of quantized checkpoints: the logits and the texts of the dense model of the same numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runtime.core.types import SamplingParams
+from runtime.llm import LLM
+from runtime.models import load_spec
+from runtime.models.weights import random_parameter
+from runtime.text.tokenizer import Tokenizer
+from tests.models.test_model import open_runner
+from tests.support.quantized import FORMATS, Format
+from tests.support.runner_driver import Driver
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 101, "hidden_size": 64, "intermediate_size": 160,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+MIXTRAL = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+PHI = LLAMA | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5}
+
+
+def write(folder: Path, form: Format, config: dict = LLAMA) -> tuple[Path, Path]:
+    """A model in the format, and the library's dense numbers of it in bfloat16."""
+    spec, weight_map = load_spec(config)
+    generator = torch.Generator().manual_seed(3)
+    quantized, dense = {}, {}
+    for parameter, name in weight_map.names_of(spec).items():
+        weight = random_parameter(parameter, spec.shapes()[parameter], generator)
+        if parameter.endswith(".weight") and "router" not in parameter:
+            tensors = form.pack(weight, generator)
+            quantized |= {name.removesuffix("weight") + own: tensor.contiguous() for own, tensor in tensors.items()}
+            weight = form.dequantize(tensors, tuple(weight.shape))
+        else:
+            quantized[name] = weight.bfloat16()
+        dense[name] = weight.bfloat16().contiguous()
+    stated = {"quantization_config": form.config} if form.config else {}
+    for path, tensors, added in ((folder / "quantized", quantized, stated), (folder / "dense", dense, {})):
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps(config | added))
+    for name, content in form.files.items():
+        (folder / "quantized" / name).write_text(json.dumps(content))
+    return folder / "quantized", folder / "dense"
+
+
+def logits(runner) -> torch.Tensor:
+    driver = Driver(runner)
+    driver.open(0, list(range(40, 70)))
+    return driver.prefill(0, list(range(40, 70)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_dense_model(tmp_path, name):
+    quantized, dense = write(tmp_path, FORMATS[name])
+    runner = open_runner(quantized, dtype="bfloat16")
+    assert torch.equal(logits(runner), logits(open_runner(dense, dtype="bfloat16")))
+    named = runner.decoder.format_of("layers.0.q.weight").name
+    assert named == FORMATS[name].form
+    assert runner.decoder.format_of("head").name == "dense"
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, PHI], ids=lambda config: config["architectures"][0])
+@pytest.mark.parametrize("name", ["ct-fp8-channel", "fp8-block"])
+def test_experts_and_fused_maps_are_read_too(tmp_path, name, config):
+    quantized, dense = write(tmp_path, FORMATS[name], config)
+    got, want = (logits(open_runner(folder, dtype="bfloat16")) for folder in (quantized, dense))
+    assert torch.equal(got, want)
+
+
+def test_texts_are_those_of_the_dense_model(tmp_path, write_tiny_gguf):
+    folders = write(tmp_path, FORMATS["fp8-block"], LLAMA | {"vocab_size": 1000})
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    answers = []
+    for folder in folders:
+        Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
+        llm = LLM(str(folder), dtype="bfloat16", num_kv_blocks=20)
+        answers.append([answer.token_ids for answer in llm.generate([[5, 9, 33], [7, 8]], params)])
+    assert answers[0] == answers[1]
