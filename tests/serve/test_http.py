@@ -9,6 +9,7 @@ import pytest
 from actors.engine_client import EngineRefusal, Refusal
 from runtime.core.requests import choice_seed
 from serve_app.errors import ApiError
+from serve_app.limits import is_long
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 
@@ -176,6 +177,21 @@ async def test_a_long_prompt_is_prepared_beside_the_loop():
     engine = FakeEngine("ok", max_model_len=1 << 20)
     body = (await post(engine, {"prompt": "a" * 200_000})).json()
     assert body["usage"]["prompt_tokens"] == 200_000
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"prompt": "word " * 1500}, False),
+        ({"prompt": "word " * 2500}, True),
+        ({"prompt": [30000] * 2000}, False),
+        ({"prompt": [30000] * 4000}, True),
+        ({"prompt": [30000] * 10, "tools": []}, True),
+        ({"prompt": [30000] * 2000, "stop": ["word " * 2500]}, True),
+    ],
+)
+def test_which_requests_are_read_beside_the_loop(body, expected):
+    assert is_long(json.dumps(body).encode()) is expected
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
