@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 # Where no target is given: times of a decoding step that prompts may add to a step, or else a share of all that wait.
-_AUTO_STEPS, _AUTO_SHARE = 4.0, 0.2
-_LEAST_TOKENS = 64  # a prompt goes on by so many at least; more are rounded down to a multiple of them
-_EARLY_US, _EARLY_SHARE = 700.0, 0.1  # how long before a step's expected end the next one is planned at the latest
+_AUTO_STEPS, _AUTO_SHARE = 4.0, 0.35
+_LEAST_TOKENS = 64  # a prompt goes on by so many at least
+# Steps of such multiples fill a runner's graphs, decoding rows included: the last for steps above 2,048 tokens.
+_MULTIPLES = (64, 512), (128, 2048), (2048, 1 << 62)
+_EARLY_US, _EARLY_SHARE = 500.0, 0.1  # how long before a step's expected end the next one is planned at the latest
 
 
 class _Estimate:
@@ -53,10 +55,12 @@ class StepPacing:
             return None
         token_us = self._token_us.mean
         if self._max_us is None:
-            count = int(max(_AUTO_STEPS * decode.mean / token_us, _AUTO_SHARE * num_queued))
+            count = max(_AUTO_STEPS * decode.mean / token_us, _AUTO_SHARE * num_queued)
         else:
-            count = int((self._max_us - decode.mean) / token_us)
-        return max(_LEAST_TOKENS, count - count % _LEAST_TOKENS)
+            count = (self._max_us - decode.mean) / token_us
+        total = num_decoding + int(count)
+        total -= total % next(multiple for multiple, end in _MULTIPLES if total < end)
+        return max(_LEAST_TOKENS, total - num_decoding)
 
     def planning_delay_s(self, num_decoding: int, num_prompt_tokens: int, planned_at: float) -> float:
         """Seconds for which the step after the only one in flight need not be planned yet; 0 or less: plan it now.

@@ -113,6 +113,23 @@ def test_a_burst_is_served_as_fast(count):
     assert np.percentile(paced.gaps_ms, 99) <= max(np.percentile(plain.gaps_ms, 99), 5.5 * DECODE_US / 1e3)
 
 
+@pytest.mark.parametrize("num_decoding", [1, 30, 64, 200])
+def test_steps_fill_their_graphs(num_decoding):
+    """The rows that decode count, too: a graph's places that nobody uses take as long as the others."""
+    now, totals = [0.0], set()
+    pacing = StepPacing(None, lambda: now[0])
+    for took_s, num_prompt_tokens in ((0.002, 0), (0.004, 200)):
+        now[0] += took_s
+        pacing.observe_step(num_decoding, num_prompt_tokens, 0.0)
+    for num_queued in range(100, 20000, 100):
+        count = pacing.max_prompt_tokens(num_decoding, num_queued)
+        totals.add(num_decoding + count)
+        wanted = max(800, 0.35 * num_queued)
+        assert wanted - (128 if wanted + num_decoding < 2048 else 2048) <= count <= wanted
+    assert all(total % 128 == 0 and (total < 2048 or total % 2048 == 0) for total in totals)
+    assert len(totals) > 5
+
+
 def test_a_target_too_short_for_any_prompt_lets_prompts_go_on():
     served = Served(LONG[:20], max_itl_ms=0.5)
     assert all(times for times in served.times.values())
