@@ -93,7 +93,7 @@ class Steps:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    lengths = [64, 128, 200, 256, 257, 512, 768, 1024, 2048]
+    lengths = [64, 128, 200, 256, 257, 512, 768, 1024, 1500, 2048, 3000, 8192]
     parser.add_argument("--prompts", nargs="+", type=int, default=lengths, metavar="TOKENS")
     parser.add_argument("--rows", nargs="+", type=int, default=[0, 48], help="decoding rows beside the prompt")
     parser.add_argument("--row-context", type=int, default=700, help="tokens in the cache of each decoding row")
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
-    config = engine_config(args.set, prefill_graph_tokens=1024)
+    config = engine_config(args.set)
     results = Results("prefill_steps", args.out)
     before = time.perf_counter()
     runner = ModelRunner(config, DummySource(spec_of(args.model)))
@@ -115,14 +115,14 @@ def main() -> None:
         for kind, usable in (("graph", graphs), ("launched", [])):
             steps.graph_runner.prefill_graphs = usable
             plans = Steps(runner, rows, args.row_context)
-            graph = steps.graph_runner.find_prefill(plans.plan(prompt, args.context))
-            if kind == "graph" and graph is None:
+            found = steps.graphs_for(plans.plan(prompt, args.context))
+            if kind == "graph" and not found:
                 continue
             with torch.inference_mode():
                 times = plans.measure(prompt, args.context, args.repeats)
-            shape = {} if graph is None else {"bucket": list(graph.bucket[:4])}
             results.add(config, model=args.model, kind=kind, prompt_len=prompt, rows=rows, context=args.context,
-                        row_context=args.row_context, repeats=args.repeats, **shape, **times)  # fmt: skip
+                        row_context=args.row_context, repeats=args.repeats,
+                        buckets=[graph.bucket[:4] for graph, _ in found], **times)  # fmt: skip
 
 
 if __name__ == "__main__":

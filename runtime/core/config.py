@@ -89,7 +89,7 @@ class EngineConfig:
     )
     cuda_graphs: bool = setting(True, "replay decode steps as one CUDA graph each (kernel_backend triton)")
     prefill_graph_tokens: int = setting(
-        1024, "steps with prompts are CUDA graphs, too, if they have up to so many tokens; 0: none is", 0
+        4096, "steps with prompts are CUDA graphs, too, or several of up to so many tokens each; 0: none is", 0
     )
     packed_weights: bool = setting(True, "pre-pack the linear layers for oneDNN on a CPU")
     draft: str | None = setting(

@@ -92,11 +92,13 @@ class GpuSteps:
         slots, positions = plan.slots[sampling], sampled_after + 1
         prompts = None
         plain = self.sampler.is_plain(slots, positions)
-        if graph := self.graph_for(plan):
-            output, bucket = self._replay(graph, plan, writes), graph.bucket
-            if plain:
-                return self._answered(plan, lambda: output[bucket.sample_places(plan)])
-            wanted = bucket.sample_places(plan).astype(np.int32)
+        graphs = self.graphs_for(plan)
+        if plain and graphs:
+            return self._replay_all(plan, graphs, writes)
+        graph = graphs[0][0] if len(graphs) == 1 else None
+        if graph is not None:
+            self._replay(graph, plan, writes)
+            wanted = graph.bucket.sample_places(plan).astype(np.int32)
             token_ids, logits = graph.token_ids[: len(wanted)], self.graph_logits[: len(wanted)]
             if wanted[-1] >= len(wanted):  # others are between them
                 index = self.transfers.upload(wanted)
@@ -128,21 +130,22 @@ class GpuSteps:
 
     def _launch_repeated(self, plan: StepPlan) -> Callable[[], StepResult]:
         """With a graph and nothing to add to its samples, replays that the host only starts; else step by step."""
-        graph = self.graph_for(plan)
+        graphs = self.graphs_for(plan)
         within = np.arange(1, plan.num_steps + 1, dtype=np.int32)
         slots, positions = np.repeat(plan.slots, plan.num_steps), (plan.num_computed[:, None] + within).reshape(-1)
-        if graph is None or len(plan.freed) or not self.sampler.is_plain(slots, positions):
+        if not graphs or len(plan.freed) or not self.sampler.is_plain(slots, positions):
             waits = [self.launch(one) for one in plan.expanded()]
             return lambda: joined([wait() for wait in waits])
         self.transfers.begin()
+        graph = graphs[0][0]
         output = self._replay(graph, plan, self._state_writes(plan))
         output = output[: plan.num_steps * graph.bucket.num_rows]
         return self._answered(plan, lambda: output.reshape(plan.num_steps, -1)[:, : len(plan.slots)].T.flatten())
 
-    def _answered(self, plan: StepPlan, read: Callable[[], Int32s]) -> Callable[[], StepResult]:
-        """The wait for a replayed graph, which copies from its output."""
+    def _answered(self, plan: StepPlan, read: Callable[[], Int32s], num_inputs: int = 1) -> Callable[[], StepResult]:
+        """The wait for replayed graphs, which copies from their output."""
         wait = self.transfers.end(lambda: StepResult(plan.step_id, read()))
-        self.graph_runner.graph_io.release_after(wait)
+        self.graph_runner.graph_io.release_after(wait, num_inputs)
         return wait
 
     # ---- what plans change ----------------------------------------------------------------------------------------
@@ -254,16 +257,29 @@ class GpuSteps:
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         return self.sampler.sample(logits, sample_slots, positions, self.tokens, self.params)
 
-    def graph_for(self, plan: StepPlan) -> CapturedGraph | None:
-        """The graph that suits the plan; None: it is launched.
+    def graphs_for(self, plan: StepPlan) -> list[tuple[CapturedGraph, StepPlan]]:
+        """The graphs that compute the plan one after another, each with its part of it; none: it is launched.
 
         Log-probabilities of prompts want logits that no graph makes. A decode graph's attention reads what it may
         before the step's own keys are there, and only a new request can share a prefix that this very step computes;
-        any other plan of one step may have a graph of steps with prompts, if there is one with room for it."""
+        any other plan of one step may have graphs of steps with prompts, if there are some with room for it. They are
+        not several where experts' weights, which a large step reads once, would be read again for each."""
         if self.scorer.is_wanted(plan):
-            return None
-        graph = None if plan.new else self.graph_runner.find(plan)
-        return self.graph_runner.find_prefill(plan) if graph is None and plan.num_steps == 1 else graph
+            return []
+        if not plan.new and (graph := self.graph_runner.find(plan)) is not None:
+            return [(graph, plan)]
+        graphs = self.graph_runner.find_prefill(plan) if plan.num_steps == 1 else []
+        return graphs if len(graphs) == 1 or self.decoder.spec.experts is None else []
+
+    def _replay_all(
+        self, plan: StepPlan, graphs: list[tuple[CapturedGraph, StepPlan]], writes: list[Int32s]
+    ) -> Callable[[], StepResult]:
+        """A step that needs nothing but its graphs; what the plan changes comes with the first."""
+        outputs = []
+        for graph, part in graphs:
+            outputs.append((self._replay(graph, part, writes), graph.bucket.sample_places(part)))
+            writes = [NO_WRITES]
+        return self._answered(plan, lambda: np.concatenate([out[places] for out, places in outputs]), len(graphs))
 
     def _replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
         """Start the plan's steps; returns where their samples will be."""

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from runtime.core.plan import Int32s
 from runtime.kernels.graph_io import HEAD, read_input, write_output
 
-_NUM_ENTRIES = 16  # steps that may be in flight
+MAX_PIECES = 8  # graphs of a step
+_NUM_ENTRIES = 2 * MAX_PIECES  # graphs that may be in flight
 
 
 class GraphIO:
@@ -45,9 +46,10 @@ class GraphIO:
         """True if an input with rows of `num_ints` and these writes is not too long."""
         return HEAD + num_ints + sum(map(len, writes)) <= len(self._inputs[0])
 
-    def release_after(self, wait: Callable[[], object]) -> None:
-        """The step of the last input is over when `wait()` returns."""
-        self._over[self._entry] = wait
+    def release_after(self, wait: Callable[[], object], num_inputs: int = 1) -> None:
+        """The step of the last input, or of the last few, is over when `wait()` returns."""
+        for i in range(num_inputs):
+            self._over[self._entry - i] = wait
 
     def read_input(self, rows: torch.Tensor, state: torch.Tensor) -> None:
         """At the head of a graph: read its rows, and apply to the state what the input changes."""

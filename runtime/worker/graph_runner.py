@@ -13,14 +13,18 @@ from numpy.typing import NDArray
 
 from runtime.core.plan import MAX_STEPS, Int32s, StepPlan
 from runtime.core.speculation import MAX_DRAFT_TOKENS
-from runtime.worker.graph_io import GraphIO
-from runtime.worker.step_rows import StepShape
+from runtime.worker.graph_io import MAX_PIECES, GraphIO
+from runtime.worker.step_rows import StepShape, cut
 
 _LARGEST_GRAPH = 512  # rows of a decode step
 MAX_VERIFIED = 128  # tokens of a step of drafts that has a graph; larger batches do not gain by drafts
 # Tokens that a long row has on average, at least, in a graph for few and in one for many: each has a place to sample.
 _FEW_LONG_ROWS, _MANY_LONG_ROWS = 32, 8
-_FEW_TOKENS = 1024  # larger steps with prompts have graphs for fewer numbers of decoding rows
+# Decoding rows beside prompts, and the tokens of a step up to which there is a graph for so many, besides one for all.
+_SHORT_SIZES = (0, 256), (16, 1024), (64, 2048)
+_MOST_PADDING = 128  # tokens, in a graph of more than _FEW_TOKENS
+_FEW_TOKENS = 1024
+_LEAST_REST = 512  # tokens of a step that are left for its next piece
 _NEW_TOKENS = 8192  # of requests that enter by a graph's input
 _NO_ROWS = StepPlan(0)
 NO_WRITES: Int32s = np.zeros(1, np.int32)  # as kernels/scatter_writes.py has them
@@ -121,7 +125,7 @@ class GraphRunner:
         buckets = []
         for num_tokens in prefill_sizes(min(most_tokens, self.max_model_len)):
             most_short = min(self.num_slots, num_tokens)
-            for num_short in short_sizes(most_short, (0, 16, 64) if num_tokens <= _FEW_TOKENS else (64,)):
+            for num_short in short_sizes(most_short, [n for n, most in _SHORT_SIZES if num_tokens <= most]):
                 tokens_of_a_row = _MANY_LONG_ROWS if num_short == most_short else _FEW_LONG_ROWS
                 num_long = min(max(num_tokens // tokens_of_a_row, 8), self.num_slots)
                 num_samples = min(num_short + num_long, self.max_rows)
@@ -176,12 +180,21 @@ class GraphRunner:
         graphs = self.graphs[row_len]
         return graphs[bisect_left(graphs, len(plan.slots), key=lambda g: g.bucket.num_rows)]
 
-    def find_prefill(self, plan: StepPlan) -> CapturedGraph | None:
-        """The smallest graph of a step with prompts that has room for the plan."""
-        own = StepShape.of(plan)
-        return next(
-            (g for g in self.prefill_graphs if isinstance(g.bucket, StepShape) and g.bucket.has_room(own)), None
-        )
+    def find_prefill(self, plan: StepPlan) -> list[tuple[CapturedGraph, StepPlan]]:
+        """The graphs of steps with prompts that have room for the plan, or one after another for the parts of it; none
+        if there are not all."""
+        sizes = piece_sizes(int(plan.num_tokens.sum()), sorted({g.bucket.num_tokens for g in self.prefill_graphs}))
+        parts = [plan] if len(sizes) == 1 else cut(plan, sizes)
+        found = [(graph, part) for part in parts if (graph := self._smallest(StepShape.of(part))) is not None]
+        return found if len(found) == len(parts) <= MAX_PIECES else []
+
+    def _smallest(self, own: StepShape) -> CapturedGraph | None:
+        """The smallest graph of a step with prompts that has room, unless its padding takes longer than launches."""
+        for graph in self.prefill_graphs:
+            if isinstance(graph.bucket, StepShape) and graph.bucket.has_room(own):
+                size = graph.bucket.num_tokens
+                return graph if size <= max(own.num_tokens + _MOST_PADDING, _FEW_TOKENS) else None
+        return None
 
     def replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
         """Start the plan's steps. Returns where their samples, and those of the padding, will be (GraphIO)."""
@@ -198,13 +211,25 @@ def graph_sizes(largest: int) -> list[int]:
 
 
 def prefill_sizes(largest: int) -> list[int]:
-    """By 64 up to 512, by 128 up to 2,048, and then by up to an eighth; the largest step always has its own. Below 128
+    """By 64 up to 512, by 128 up to 2,048, and the largest: other steps above are pieces of these sizes. Below 128
     tokens a step is as long as reading the weights, and above its time grows with its tokens, padding's included."""
-    sizes = [*range(64, 512, 64), *range(512, 2048, 128), *range(2048, 4096, 256), *range(4096, largest + 1, 512)]
+    sizes = [*range(64, 512, 64), *range(512, 2049, 128)]
     return [*(s for s in sizes if s < largest), *([largest] if largest else [])]
 
 
-def short_sizes(largest: int, smaller: tuple[int, ...]) -> list[int]:
+def piece_sizes(num_tokens: int, sizes: Sequence[int]) -> list[int]:
+    """Cuts so many tokens into a few of these sizes, and a rest that is one of them but for some padding. A small rest
+    would take as long as reading all weights, and is avoided."""
+    pieces: list[int] = []
+    while (fits := [size for size in sizes if size <= num_tokens]) and not any(
+        0 <= size - num_tokens <= _MOST_PADDING for size in sizes
+    ):
+        pieces.append(max((size for size in fits if size <= num_tokens - _LEAST_REST), default=fits[-1]))
+        num_tokens -= pieces[-1]
+    return [*pieces, num_tokens]
+
+
+def short_sizes(largest: int, smaller: Sequence[int]) -> list[int]:
     """Decoding rows beside prompts: a size that is too large costs some empty programs of one kernel."""
     return [*(s for s in smaller if s < largest), largest]
 

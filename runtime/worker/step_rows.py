@@ -10,13 +10,14 @@ plan uses. They are the first positions of the null slot, so that their keys and
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from runtime.core.plan import Int32s, StepPlan, last_tokens
+from runtime.core.plan import EMPTY, EMPTY_TABLE, Int32s, StepPlan, last_tokens
 
 RowArray = TypeVar("RowArray", Int32s, torch.Tensor)
 
@@ -81,6 +82,19 @@ class StepShape(NamedTuple):
     def sample_places(self, plan: StepPlan) -> np.ndarray:
         """Which of the samples are the plan's, in its order."""
         return np.arange(int(plan.num_samples.sum()))
+
+
+def cut(plan: StepPlan, sizes: Sequence[int]) -> list[StepPlan]:
+    """The rows of a plan in pieces of so many tokens, which compute and sample the same one after another. What the
+    plan changes before its rows run is in none of them."""
+    ends = np.cumsum(plan.num_tokens)
+    firsts, pieces = ends - plan.num_tokens, []
+    for begin, end in pairwise((0, *accumulate(sizes))):
+        low, high = np.clip(firsts, begin, None), np.clip(ends, None, end)
+        num_samples = np.clip(high - np.maximum(low, ends - plan.num_samples), 0, None)
+        columns, here = (plan.slots, plan.num_computed + low - firsts, high - low, num_samples), high > low
+        pieces.append(StepPlan(plan.step_id, EMPTY, [], EMPTY_TABLE, *(c[here].astype(np.int32) for c in columns)))
+    return pieces
 
 
 def token_offsets(plan: StepPlan) -> Int32s:

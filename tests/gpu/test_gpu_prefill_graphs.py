@@ -136,6 +136,36 @@ def test_deterministic_bits_of_chunks(cuts):
         assert torch.equal(graphed, whole), length
 
 
+@pytest.mark.parametrize("lengths", [(1700,), (2000, 3), (1300, 1400), (2000, 90, 1900)])
+@pytest.mark.parametrize("shape", SPECS)
+def test_deterministic_bits_of_steps_in_pieces(shape, lengths, monkeypatch):
+    """Prompts behind rows that decode, in a step of more tokens than any graph has."""
+    runner = runner_of(shape, "bfloat16", True)
+    find, num_graphs = runner.steps.graphs_for, []
+    monkeypatch.setattr(runner.steps, "graphs_for", lambda plan: num_graphs.append(len(found := find(plan))) or found)
+
+    def step(driver: Driver) -> list[torch.Tensor]:
+        for slot in range(20):
+            driver.open(slot, prompt(30 + slot, salt=slot), HOT, seed=slot)
+        driver.step(*((slot, 0, 30 + slot, 0) for slot in range(20)))
+        rows = [(slot, 29 + slot, 1, 1) for slot in range(20)]
+        for slot, length in enumerate(lengths, 20):
+            driver.open(slot, prompt(length, salt=slot), HOT, seed=slot)
+            rows.append((slot, 0, length, 1))
+        kept = [torch.from_numpy(driver.step(*rows).token_ids)]
+        for slot, start, count, _ in rows:
+            blocks = torch.tensor(driver.tables[slot])
+            for layer in runner.steps.cache.layers:
+                kept.append(layer[:, :, blocks].flatten(2, 3)[:, :, : start + count].clone())
+        return kept
+
+    graphed, launched = with_and_without(runner, step)
+    assert max(num_graphs) > 1
+    assert num_graphs[-1] == 0
+    for a, b in zip(graphed, launched, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("num_decoding", [0, 5, 100])
 @pytest.mark.parametrize("shape", SPECS)
 def test_logits_without_deterministic_mode(shape, num_decoding):
@@ -176,7 +206,7 @@ def test_memory_of_graphs_is_within_the_plan():
     torch.cuda.empty_cache()
     runner = tiny_runner(
         replace(spec_of("llama-3.2-3b"), num_layers=4), device="cuda", max_num_seqs=256, max_model_len=4096,
-        num_kv_blocks=3000, max_num_batched_tokens=8192, num_threads=None, dtype="bfloat16", prefill_graph_tokens=1024,
+        num_kv_blocks=3000, max_num_batched_tokens=8192, num_threads=None, dtype="bfloat16", prefill_graph_tokens=4096,
     )  # fmt: skip
     graph_runner = runner.steps.graph_runner
     few = type(graph_runner)(runner.steps.state.view(-1), 256, 4096, 16)
@@ -184,7 +214,7 @@ def test_memory_of_graphs_is_within_the_plan():
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info()[0]
     runner.steps.graph_runner = few
-    runner.steps.capture_graphs((), 1024)
+    runner.steps.capture_graphs((), 4096)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     taken = before - torch.cuda.mem_get_info()[0]

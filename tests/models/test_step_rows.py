@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.core.plan import StepPlan
-from runtime.worker.graph_runner import GraphRunner, prefill_sizes
-from runtime.worker.step_rows import StepShape, token_offsets
+from runtime.core.plan import StepPlan, last_tokens
+from runtime.worker.graph_runner import GraphRunner, piece_sizes, prefill_sizes
+from runtime.worker.step_rows import StepShape, cut, token_offsets
 
 NULL_SLOT = 9
 
@@ -75,15 +75,49 @@ def test_a_graph_keeps_a_row_for_padding():
 
 
 def test_sizes_are_at_most_a_quarter_apart_and_an_eighth_above_1024():
-    sizes = prefill_sizes(8192)
+    sizes = prefill_sizes(4096)
     assert sizes[:12] == [64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024] == prefill_sizes(1024)
-    assert sizes[-1] == 8192
-    for size, following in pairwise(sizes[3:]):
+    assert sizes[-2:] == [2048, 4096]
+    for size, following in pairwise(sizes[3:-1]):
         assert following <= size * (9 if size >= 1024 else 10) / 8
     assert prefill_sizes(100) == [64, 100]
     assert prefill_sizes(64) == [64]
     assert prefill_sizes(10) == [10]
     assert prefill_sizes(0) == []
+
+
+def test_large_steps_are_a_few_full_pieces_and_one_with_little_padding():
+    sizes = prefill_sizes(4096)
+    for num_tokens in range(1, 8193):
+        *full, rest = pieces = piece_sizes(num_tokens, sizes)
+        assert sum(pieces) == num_tokens
+        assert set(full) <= set(sizes)
+        assert any(0 <= size - rest <= 128 for size in sizes)
+        assert len(pieces) <= 4
+        assert min(pieces) >= min(num_tokens, 512)
+    assert piece_sizes(2048, sizes) == [2048]
+    assert piece_sizes(3000, sizes) == [2048, 952]
+    assert piece_sizes(8192, sizes) == [4096, 4096]
+    for few in ([], [100], [16, 24, 40], [512, 2048]):
+        for num_tokens in (1, 15, 16, 41, 700, 2600, 5000):
+            assert sum(pieces := piece_sizes(num_tokens, few)) == num_tokens
+            assert min(pieces) > 0
+
+
+@pytest.mark.parametrize("sizes", [(1, 11), (4, 4, 4), (7, 5), (2, 1, 1, 1, 7), (12,)])
+def test_pieces_compute_and_sample_what_the_plan_does(sizes):
+    """In its order: a row that is cut goes on in the next piece, and samples where it did."""
+    pieces = cut(PLAN, sizes)
+    assert [int(piece.num_tokens.sum()) for piece in pieces] == list(sizes)
+    tokens, samples = [], []
+    for piece in pieces:
+        sampling, after = last_tokens(piece, piece.num_samples)
+        samples += zip(piece.slots[sampling].tolist(), after.tolist(), strict=True)
+        for slot, start, count in zip(piece.slots, piece.num_computed, piece.num_tokens, strict=True):
+            tokens += [(slot, position) for position in range(start, start + count)]
+    rows = [(4, 30, 5), (2, 7, 1), (0, 0, 3), (5, 11, 1), (7, 2, 2)]
+    assert tokens == [(slot, start + i) for slot, start, count in rows for i in range(count)]
+    assert samples == [(2, 7), (0, 0), (0, 1), (0, 2), (5, 11), (7, 3)]
 
 
 @pytest.mark.parametrize(("num_slots", "max_model_len"), [(1, 64), (4, 1000), (256, 4096), (1000, 2048)])

@@ -75,8 +75,8 @@ class Driver:
         plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples = np.array(rows, np.int32).T.copy()
         self.logits = torch.zeros(0)
         result, steps = self.runner.execute(plan), self.runner.steps
-        if isinstance(steps, GpuSteps) and (graph := steps.graph_for(plan)) is not None:  # it does not pass `keep`
-            self.logits = steps.graph_logits[torch.from_numpy(graph.bucket.sample_places(plan))].clone()
+        if isinstance(steps, GpuSteps) and len(graphs := steps.graphs_for(plan)) == 1:  # it does not pass `keep`
+            self.logits = steps.graph_logits[torch.from_numpy(graphs[0][0].bucket.sample_places(plan))].clone()
         return result
 
     def prefill(self, slot: int, tokens: list[int], cuts: tuple[int, ...] = (), start: int = 0) -> torch.Tensor:

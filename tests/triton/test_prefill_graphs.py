@@ -89,6 +89,36 @@ def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
+def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch):
+    """Each row goes on where the piece before left it, and all samples come in the plan's order: of guesses, of rows
+    that decode, and of a request that shares blocks which an earlier piece of the same step computes."""
+
+    def step(driver: Driver) -> list[torch.Tensor]:
+        first = prompt(50)
+        driver.open(0, prompt(9), HOT, seed=1)
+        driver.step((0, 0, 9, 1))
+        driver.open(1, first, GREEDY)
+        driver.open(2, [*first[:48], *prompt(9, salt=2)], HOT, shared=driver.tables[1][:3], seed=4)
+        driver.plan.draft_lens = np.array([2, 0, 0], np.int32)
+        driver.plan.draft_token_ids = np.array([5, 6], np.int32)
+        result = driver.step((0, 9, 3, 3), (1, 0, 50, 1), (2, 48, 9, 1))
+        kept = [torch.from_numpy(result.token_ids), driver.runner.steps.tokens[:3, :58].clone()]
+        for slot, length in ((0, 12), (1, 50), (2, 57)):
+            blocks = torch.tensor(driver.tables[slot])
+            kept.append(driver.runner.steps.cache.layers[0][:, :, blocks].flatten(2, 3)[:, :, :length].clone())
+        return kept
+
+    want = step(without_graphs(runner))
+    monkeypatch.setattr("runtime.worker.graph_runner._LEAST_REST", 1)
+    driver = without_graphs(runner)
+    replays = replayed_graphs(runner.steps, StepShape(16, 2, 4, 6, 16, 160), StepShape(40, 2, 4, 6, 40, 160))
+    got = step(driver)
+    assert [replay.count for replay in replays] == [1, 2], "9 tokens, and 62 in pieces of 40 and 22"
+    assert len(want[0]) == 5
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
 def test_penalties_of_a_request_that_resumes(runner):
     """A graph's own input brings the tokens that its penalties are for."""
     everything = SamplingParams(temperature=0.0, repetition_penalty=3.0, presence_penalty=2.0, frequency_penalty=2.0)
@@ -133,8 +163,10 @@ def test_rows_of_guesses_beside_a_prompt(runner):
         assert torch.equal(a, b)
 
 
-def test_what_has_no_room_is_launched(runner):
-    """Rule by rule: tokens, short rows, long rows, samples; a prompt that is scored; a plan of several steps."""
+def test_what_has_no_room_is_launched(runner, monkeypatch):
+    """Rule by rule: tokens for too many pieces, short rows, long rows, samples; a prompt that is scored; a plan of
+    several steps."""
+    monkeypatch.setattr("runtime.worker.graph_runner.MAX_PIECES", 1)
     driver = without_graphs(runner)
     (replay,) = replayed_graphs(runner.steps, StepShape(16, 1, 2, 2, 16, 160))
     for slot in range(4):
@@ -156,10 +188,14 @@ def test_what_has_no_room_is_launched(runner):
     driver.plan.num_steps = 2
     driver.step((0, 19, 1, 1))
     assert replay.count == 3, "one after the other, as a graph that moves on is a decode graph"
+    monkeypatch.setattr("runtime.worker.graph_runner.MAX_PIECES", 8)
+    driver.step((3, 5, 4, 0), (2, 15, 5, 1), (1, 2, 18, 1))
+    assert replay.count == 3, "a prompt that is scored is in no piece, either"
 
 
 def test_a_prompt_longer_than_a_graphs_input_enters_before_it(runner, monkeypatch):
     """Only its first tokens are computed by the step."""
+    monkeypatch.setattr("runtime.worker.graph_runner.MAX_PIECES", 1)
     results = []
     for graphs in (False, True):
         driver = without_graphs(runner)
