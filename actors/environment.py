@@ -29,14 +29,14 @@ SINGLE_MACHINE = FAST_SERVE | {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # an odd name; on Linux it makes Ray's daemons listen on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # at Ray's own 15, engine and front would wait for all else that the machine does
+    # Called in each worker before anything else. A runtime environment could say so too, but the workers of one are
+    # started by another program, which imports Ray to read it.
+    "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "actors.process.listen_on_loopback",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # after 5 s Ray kills a proxy that a busy machine starts slowly
 }
 
 _QUIET_PORTS = 20_000, 65_536  # Ray's workers may be below
 _REPLICA_PORTS = range(30_000, 31_000)  # Serve gives them to its replicas
-
-# For ray.init(runtime_env=...) on one machine: called in each of Ray's worker processes before anything else.
-LOOPBACK_WORKERS = {"worker_process_setup_hook": "actors.process.listen_on_loopback"}
 
 
 def ray_token() -> dict[str, str]:

@@ -133,6 +133,7 @@ def _interrupt(pid: int) -> None:
 def _be_child(work: Callable[[Parent], None], parent: Parent) -> NoReturn:
     try:
         os.setsid()  # Ctrl-C, a closed terminal and `timeout` reach the parent alone
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent's way to interrupt, whatever it inherited
         try:
             work(parent)
             parent.tell(done=True)

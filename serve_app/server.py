@@ -8,16 +8,18 @@ import os
 import re
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors import haproxy
-from actors.environment import LOOPBACK_WORKERS, quiet_port, single_machine
+from actors import fork_server, haproxy
+from actors.environment import quiet_port, single_machine
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app.console import Console
@@ -25,6 +27,15 @@ from serve_app.process_tree import Parent, run
 from serve_app.settings import HttpSettings
 
 APP_NAME = "callboard"
+WORKERS_MODULES = (  # what Ray's workers import: Serve's actors, the replicas, the runner
+    "ray.serve._private.controller",
+    "ray.serve._private.haproxy",
+    "ray.serve._private.proxy",
+    "ray.serve._private.replica",
+    "serve_app.app",
+    "runtime.worker.runner",
+    "runtime.worker.sources",
+)
 _POLL_S = 0.1
 _STATUS_POLL_S = 1.0
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one: no tensor ever goes through it
@@ -69,7 +80,12 @@ def _live(settings: ServerSettings, folder: str, parent: Parent) -> None:
     console.phase("model checked")
     _set_environment(settings, folder)
     console.divert(Path(folder, "log"))
-    _start(settings, console, parent)
+    python = fork_server.start(folder, WORKERS_MODULES)
+    logs = _start_ray(settings, console, parent, python)
+    _open_door(settings, logs)
+    console.phase("front door open")
+    _deploy(settings)
+    _wait_until_up(settings, console)
     _announce(settings, console)
     parent.tell(ready=True)
     parent.wait_for_order()
@@ -119,14 +135,17 @@ def _set_environment(settings: ServerSettings, folder: str) -> None:
     os.environ[haproxy.COMMAND] = own[haproxy.COMMAND]  # it runs the user's
 
 
-def _start(settings: ServerSettings, console: Console, parent: Parent) -> None:
-    """Ray, Serve and the application; returns when the model answers through every front."""
+def _start_ray(settings: ServerSettings, console: Console, parent: Parent, python: str) -> Path:
+    """Starts Ray, with `python` for its workers' Python, and returns the folder of its logs."""
     import ray
-    from ray import serve
 
-    from serve_app.app import AppArgs, build_app
-
+    # What would ask for more machines, repeat the logs of workers to a driver and show all of it on a page has nothing
+    # to do here, and takes two seconds of a core. There are arguments for that, but ray.init does not have them.
+    private: Any = ray._private
+    private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
+    private.node.Node.start_api_server = lambda *_, **__: None
     num_actors = settings.num_replicas * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
+    sys.executable, own = python, sys.executable
     try:
         context: Any = ray.init(
             address="local",
@@ -134,17 +153,25 @@ def _start(settings: ServerSettings, console: Console, parent: Parent) -> None:
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=_OBJECT_STORE_BYTES,
-            runtime_env=LOOPBACK_WORKERS,
         )
     except Exception as e:  # of many kinds
         raise CallboardError(f"Ray did not start: {_last_line(str(e))}") from e
+    finally:
+        sys.executable = own
     logs = Path(context.address_info["session_dir"], "logs")
     console.divert(logs / "callboard-serve.log")
     parent.tell(log=str(logs))
     parent.end_with("gcs_server", "raylet")  # nothing works without them, and Ray would wait for them for ever
     console.phase("Ray started")
-    _open_door(settings, logs)
-    console.phase("front door open")
+    return logs
+
+
+def _deploy(settings: ServerSettings) -> None:
+    """Lets Serve start the application; returns at once."""
+    from ray import serve
+
+    from serve_app.app import AppArgs, build_app
+
     app = build_app(
         AppArgs(
             **asdict(settings.config),
@@ -159,7 +186,6 @@ def _start(settings: ServerSettings, console: Console, parent: Parent) -> None:
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,
     )
-    _wait_until_up(settings, console)
 
 
 def _open_door(settings: ServerSettings, logs: Path) -> None:

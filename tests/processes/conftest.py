@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.environment import LOOPBACK_WORKERS, ray_token
+from actors.environment import ray_token
 from tests.conftest import RAY_FOLDER
 from tests.support.tiny_gguf import write_tiny_gguf
 
@@ -40,7 +40,6 @@ def ray_session() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=100 << 20,
-        runtime_env=LOOPBACK_WORKERS,
         _temp_dir=RAY_FOLDER,
     )
     yield

@@ -49,13 +49,13 @@ def processes_with(mark: str) -> list[str]:
 
 
 class Program:
-    def __init__(self, work: str) -> None:
+    def __init__(self, work: str, ignored: signal.Signals | None = None) -> None:
         self.mark = f"callboard-test-{uuid.uuid4()}"
         code = PROGRAM % textwrap.indent(textwrap.dedent(work), "    ")
         environment = os.environ | {"MARK": self.mark}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env=environment,
+            env=environment, preexec_fn=ignored and (lambda: signal.signal(ignored, signal.SIG_IGN)),
         )  # fmt: skip
         assert self.process.stdout.readline() == "begun\n"
         assert any(command.startswith("sleep 60") for command in processes_with(self.mark))
@@ -73,8 +73,8 @@ class Program:
 def program() -> Iterator[type[Program]]:
     started = []
 
-    def start(work: str) -> Program:
-        started.append(Program(work))
+    def start(work: str, ignored: signal.Signals | None = None) -> Program:
+        started.append(Program(work, ignored))
         return started[-1]
 
     yield start
@@ -127,6 +127,24 @@ def test_a_signal_before_it_is_ready_interrupts(program, number):
         finally:
             print("put in order", flush=True)
         """
+    )
+    assert started.process.stdout.readline() == "on\n"
+    started.process.send_signal(number)
+    assert started.rest() == "put in order\ninterrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_interrupts_where_a_script_has_begun_it_in_the_background(program, number):
+    """`callboard serve &` in a script: shells let such a command ignore SIGINT, and Python then installs no handler."""
+    started = program(
+        """
+        try:
+            print("on", flush=True)
+            time.sleep(60)
+        finally:
+            print("put in order", flush=True)
+        """,
+        ignored=signal.SIGINT,
     )
     assert started.process.stdout.readline() == "on\n"
     started.process.send_signal(number)

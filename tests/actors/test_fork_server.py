@@ -1,0 +1,145 @@
+"""What Ray takes for its Python: workers are forks of one process, and behave as if they were not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from actors import fork_server
+from serve_app.server import WORKERS_MODULES
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
+
+WORKER = """
+import json, os, sys, time
+from ray._raylet import UniqueID
+print(json.dumps([sys.argv[1:], os.getcwd(), os.environ.get("MARK"), os.getppid(), __name__, "preloaded" in sys.modules,
+    UniqueID.from_random().hex(), sys.stdin.readline()]), flush=True)
+time.sleep(float(sys.argv[1]))
+sys.exit(7)
+"""
+
+
+class Python:
+    """The command, and a script that Ray could run with it."""
+
+    def __init__(self, folder: Path, modules: list[str]) -> None:
+        self.worker = folder / "ray/_private/workers/default_worker.py"
+        self.worker.parent.mkdir(parents=True)
+        self.worker.write_text(WORKER)
+        self._folder = folder
+        before = children()
+        self.command = fork_server.start(str(folder), modules)
+        (self.server,) = children() - before
+
+    def start(self, seconds: float, script: Path | None = None, **environment: str) -> subprocess.Popen:
+        program = [self.command, "-u", str(script or self.worker), str(seconds), str(self.worker)]
+        environment = os.environ | {"MARK": "mine", "RAY_JOB_ID": "01000000"} | environment
+        return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                env=environment, cwd=self._folder)  # fmt: skip
+
+    def run(self, script: Path | None = None, **environment: str) -> list:
+        process = self.start(0, script, **environment)
+        out, _ = process.communicate("hello\n", timeout=60)
+        assert process.returncode == 7
+        return json.loads(out)
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Python]:
+    (tmp_path / "preloaded.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    started = Python(tmp_path, ["preloaded"])
+    yield started
+    with suppress(ProcessLookupError, ChildProcessError):  # the test has ended it
+        os.kill(started.server, signal.SIGKILL)
+        os.waitpid(started.server, 0)
+
+
+def test_a_worker_is_a_fork_that_cannot_tell(python: Python, tmp_path: Path):
+    arguments, directory, mark, parent, name, is_fork, first_id, read = python.run()
+    assert (arguments, directory, mark, name, read) == (
+        ["0", str(python.worker)],
+        str(tmp_path),
+        "mine",
+        "__main__",
+        "hello\n",
+    )
+    assert is_fork
+    assert parent == python.server
+    assert python.run(MARK="other")[2] == "other"
+    assert python.run()[6] != first_id, "Ray's ids are drawn by each fork itself"
+
+
+def test_what_is_no_worker_of_this_server_has_a_python_of_its_own(python: Python, tmp_path: Path):
+    other = tmp_path / "agent.py"
+    other.write_text(WORKER)
+    assert not python.run(other)[5], "a daemon, or what sets up a worker's environment and gets its path too"
+    assert not python.run(RAY_JOB_ID="02000000")[5]
+    assert not python.run(RAY_SERVE_FALLBACK_PROXY_HTTP_PORT="1")[5]
+    assert python.run(RAY_JOB_ID="ffffffff")[5], "a worker that is started before it is needed"
+
+
+def test_without_the_server_workers_start_all_the_same(python: Python):
+    os.kill(python.server, signal.SIGSTOP)
+    waiting = python.start(0)
+    time.sleep(0.5)
+    os.kill(python.server, signal.SIGKILL)
+    out, _ = waiting.communicate("hello\n", timeout=60)
+    assert not json.loads(out)[5]
+    assert not python.run()[5]
+
+
+def test_command_and_fork_end_together(python: Python):
+    command = python.start(60)
+    command.stdin.write("\n")
+    command.stdin.flush()
+    assert json.loads(command.stdout.readline())[5]
+    (fork,) = map(int, Path(f"/proc/{python.server}/task/{python.server}/children").read_text().split())
+    command.kill()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{fork}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    second = python.start(60)
+    second.stdin.write("\n")
+    second.stdin.flush()
+    second.stdout.readline()
+    (fork,) = map(int, Path(f"/proc/{python.server}/task/{python.server}/children").read_text().split())
+    os.kill(fork, signal.SIGTERM)
+    assert second.wait(10) == 241  # -15
+
+
+def test_modules_of_workers_draw_no_ids_and_use_no_gpu():
+    """What forks inherit must not be used twice: the state of Ray's generator, and a context of CUDA."""
+    code = f"""
+import os, socket
+from actors import fork_server
+fork_server._ForkServer.serve = lambda self: []
+fork_server._serve(socket.socketpair()[0], {WORKERS_MODULES!r})
+from ray._raylet import UniqueID
+import torch
+print(torch.cuda.is_initialized(), flush=True)
+for _ in range(2):
+    if os.fork() == 0:
+        print(UniqueID.from_random().hex(), flush=True)
+        os._exit(0)
+    os.wait()
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          cwd=Path(__file__).parents[2])  # fmt: skip
+    initialized, first, second = done.stdout.split()
+    assert initialized == "False"
+    assert first != second
