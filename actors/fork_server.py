@@ -10,6 +10,8 @@ The command runs this file without any package, so only the standard library is 
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import select
@@ -84,14 +86,19 @@ class _ForkServer:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
 
-    def serve(self) -> list[str]:
-        """Returns in the forks, with the arguments of the worker that each one is."""
+    def serve(self, modules: Sequence[str]) -> list[str]:
+        """Returns in the forks, with the arguments of the worker that each one is. Who asks while modules are imported
+        waits for the current one alone."""
+        remaining = list(modules)
         while True:
-            for descriptor, _ in self._poll.poll():
+            for descriptor, _ in self._poll.poll(0 if remaining else None):
                 if descriptor in self._forks:
                     self._end(self._forks[descriptor], descriptor)
                 elif descriptor == self._listener.fileno() and (arguments := self._accept()) is not None:
                     return arguments
+            if remaining:
+                importlib.import_module(remaining.pop(0))
+                gc.freeze()  # a collection in a fork would write to all of this memory, and so copy it
 
     def _accept(self) -> list[str] | None:
         command = self._listener.accept()[0]
@@ -140,23 +147,16 @@ def _suits(environment: dict[str, str]) -> bool:
 
 def _serve(listener: socket.socket, modules: Sequence[str]) -> list[str]:
     import ctypes
-    import gc
-    import importlib
     from types import SimpleNamespace
 
     import ray
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the driver, as Ray's daemons do
-    # Ray's library seeds its generator of ids at the first use, which must be in the forks: they would draw the same
-    # ids. Decorators of actors use it when they are imported.
+    # Ray's library seeds its generator of ids at the first use. That must be in the forks, or they would draw the same
+    # ids; but modules with actors draw one for each class when they are imported.
     actor: Any = ray.actor
     actor.ActorClassID = SimpleNamespace(from_random=lambda: ray.ActorClassID(os.urandom(ray.ActorClassID.size())))
-    for module in modules:
-        importlib.import_module(module)
-    actor.ActorClassID = ray.ActorClassID
-    gc.collect()
-    gc.freeze()  # a collection in a fork would write to all of this memory, and so copy it
-    return _ForkServer(listener).serve()
+    return _ForkServer(listener).serve(modules)
 
 
 def _main(what: str, *arguments: str) -> NoReturn:

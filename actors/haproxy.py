@@ -33,9 +33,10 @@ ANSWERS = {
 _HEADERS_TIMEOUT = "30s"  # for all headers of a request; Serve limits only the pauses between their parts
 
 
-def answer(status: int) -> str:
+def answer(status: int, why: str = "") -> str:
     """A whole HTTP answer in OpenAI's shape, with what readers of /health and /ready look for."""
     reason, message, code = ANSWERS[status]
+    message = why or message
     error = {"message": message, "type": "server_error", "param": None, "code": code}
     body = json.dumps({"error": error, "status": "unavailable", "reason": message, "phase": message})
     lines = [f"HTTP/1.1 {status} {reason}", "content-type: application/json", f"content-length: {len(body)}"]
@@ -108,6 +109,8 @@ def main(binary: str, private: str, bind: str, *arguments: str) -> None:
         for status in ANSWERS:
             (path.parent / f"{status}.json.http").write_text(answer(status))
         path.write_text(adapted(path.read_text(), path.parent, private == "private", bind))
+    if bind:  # while the server starts, another socket has the port, too (serve_app/port.py)
+        arguments = tuple(argument for argument in arguments if argument != "-dR")
     # Without -dS, HAProxy 2.8 moves data by splice() and no longer reads from a client whose body came in a packet of
     # its own, as OpenAI's client sends it: if that client leaves, nobody learns of it and its request is computed on.
     os.execv(binary, [binary, "-dS", *arguments])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from runtime.loading.resolve import cache_folder
 
 SWITCH_INTERVAL_S = 0.0005  # a thread that a step waits for must not wait 5 ms for another to give up the GIL
 
@@ -18,6 +22,20 @@ def freeze_garbage() -> None:
     of Ray, Serve and a tokenizer's tables stops the process, and so every stream, for 100 ms."""
     gc.collect()
     gc.freeze()
+
+
+def keep_bytecode() -> None:
+    """Called before Ray is imported, for this process and its children. Where there are no compiled modules of Ray and
+    Python may write none, each process of each start would compile a thousand of them: they are kept in our cache."""
+    spec = importlib.util.find_spec("ray")
+    source = str(spec and spec.origin)
+    has_place = sys.pycache_prefix is not None or os.access(os.path.dirname(source), os.W_OK)
+    if os.path.exists(importlib.util.cache_from_source(source)) or (has_place and not sys.dont_write_bytecode):
+        return
+    folder = str(cache_folder() / "bytecode")
+    sys.dont_write_bytecode, sys.pycache_prefix = False, folder
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # somebody's wish to have no files beside sources, which holds
+    os.environ["PYTHONPYCACHEPREFIX"] = folder
 
 
 def listen_on_loopback() -> None:

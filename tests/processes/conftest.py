@@ -64,6 +64,6 @@ def private_ray(tmp_path: Path):
     """Environment for Ray clusters of a test's own: no settings and no folders shared with others of this machine."""
     directory = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it
     ray = {"RAY_TMPDIR": directory, "RAY_USAGE_STATS_ENABLED": "0", **ray_token()}
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    inherited = {name: value for name, value in os.environ.items() if "RAY_" not in name}
     yield {**inherited, "HOME": str(tmp_path), **ray}
     shutil.rmtree(directory, ignore_errors=True)

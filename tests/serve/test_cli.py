@@ -16,8 +16,9 @@ import yaml
 from actors.environment import FAST_SERVE
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
-from serve_app import cli, server
+from serve_app import cli
 from serve_app.http import build_http_app
+from serve_app.port import port_of_its_own
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
@@ -127,14 +128,14 @@ def test_version():
 def test_the_later_of_two_servers_on_one_port_is_told_before_the_other_listens():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    with server.port_of_its_own("127.0.0.1", port):
+    with port_of_its_own("127.0.0.1", port):
         done = callboard("serve", "/no/such/model", "--port", str(port), timeout=20)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
         f"callboard: Port {port} on 127.0.0.1 cannot be used (another callboard serve starts there or runs); "
         "stop what has it or pass another --port."
     ]
-    with server.port_of_its_own("127.0.0.1", port):  # it is free again
+    with port_of_its_own("127.0.0.1", port):  # it is free again
         pass
 
 

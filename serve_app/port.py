@@ -1,0 +1,124 @@
+"""The server's port until HAProxy has it: taken in the command's first moment and answered with the phase of the start.
+
+Two sockets listen on it for a while, this one and HAProxy's, and a filter in the kernel gives all connections to one of
+them: to this one until a front is there, and then to HAProxy's. So none is refused, and none is reset in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from actors.haproxy import answer
+from runtime.core.types import CallboardError
+from serve_app.process_tree import News
+
+_MAX_HEADERS_BYTES = 1 << 16
+_MAX_CLIENTS = 64  # answered at once; the others wait
+_CLIENT_S = 10.0  # for all that one client sends
+_POLL_S = 0.1
+_LAST_S = 1.0  # for connections that were on their way here when HAProxy got the port
+_SO_ATTACH_REUSEPORT_CBPF = 51  # of Linux
+_BPF_RET_CONSTANT = 0x06
+
+
+class Port:
+    """A socket that answers everything with 503, in a thread, from the first phase that is heard of on."""
+
+    def __init__(self, family: int, address: tuple[Any, ...]) -> None:
+        """Raises OSError if this process cannot listen there."""
+        self._phase = ""
+        self._is_handed_over = threading.Event()
+        self._clients = threading.BoundedSemaphore(_MAX_CLIENTS)
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)  # alone: another server's port would be shared otherwise
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.listen(128)
+            self._give_all_to(0)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def hear(self, news: News) -> None:
+        """What the server's process tells: `phase`, the last one that has ended, and `port=True`: HAProxy listens."""
+        if "phase" in news:
+            if not self._phase:
+                threading.Thread(target=self._serve, name="port", daemon=True).start()
+            self._phase = str(news["phase"]).partition(":")[0]
+        if "port" in news:
+            self._give_all_to(1)
+            self._is_handed_over.set()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _give_all_to(self, index: int) -> None:
+        """Attaches a filter that chooses one of the sockets of this address, by the order in which they were bound."""
+        instruction = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RET_CONSTANT, 0, 0, index))
+        program = struct.pack("@HP", 1, ctypes.addressof(instruction))
+        with suppress(OSError):  # a kernel that has none: the sockets share the connections
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
+
+    def _serve(self) -> None:
+        end = None
+        while end is None or time.monotonic() < end:
+            if self._is_handed_over.is_set() and end is None:
+                end = time.monotonic() + _LAST_S
+            if select.select([self._socket], [], [], _POLL_S)[0]:
+                client = self._socket.accept()[0]
+                self._clients.acquire()
+                threading.Thread(target=self._answer, args=(client,), daemon=True).start()
+        self._socket.close()
+
+    def _answer(self, client: socket.socket) -> None:
+        end = time.monotonic() + _CLIENT_S
+        request = bytearray()
+        with suppress(OSError), client:
+            client.settimeout(_CLIENT_S)
+            while b"\r\n\r\n" not in request and len(request) < _MAX_HEADERS_BYTES and time.monotonic() < end:
+                if not (more := client.recv(_MAX_HEADERS_BYTES)):
+                    return
+                request += more
+            client.sendall(answer(503, f"The server is starting ({self._phase}); try again in a moment.").encode())
+            client.shutdown(socket.SHUT_WR)
+            while time.monotonic() < end and client.recv(_MAX_HEADERS_BYTES):
+                pass  # closed with something unread, the connection would be reset before the answer is read
+        self._clients.release()
+
+
+@contextmanager
+def port_of_its_own(host: str, port: int) -> Iterator[Port]:
+    """The port, for as long as this is open, or else HAProxy has it. Raises CallboardError if it cannot be used; this
+    comes before anything that takes time.
+
+    As long as the server lives, other servers of this machine find the name of a Unix socket taken; the kernel frees it
+    with the process."""
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            name.bind(f"\0callboard/{host}:{port}")
+        except OSError as e:
+            raise _port_error(host, port, "another callboard serve starts there or runs") from e
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            held = Port(family, address)
+        except socket.gaierror as e:
+            raise CallboardError(f"{host!r} is no address of this machine ({e.strerror}); pass another --host.") from e
+        except OSError as e:
+            raise _port_error(host, port, e.strerror) from e
+        try:
+            yield held
+        finally:
+            held.close()
+
+
+def _port_error(host: str, port: int, reason: str | None) -> CallboardError:
+    return CallboardError(f"Port {port} on {host} cannot be used ({reason}); stop what has it or pass another --port.")
