@@ -28,6 +28,8 @@ FAST_SERVE = {
 SINGLE_MACHINE = FAST_SERVE | {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # an odd name; on Linux it makes Ray's daemons listen on 127.0.0.1
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",  # one idle worker for each CPU, of which a server uses seven
+    "RAY_prestart_worker_first_driver": "0",  # the same
     "RAY_worker_niceness": "0",  # at Ray's own 15, engine and front would wait for all else that the machine does
     # Called in each worker before anything else. A runtime environment could say so too, but the workers of one are
     # started by another program, which imports Ray to read it.

@@ -110,6 +110,7 @@ class _ForkServer:
                 os.dup2(stream, number)
             for each in (*streams, *self._forks, command.fileno()):
                 os.close(each)
+            os.setpgid(0, 0)  # as Ray does: it ends a worker's whole group
             os.chdir(directory)
             os.environ.clear()
             os.environ.update(environment)

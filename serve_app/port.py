@@ -70,29 +70,34 @@ class Port:
 
     def _serve(self) -> None:
         end = None
-        while end is None or time.monotonic() < end:
-            if self._is_handed_over.is_set() and end is None:
-                end = time.monotonic() + _LAST_S
-            if select.select([self._socket], [], [], _POLL_S)[0]:
-                client = self._socket.accept()[0]
-                self._clients.acquire()
-                threading.Thread(target=self._answer, args=(client,), daemon=True).start()
-        self._socket.close()
+        with suppress(OSError, ValueError), self._socket:  # it is closed when the command ends
+            while end is None or time.monotonic() < end:
+                if end is None and self._is_handed_over.is_set():
+                    end = time.monotonic() + _LAST_S
+                if select.select([self._socket], [], [], _POLL_S)[0]:
+                    client = self._socket.accept()[0]
+                    self._clients.acquire()
+                    threading.Thread(target=self._answer, args=(client,), daemon=True).start()
 
     def _answer(self, client: socket.socket) -> None:
-        end = time.monotonic() + _CLIENT_S
-        request = bytearray()
-        with suppress(OSError), client:
-            client.settimeout(_CLIENT_S)
-            while b"\r\n\r\n" not in request and len(request) < _MAX_HEADERS_BYTES and time.monotonic() < end:
-                if not (more := client.recv(_MAX_HEADERS_BYTES)):
-                    return
-                request += more
-            client.sendall(answer(503, f"The server is starting ({self._phase}); try again in a moment.").encode())
-            client.shutdown(socket.SHUT_WR)
-            while time.monotonic() < end and client.recv(_MAX_HEADERS_BYTES):
-                pass  # closed with something unread, the connection would be reset before the answer is read
-        self._clients.release()
+        try:
+            with suppress(OSError), client:
+                self._refuse(client)
+        finally:
+            self._clients.release()
+
+    def _refuse(self, client: socket.socket) -> None:
+        """Reads a request, all of it: the connection would be reset with the answer if something were left unread."""
+        end, request = time.monotonic() + _CLIENT_S, b""
+        client.settimeout(_CLIENT_S)
+        while b"\r\n\r\n" not in request and len(request) < _MAX_HEADERS_BYTES and time.monotonic() < end:
+            if not (more := client.recv(_MAX_HEADERS_BYTES)):
+                return
+            request += more
+        client.sendall(answer(503, f"The server is starting ({self._phase}); try again in a moment.").encode())
+        client.shutdown(socket.SHUT_WR)
+        while time.monotonic() < end and client.recv(_MAX_HEADERS_BYTES):
+            pass
 
 
 @contextmanager

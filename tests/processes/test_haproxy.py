@@ -310,6 +310,8 @@ def test_while_the_server_starts_its_port_is_nobody_elses_and_openais_client_rea
         with pytest.raises(OSError, match="in use"):
             socket.create_server(("127.0.0.1", number))
         port.hear({"phase": "Ray started"})
+        for _ in range(100):  # of whom nothing comes
+            socket.create_connection(("127.0.0.1", number)).close()
         client = OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0, timeout=10)
         prompt = "a" * (4 << 20)  # longer than any buffer: what is not read must not hide the answer
         with pytest.raises(APIStatusError, match=r"The server is starting \(Ray started\)") as error:
