@@ -33,12 +33,15 @@ ANSWERS = {
 _HEADERS_TIMEOUT = "30s"  # for all headers of a request; Serve limits only the pauses between their parts
 
 
-def answer(status: int, why: str = "") -> str:
-    """A whole HTTP answer in OpenAI's shape, with what readers of /health and /ready look for."""
+def answer(status: int, phase: str = "") -> str:
+    """A whole HTTP answer in OpenAI's shape, with what readers of /health and /ready look for. `phase` is that of a
+    server that starts."""
     reason, message, code = ANSWERS[status]
-    message = why or message
+    if phase:
+        message = f"The server is starting ({phase}); try again in a moment."
     error = {"message": message, "type": "server_error", "param": None, "code": code}
-    body = json.dumps({"error": error, "status": "unavailable", "reason": message, "phase": message})
+    state = "loading" if phase else "unavailable"
+    body = json.dumps({"error": error, "status": state, "reason": message, "phase": phase or message})
     lines = [f"HTTP/1.1 {status} {reason}", "content-type: application/json", f"content-length: {len(body)}"]
     return "\r\n".join([*lines, "cache-control: no-cache", "connection: close", "retry-after: 1", "", body])
 

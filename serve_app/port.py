@@ -94,7 +94,7 @@ class Port:
             if not (more := client.recv(_MAX_HEADERS_BYTES)):
                 return
             request += more
-        client.sendall(answer(503, f"The server is starting ({self._phase}); try again in a moment.").encode())
+        client.sendall(answer(503, self._phase).encode())
         client.shutdown(socket.SHUT_WR)
         while time.monotonic() < end and client.recv(_MAX_HEADERS_BYTES):
             pass
