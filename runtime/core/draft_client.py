@@ -18,9 +18,7 @@ from runtime.core.request_state import RequestState
 from runtime.core.speculation import Drafter, Ngram, Speculation, StepTimes
 from runtime.core.types import Request
 
-_PATIENCE, _MAX_PATIENCE = 2.0, 16.0  # times what a round is expected to take: doubles when an answer is late, and
-_PATIENCE_DECAY = 0.9  # falls with every answer in time
-_PATIENCE_US = 1000.0
+_PATIENCE, _PATIENCE_US = 6.0, 1000.0  # an answer is late after so many times what a round should take, and so much
 _BEHIND_S, _MAX_BEHIND_S = 0.5, 5.0  # before a stream that is behind is asked again, doubling: each time it begins anew
 _HUNG_S = 10.0  # silence after which a draft is thought to be stuck
 _OVERHEAD_WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
@@ -102,7 +100,7 @@ class DraftClient(Drafter):
         self._num_streams = 0
         self._told = Told()  # not sent yet
         self._asked_at = self._steps_us = 0.0  # when the last round began, and what the draft's steps for it take
-        self._overhead_us, self._patience = _FIRST_OVERHEAD_US, _PATIENCE
+        self._overhead_us = _FIRST_OVERHEAD_US
         self._silent_since: float | None = None  # since when the draft has not answered what it was told
         self.is_hung = False  # it was silent for so long that another draft should take its place
 
@@ -191,7 +189,6 @@ class DraftClient(Drafter):
         else:
             beyond_us = (self._clock() - self._asked_at) * 1e6 - self._steps_us
             self._overhead_us += _OVERHEAD_WEIGHT * (beyond_us - self._overhead_us)
-            self._patience = max(_PATIENCE, _PATIENCE_DECAY * self._patience)
 
     def guess(self, state: RequestState, most: int) -> list[int] | None:
         """The tokens after the request's known ones in its last chain; None if there is no such chain."""
@@ -220,14 +217,13 @@ class DraftClient(Drafter):
             self._steps_us += self.step_us(sum(behind))
         # Below what the steps took when the draft started, if they took long because the machine was busy then.
         expected_us = max(_FIRST_OVERHEAD_US, self._overhead_us + self._steps_us)
-        deadline = now + (self._patience * expected_us + _PATIENCE_US) / 1e6
+        deadline = now + (_PATIENCE * expected_us + _PATIENCE_US) / 1e6
         for stream in self._due():
             stream.deadline = deadline
 
     def _give_up(self, late: list[_Stream]) -> None:
         for stream in late:
             stream.fall_behind(self._clock())
-        self._patience = min(_MAX_PATIENCE, 2 * self._patience)
         self.num_late += 1
 
     def _hear(self, timeout_s: float) -> None:
