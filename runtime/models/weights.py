@@ -65,6 +65,10 @@ def locate_parameters(
         locations[parameter] = location
     short_names = {name.removeprefix(weight_map.base): name for name in names - used}
     extra = {name for name in short_names if not re.fullmatch(f"{weight_map.ignored}|{_KV_SCALES}", name)}
+    if spec.quantization:  # some exporters give every map a bias, of zeros
+        cpu = torch.device("cpu")
+        biases = {name for name in extra if name.endswith(".bias")}
+        extra -= {name for name in biases if not source.tensor(short_names[name], torch.float32, cpu).any()}
     if spec.tied_head:
         extra.discard(weight_map.names["head"])  # some exports have a copy of the embedding there
     if extra:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 
@@ -25,19 +26,32 @@ def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:
     linears = [parts for parts, _ in spec.linears().values()]
     is_turned = spec.rope.partial not in (0.0, 1.0)  # rows of q and k change places
 
+    of_experts = defaultdict(list)  # layer -> the weights of its experts
+    for name in shapes:
+        layer, experts, _ = name.partition(".experts.")
+        if experts:
+            of_experts[layer].append(name)
+
     def form_of(parameter: str) -> Form | None:
         scheme = schemes.get(parameter)
         return layout_of(scheme).form(shapes[parameter]) if scheme else None
 
-    def stays(parameter: str) -> bool:
-        """True if a map's weight can be codes on the device: its parts are in one form, and that has a kernel."""
-        prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
-        parts = next((parts for parts in linears if part in parts), None)
-        names = [f"{prefix}.{part}.weight" for part in parts] if parts else [parameter]
-        form = form_of(parameter)
+    @cache
+    def agree(names: tuple[str, ...]) -> bool:
+        form = form_of(names[0])
         if form is None or not form.has_kernel or (form.rows > 1 and is_turned):
             return False
         return all(form_of(name) == form and form.fits(shapes[name]) for name in names)
+
+    def stays(parameter: str) -> bool:
+        """True if a weight can be codes on the device: it and what it is multiplied with at once are in one form, and
+        that has a kernel. These are the parts of a fused map, and of a mixture all experts of the layer."""
+        prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
+        layer, experts, _ = parameter.partition(".experts.")
+        parts = next((parts for parts in linears if part in parts), None)
+        if experts:
+            return agree(tuple(of_experts[layer]))
+        return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
 
     @cache
     def of_kind(scheme: Scheme, shape: Shape, stay: bool) -> WeightFormat:

@@ -211,7 +211,7 @@ FORMS: dict[str, Form] = {
     ),
     "bitsandbytes fp4": Table(
         "bitsandbytes fp4",
-        table=tuple(sign * n / 192 for sign in (1, -1) for n in (0.0, 1.0, 128.0, 192.0, 64.0, 96.0, 32.0, 48.0)),
+        table=tuple(sign * n / 192 + 0.0 for sign in (1, -1) for n in (0.0, 1.0, 128.0, 192.0, 64.0, 96.0, 32.0, 48.0)),
     ),
 }  # fmt: skip
 

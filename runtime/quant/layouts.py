@@ -127,7 +127,7 @@ class Layout(ABC):
             if self.scheme.reordered:
                 raise CallboardError("the config says that columns were reordered, but no tensor has their groups.")
             return codes, *shared
-        groups, order = groups.flatten().sort(stable=True)
+        groups, order = (groups - groups.min()).flatten().sort(stable=True)  # of a part, from its first group on
         columns = torch.arange(len(groups), device=groups.device)
         if not torch.equal(groups, columns // (self.scheme.columns or len(groups))):
             raise CallboardError("the groups of its columns (g_idx) are not all of group_size columns.")
@@ -186,12 +186,11 @@ class PackedWords(Layout):
                 _INT32, per_word if scheme.rows else 0, scheme.columns, optional=scheme.symmetric
             ),
             "weight_g_idx": Grid(_INT32, 0, 1, optional=not scheme.reordered),
-            "weight_shape": Grid((torch.int64, torch.int32), 0, 0),
         }
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
-        stored, name = super().stored(location), _own_name(location, "weight_shape")
-        return stored | {name: stored[name]._replace(shape=(2,), others=())}
+        of_shape = StoredTensor((2,), (torch.int64, torch.int32))
+        return super().stored(location) | {_own_name(location, "weight_shape"): of_shape}
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
         name = _own_name(location, "weight_shape")

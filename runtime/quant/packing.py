@@ -20,7 +20,9 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """int32 [n, m] -> the first `count` codes of 4 or 8 bits of each row, uint8 [n, count], from the lowest bits on."""
-    data = words.contiguous().view(torch.uint8)
+    if words.stride(-1) != 1:
+        words = words.clone(memory_format=torch.contiguous_format)
+    data = words.view(torch.uint8)
     return (unpack_nibbles(data) if bits == 4 else data)[:, :count]
 
 

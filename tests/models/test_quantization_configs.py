@@ -11,8 +11,11 @@ from runtime.core.types import CallboardError
 from runtime.loading.folder import model_config
 from runtime.models import load_spec
 from runtime.quant import METHODS
+from runtime.quant.format import Location
+from runtime.quant.quantized import Widened
 from runtime.quant.scheme import Scheme
 from tests.models.test_model import open_runner
+from tests.models.test_quantized_layouts import layout_of, numerics, source_of
 from tests.models.test_quantized_models import LLAMA, write
 from tests.support.quantized import FORMATS
 
@@ -176,3 +179,60 @@ def test_scales_of_activations_and_of_keys_and_values_are_passed_over(fp8_model)
     change(fp8_model, **{f"{layer}.stray_scale": one})
     with pytest.raises(CallboardError, match=r"stray_scale of the checkpoint has no place in the model"):
         open_runner(fp8_model)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("gptq-asymmetric", {"sym": True}, "its qzeros are not those of symmetric codes, which sym of the config says"),
+        ("gptq", {"checkpoint_format": "gptq_v2"}, "its qzeros are not those of symmetric codes"),
+        ("gptq-desc-act", {"desc_act": False}, r"columns are reordered \(g_idx\), which desc_act or actorder"),
+        ("gptq-desc-act", {"group_size": 16}, r"has shape \[2, 8\]; the checkpoint's config asks for \[4, 8\]"),
+        ("bnb-nf4", {"bnb_4bit_quant_type": "fp4"}, r"lacks tensor .*quant_state\.bitsandbytes__fp4"),
+        ("bnb-nf4", {"bnb_4bit_use_double_quant": True}, r"absmax is stored as F32, which nf4 g64 weights are not"),
+        ("awq", {"quant_method": "gptq"}, r"qweight has shape \[64, 8\]; the checkpoint's config asks for \[8, 64\]"),
+        ("ct-w4a16", {"format": "int-quantized"}, r"as int-quantized of int with num_bits 4|num_bits 4"),
+        ("mxfp4", {"quant_method": "fp8"}, r"lacks tensor model\.layers\.0\.self_attn\.q_proj\.weight;"),
+    ],
+)
+def test_a_config_that_disagrees_with_the_tensors_is_refused(tmp_path, name, change, message):
+    folder, _ = write(tmp_path, FORMATS[name])
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CallboardError, match=message) as error:
+        open_runner(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bias_of_zeros_that_the_model_has_not_is_passed_over(tmp_path):
+    folder, _ = write(tmp_path, FORMATS["gptq"])
+    name = "model.layers.0.self_attn.q_proj.bias"
+    change(folder, **{name: torch.zeros(64)})
+    open_runner(folder)
+    change(folder, **{name: torch.ones(64)})
+    with pytest.raises(CallboardError, match=f"{name} of the checkpoint has no place in the model"):
+        open_runner(folder)
+
+
+def test_zero_points_of_the_first_gptq_format_wrap(tmp_path):
+    """A stored 15 is 0 less one."""
+    form = FORMATS["gptq-asymmetric"]
+    tensors = form.pack(torch.randn(8, 32), torch.Generator().manual_seed(1))
+    tensors["qzeros"] = torch.full_like(tensors["qzeros"], -1)
+    layout = layout_of(form)
+    (got,) = Widened(layout, layout.form((8, 32))).read(
+        source_of(tensors), Location("q_proj.weight", (8, 32)), numerics(torch.float32)
+    )
+    assert torch.equal(got, form.dequantize(tensors, (8, 32)))
+    assert (got >= 0).all()
+
+
+def test_int8_of_bitsandbytes_is_the_library_s_but_for_the_last_bit():
+    import bitsandbytes.functional
+
+    form = FORMATS["bnb-int8"]
+    tensors = form.pack(torch.randn(64, 96), torch.Generator())
+    got = form.dequantize(tensors, (64, 96))
+    want = bitsandbytes.functional.int8_vectorwise_dequant(tensors["weight"], tensors["SCB"])
+    torch.testing.assert_close(got, want, atol=0, rtol=2**-22)

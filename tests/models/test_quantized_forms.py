@@ -1,0 +1,142 @@
+"""Forms and codes apart from any layout: packing undone, zero groups, odd sizes, encoding, products with codes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from runtime.models import load_spec
+from runtime.quant.formats import weight_bytes, weight_formats
+from runtime.quant.forms import FORMS, Float8, Integer4, Integer8, Table
+from runtime.quant.packing import exponents, pack_nibbles, unpack_nibbles, unpack_words
+from tests.models.test_model import open_runner
+from tests.models.test_quantized_layouts import equal, numerics
+from tests.models.test_quantized_models import LLAMA, MIXTRAL, logits, write
+from tests.support.quantized import FORMATS
+
+ALL = {
+    f"{name}{suffix}": replace(form, rows=rows, columns=columns, has_minimum=has_minimum)
+    for name, form in FORMS.items()
+    for suffix, rows, columns, has_minimum in (
+        ("-rows", 1, 0, False),
+        ("-g16", 1, 16, False),
+        ("-blocks", 32, 16, False),
+        ("-minimums", 1, 16, True),
+    )
+    if name.startswith("int") or not has_minimum
+}
+
+
+@given(st.integers(1, 9), st.integers(1, 40), st.sampled_from([4, 8]), st.randoms())
+@settings(max_examples=60, deadline=None)
+def test_words_unpack_to_what_was_packed(rows, count, bits, random):
+    codes = torch.tensor([[random.randrange(1 << bits) for _ in range(count)] for _ in range(rows)])
+    per_word = 32 // bits
+    padded = torch.nn.functional.pad(codes, (0, -count % per_word)).view(rows, -1, per_word)
+    words = (padded << torch.arange(0, 32, bits)).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    assert torch.equal(unpack_words(words, bits, count), codes.byte())
+    assert torch.equal(unpack_words(words.t().contiguous().t(), bits, count), codes.byte())
+
+
+def test_all_pairs_of_nibbles_pack_and_unpack():
+    data = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    codes = unpack_nibbles(data)
+    assert codes.view(256, 2).tolist() == [[byte % 16, byte // 16] for byte in range(256)]
+    assert torch.equal(pack_nibbles(codes), data)
+    assert unpack_nibbles(data, high_first=True).view(256, 2).tolist() == [[b // 16, b % 16] for b in range(256)]
+
+
+def test_exponents_are_powers_of_two():
+    got = exponents(torch.arange(256, dtype=torch.uint8)).double()
+    assert got[:255].tolist() == [2.0 ** (code - 127) for code in range(255)]
+    assert got[255].isnan()
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (3, 16), (33, 17), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_encoding_comes_near_and_survives_packing(name, shape):
+    form = ALL[name]
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    dense[: shape[0] // 2, : shape[1] // 2] = 0.0  # whole groups, for some forms
+    weight = form.encode(dense)
+    got = form.dequantize(weight, torch.float32)
+    assert got.isfinite().all()
+    assert (got[: shape[0] // 2, : shape[1] // 2] == 0).all() or form.has_minimum
+    step = {Float8: 2**-4, Integer8: 2**-7, Integer4: 1 / 14, Table: 0.17}[type(form)]
+    assert float((got - dense).abs().max()) <= step * float(dense.max() - dense.min()) + 1e-6
+    if form.fits(shape):
+        packed = form.packed(weight)
+        assert sum(tensor.nbytes for tensor in packed) == form.device_bytes(shape)
+        assert equal(form.dequantize(form.unpacked(packed), torch.float32), got)
+        again = form.dequantize(form.encode(got), torch.float32)
+        torch.testing.assert_close(again, got, atol=1e-5, rtol=1e-5)
+    zeros = form.dequantize(form.encode(torch.zeros(shape)), torch.float32)
+    assert torch.equal(zeros, torch.zeros(shape))
+
+
+def test_widening_by_pieces_changes_nothing(monkeypatch):
+    form = replace(FORMS["fp8"], rows=32, columns=16)
+    weight = form.encode(torch.randn(100, 48, generator=torch.Generator().manual_seed(2)))
+    whole = form.dequantize(weight, torch.bfloat16)
+    monkeypatch.setattr("runtime.quant.forms._AT_ONCE", 40 * 48)
+    assert equal(form.dequantize(weight, torch.bfloat16), whole)
+
+
+@pytest.fixture
+def kernels_for_all(monkeypatch):
+    for form in (Float8, Integer8, Integer4, Table):
+        monkeypatch.setattr(form, "has_kernel", True)
+
+
+KEPT = ["fp8-tensor", "ct-int8-channel", "ct-w4a16", "awq", "gptq-asymmetric", "bnb-nf4", "modelopt-nvfp4"]
+
+
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda config: config["architectures"][0])
+@pytest.mark.parametrize("name", KEPT)
+def test_weights_of_a_form_with_a_kernel_stay_codes(tmp_path, kernels_for_all, name, config):
+    quantized, dense = write(tmp_path, FORMATS[name], config | {"intermediate_size": 192})
+    runner = open_runner(quantized, dtype="bfloat16")
+    torch.testing.assert_close(logits(runner), logits(open_runner(dense, dtype="bfloat16")), atol=0.05, rtol=0.02)
+    spec, _ = load_spec(json.loads((quantized / "config.json").read_text()))
+    assert runner.memory.weights == weight_bytes(spec, runner.numerics)
+    assert runner.memory.weights < 0.8 * weight_bytes(replace(spec, quantization=None), runner.numerics)
+
+
+def test_parts_that_do_not_join_are_widened(tmp_path, kernels_for_all):
+    """q, k and v in two forms, rows that a block would cross, columns that were reordered."""
+
+    def bytes_of(name: str, **change) -> dict[str, int]:
+        spec, _ = load_spec(LLAMA | {"quantization_config": FORMATS[name].config | change})
+        format_of = weight_formats(spec)
+        half = numerics(torch.bfloat16)
+        return {
+            part: format_of(f"layers.0.{part}.weight").device_bytes(spec.shapes()[f"layers.0.{part}.weight"], half)
+            for part in ("q", "v", "out", "gate")
+        }
+
+    kept, widened = {"q": 2 * 64 * 64, "v": 2 * 32 * 64}, {"q": 64 * 64, "v": 32 * 64}
+    scales = {"q": 4 * 64, "v": 4 * 32}
+    assert bytes_of("fp8-tensor").items() >= {part: widened[part] + scales[part] for part in widened}.items()
+    mixed = bytes_of("ct-fp8-channel", ignore=["re:.*v_proj"])
+    assert mixed.items() >= kept.items()
+    assert mixed["out"] == 64 * 64 + 4 * 64
+    assert bytes_of("fp8-block").items() >= kept.items()
+    assert bytes_of("gptq-desc-act").items() >= kept.items()
+
+
+def test_a_fused_map_may_have_parts_that_are_plain(tmp_path):
+    form = FORMATS["ct-fp8-channel"]
+    quantized, dense = write(tmp_path, form)
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:.*v_proj")
+    (quantized / "config.json").write_text(json.dumps(config))
+    tensors, plain = (load_file(folder / "model.safetensors") for folder in (quantized, dense))
+    tensors = {name: tensor for name, tensor in tensors.items() if "v_proj" not in name}
+    save_file(tensors | {n: t for n, t in plain.items() if "v_proj" in n}, quantized / "model.safetensors")
+    got, want = (logits(open_runner(folder, dtype="bfloat16")) for folder in (quantized, dense))
+    assert torch.equal(got, want)
