@@ -20,7 +20,8 @@ _LARGEST_GRAPH = 512  # rows of a decode step
 MAX_VERIFIED = 128  # tokens of a step of drafts that has a graph; larger batches do not gain by drafts
 # Tokens that a long row has on average, at least, in a graph for few and in one for many: each has a place to sample.
 _FEW_LONG_ROWS, _MANY_LONG_ROWS = 32, 8
-# Decoding rows beside prompts, and the tokens of a step up to which there is a graph for so many, besides one for all.
+# Decoding rows beside prompts, and the tokens of a step up to which there is a graph for so many, besides one for all:
+# too many cost some empty programs of one kernel, and places to sample.
 _SHORT_SIZES = (0, 256), (16, 1024), (64, 2048)
 _MOST_PADDING = 128  # tokens, in a graph of more than _FEW_TOKENS
 _FEW_TOKENS = 1024
@@ -125,7 +126,7 @@ class GraphRunner:
         buckets = []
         for num_tokens in prefill_sizes(min(most_tokens, self.max_model_len)):
             most_short = min(self.num_slots, num_tokens)
-            for num_short in short_sizes(most_short, [n for n, most in _SHORT_SIZES if num_tokens <= most]):
+            for num_short in _up_to(most_short, [n for n, most in _SHORT_SIZES if num_tokens <= most]):
                 tokens_of_a_row = _MANY_LONG_ROWS if num_short == most_short else _FEW_LONG_ROWS
                 num_long = min(max(num_tokens // tokens_of_a_row, 8), self.num_slots)
                 num_samples = min(num_short + num_long, self.max_rows)
@@ -206,15 +207,13 @@ class GraphRunner:
 
 def graph_sizes(largest: int) -> list[int]:
     """1, 2, 4, then eights up to 64, then sixteens; the largest batch always has its own."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest + 1, 16)]
-    return [*(s for s in sizes if s < largest), largest]
+    return _up_to(largest, [1, 2, 4, *range(8, 64, 8), *range(64, largest + 1, 16)])
 
 
 def prefill_sizes(largest: int) -> list[int]:
     """By 64 up to 512, by 128 up to 2,048, and the largest: other steps above are pieces of these sizes. Below 128
     tokens a step is as long as reading the weights, and above its time grows with its tokens, padding's included."""
-    sizes = [*range(64, 512, 64), *range(512, 2049, 128)]
-    return [*(s for s in sizes if s < largest), *([largest] if largest else [])]
+    return _up_to(largest, [*range(64, 512, 64), *range(512, 2049, 128)]) if largest else []
 
 
 def piece_sizes(num_tokens: int, sizes: Sequence[int]) -> list[int]:
@@ -229,9 +228,9 @@ def piece_sizes(num_tokens: int, sizes: Sequence[int]) -> list[int]:
     return [*pieces, num_tokens]
 
 
-def short_sizes(largest: int, smaller: Sequence[int]) -> list[int]:
-    """Decoding rows beside prompts: a size that is too large costs some empty programs of one kernel."""
-    return [*(s for s in smaller if s < largest), largest]
+def _up_to(largest: int, sizes: Sequence[int]) -> list[int]:
+    """`largest`, and which of `sizes` are smaller."""
+    return [*(size for size in sizes if size < largest), largest]
 
 
 def _max_ints_of_a_row(block_size: int) -> int:
