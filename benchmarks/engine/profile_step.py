@@ -1,6 +1,6 @@
 """Where the time of a decode step goes: a Chrome trace of steady decoding, the GPU's busy share, the longest kernels.
 
-    python -m benchmarks.engine.profile_step --model llama-3.2-1b --batch 1 --trace trace.json.gz
+    python -m benchmarks.engine.profile_step --model llama-3.2-1b --batch 1 64 --trace trace.json.gz
 
 The busy share is the union of all kernel, copy and fill intervals over the time from the first one's start to the last
 one's end. The profiler slows the host, so the share is given twice: within the trace, and of the time of the unprofiled
@@ -10,6 +10,7 @@ predecessor under programmatic dependent launch counts as busy. Open the trace i
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import heapq
 import json
@@ -54,18 +55,24 @@ def by_name(events: Iterable[dict[str, Any]], num_steps: int) -> list[dict[str, 
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=64, help="decode steps traced, and as many timed on each side")
     parser.add_argument("--top", type=int, default=12, help="kernels to list")
     parser.add_argument("--host", action="store_true", help="trace operators of the host too, which slows it further")
-    parser.add_argument("--trace", type=Path, default=Path("trace.json.gz"), help="the Chrome trace to write")
+    parser.add_argument("--trace", type=Path, default=Path("trace.json.gz"), help="the last batch's Chrome trace")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("torch sees no GPU; there is nothing to trace.")
     config = engine_config(args.set)
     results = Results("profile_step", args.out)
     engine = Engine(args.model, config)
+    for batch in args.batch:
+        profile_batch(engine, batch, args, results)
+
+
+def profile_batch(engine: Engine, batch: int, args: argparse.Namespace, results: Results) -> None:
+    """Prints and adds to the results where the time of decode steps of `batch` rows goes."""
 
     def steps(count: int, what: str) -> float:
         """Milliseconds a step."""
@@ -74,9 +81,9 @@ def main() -> None:
             engine.core.step()
         return (time.perf_counter() - start) / count * 1e3
 
-    engine.run(args.batch, args.prompt, 16)
-    first_steps = args.steps + args.batch  # prefill may take a step a request
-    engine.add(args.batch, args.prompt, first_steps + 3 * args.steps + 16)
+    engine.run(batch, args.prompt, 16)
+    first_steps = args.steps + batch  # prefill may take a step a request
+    engine.add(batch, args.prompt, first_steps + 3 * args.steps + 16)
     steps(first_steps, "prefill and first steps")
     before_ms = steps(args.steps, "timed steps")
     activities = [ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if args.host else [])
@@ -85,6 +92,8 @@ def main() -> None:
         torch.cuda.synchronize()
     steps(4, "steps that fill the queue again")
     step_ms = (before_ms + steps(args.steps, "timed steps")) / 2
+    while engine.core.has_work:
+        engine.core.step()
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "trace.json")
         profiler.export_chrome_trace(str(plain))
@@ -97,7 +106,7 @@ def main() -> None:
     for row in kernels[: args.top]:
         print(f"{row['us']:9.1f} us {row['calls']:7.1f} x  {row['us'] * args.steps / busy:6.1%}  {row['name']}")
     results.add(
-        config, model=args.model, batch=args.batch, prompt_len=args.prompt, steps=args.steps, step_ms=step_ms,
+        engine.config, model=args.model, batch=batch, prompt_len=args.prompt, steps=args.steps, step_ms=step_ms,
         traced_step_ms=traced_ms, busy_ms=busy / args.steps / 1e3, busy_share_traced=busy / window,
         busy_share=busy / args.steps / 1e3 / step_ms, trace=args.trace.name, kernels=kernels[: args.top],
     )  # fmt: skip
