@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +31,9 @@ from triton.runtime.errors import OutOfResources
 
 from runtime.kernels import skinny_gemm_configs
 from runtime.kernels.batch_invariant_linear import batch_invariant_linear_triton
-from runtime.kernels.skinny_gemm import skinny_gemm_config, skinny_gemm_triton
+from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_config, skinny_gemm_triton
 from runtime.kernels.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
+from runtime.kernels.sum_order import sum_order
 
 # name: (layers, hidden, query, key/value, ffn, vocabulary)
 MODELS = {
@@ -67,19 +69,24 @@ def weights(shapes: list[Product], pool: torch.Tensor) -> list[torch.Tensor]:
     return views
 
 
-def run_few(product: Product, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def run_few(
+    product: Product, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, fixed_order: bool = False
+) -> torch.Tensor:
     """As the decoder uses it: norm before, activation or residual after."""
+    run = partial(skinny_gemm_triton, x, weight, fixed_order=fixed_order)
     match product.form:
         case "out" | "down":
-            return skinny_gemm_triton(x, weight, residual=residual)
+            return run(residual=residual)
         case "gate_up":
-            return skinny_gemm_triton(x, weight, norm_weight=x[0], eps=1e-5, activation="silu")
+            return run(norm_weight=x[0], eps=1e-5, activation="silu")
         case "head":
-            return skinny_gemm_triton(x, weight, norm_weight=x[0], eps=1e-5, out_dtype=torch.float32)
-    return skinny_gemm_triton(x, weight, norm_weight=x[0], eps=1e-5)
+            return run(norm_weight=x[0], eps=1e-5, out_dtype=torch.float32)
+    return run(norm_weight=x[0], eps=1e-5)
 
 
 def run_fixed(product: Product, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    if len(x) <= MAX_ROWS:
+        return run_few(product, x, weight, residual, fixed_order=True)
     return batch_invariant_linear_triton(x, weight)
 
 
@@ -137,11 +144,18 @@ def candidates(product: Product, rows: int) -> list[SkinnyGemmConfig]:
             shapes += [(8, 1024, 8), (8, 2048, 8), (2, 4096, 8), (4, 4096, 8)]
         ahead = [(4, 512, 1), (4, 512, 2), (2, 1024, 2), (4, 1024, 2), (4, 512, 4), (4, 1024, 4), (8, 512, 4)]
         return [SkinnyGemmConfig(*shape, 1) for shape in shapes] + [SkinnyGemmConfig(*shape, 2) for shape in ahead]
-    tiles = [(16, 256, 2, 4), (16, 256, 4, 4), (16, 512, 4, 3), (16, 512, 4, 4), (16, 512, 8, 4), (16, 1024, 8, 3),
-             (32, 128, 2, 4), (32, 256, 2, 3), (32, 256, 4, 3), (32, 256, 4, 4), (32, 512, 4, 3)]  # fmt: skip
-    if product.size_out > 4096:
-        tiles += [(64, 256, 4, 3), (64, 256, 4, 4)]
-    return [SkinnyGemmConfig(*tile) for tile in tiles]
+    num_chunks, chunk = sum_order(product.size_out, product.size_in)
+    tiles = {
+        1: [(32, 128, 2, 4, 1), (32, 128, 2, 4, 2), (32, 256, 2, 3, 1), (32, 256, 2, 3, 2), (32, 256, 2, 4, 2),
+            (16, 256, 1, 4, 1), (16, 512, 1, 3, 1), (16, 256, 1, 3, 2), (64, 128, 4, 3, 2), (64, 128, 4, 4, 2),
+            (64, 128, 4, 4, 1), (64, 64, 4, 6, 2), (32, 64, 2, 6, 2), (32, 128, 2, 6, 2), (128, 64, 4, 4, 2)],
+        2: [(16, 256, 2, 4, 1), (16, 128, 2, 6, 2), (16, 256, 2, 3, 1), (16, 128, 2, 4, 2), (32, 128, 2, 4, 1),
+            (32, 128, 2, 4, 2), (32, 64, 2, 6, 2), (32, 128, 2, 3, 2), (16, 256, 2, 3, 2)],
+        4: [(16, 128, 4, 4, 1), (16, 128, 4, 3, 1), (16, 128, 4, 4, 2), (16, 64, 4, 6, 2), (16, 128, 4, 3, 2),
+            (32, 64, 4, 4, 2), (32, 128, 4, 3, 1), (16, 64, 2, 4, 2), (16, 128, 2, 3, 1)],
+    }  # fmt: skip
+    configs = [SkinnyGemmConfig(*tile) for tile in tiles[num_chunks]]
+    return [config for config in configs if chunk % config.block_k == 0]
 
 
 def compile_one(job: tuple[Product, int, SkinnyGemmConfig]) -> None:

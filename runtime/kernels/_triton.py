@@ -10,12 +10,13 @@ import torch
 try:
     import triton.language as tl
     from triton import jit, knobs, next_power_of_2
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     constexpr = tl.constexpr  # of a number at the top of a module that kernels use
 
     INTERPRETED = bool(knobs.runtime.interpret)  # kernels run in numpy, on a CPU
 except ImportError:
-    tl = None
+    tl = TensorDescriptor = None
     INTERPRETED = False
 
     def constexpr(value: Any) -> Any:
@@ -40,7 +41,7 @@ ROW_ARRAYS = [
     "token_ids_ptr",
 ]
 
-__all__ = ["INTERPRETED", "ROW_ARRAYS", "constexpr", "jit", "next_power_of_2", "tl", "use_pdl"]
+__all__ = ["INTERPRETED", "ROW_ARRAYS", "TensorDescriptor", "constexpr", "jit", "next_power_of_2", "tl", "use_pdl"]
 
 
 def use_pdl(tensor: torch.Tensor) -> bool:

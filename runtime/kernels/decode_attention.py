@@ -128,9 +128,18 @@ def _decode_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if FIXED:
-        for segment in range(split, segments, num_splits):
+        m, total, acc = attend_range(
+            q, q_positions, k_ptr, kv_stride, table_ptr, tl.maximum(begin, lowest),
+            tl.minimum(begin + SEGMENT, length), m, total, acc, scale_log2,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
+        )  # fmt: skip
+        if alone:
+            acc += 0.0  # as merged with nothing: no negative zeros
+        else:
+            _store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
+        for segment in range(split + num_splits, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_range(
-                q, q_positions, k_ptr, kv_stride, table_ptr, tl.maximum(origin + segment * SEGMENT, lowest),
+                q, q_positions, k_ptr, kv_stride, table_ptr, origin + segment * SEGMENT,
                 tl.minimum(origin + (segment + 1) * SEGMENT, length), tl.full([BLOCK_M], LOWEST, tl.float32),
                 tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), scale_log2,
                 BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
@@ -138,11 +147,10 @@ def _decode_attention_kernel(
             if alone:
                 m, total, acc = _merge(m, total, acc, segment_m, segment_total, segment_acc)
             else:
-                sums_at = sums_ptr + (place + segment) * (2 * ROWS) + lanes
-                tl.store(sums_at, segment_m, mask=used)
-                tl.store(sums_at + ROWS, segment_total, mask=used)
-                acc_at = acc_ptr + (place + segment) * (ROWS * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :]
-                tl.store(acc_at, segment_acc, mask=whole)
+                _store_segment(
+                    acc_ptr, sums_ptr, place + segment, segment_m, segment_total, segment_acc, lanes, dims, used, whole,
+                    ROWS, HEAD_DIM,
+                )  # fmt: skip
     else:
         end = tl.minimum(begin + segment_len, length)
         if EAGER:
@@ -160,11 +168,7 @@ def _decode_attention_kernel(
             BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
         )  # fmt: skip
         if not alone:
-            sums_at = sums_ptr + (place + split) * (2 * ROWS) + lanes
-            tl.store(sums_at, m, mask=used)
-            tl.store(sums_at + ROWS, total, mask=used)
-            acc_at = acc_ptr + (place + split) * (ROWS * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(acc_at, acc, mask=whole)
+            _store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
 
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     if alone:
@@ -199,6 +203,17 @@ def _decode_attention_kernel(
     heads = kv_head * GROUP + rows % GROUP
     out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
+
+
+@jit
+def _store_segment(
+    acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Leaves a segment's result for the program that merges."""
+    sums_at = sums_ptr + place * (2 * ROWS) + lanes
+    tl.store(sums_at, m, mask=used)
+    tl.store(sums_at + ROWS, total, mask=used)
+    tl.store(acc_ptr + place * (ROWS * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :], acc, mask=whole)
 
 
 @jit

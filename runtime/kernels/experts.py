@@ -16,7 +16,7 @@ import torch
 
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.gated_activation import Activation
+from runtime.kernels.gated_activation import Activation, activated
 from runtime.kernels.linear import Activate, Product
 
 W = TypeVar("W")
@@ -268,10 +268,7 @@ def _grouped_product_kernel(
         if ACTIVATION is not None:
             up = tl.dot(x, tl.load(ups + start, mask=inside, other=0.0).T, up, input_precision="ieee")
     if ACTIVATION is not None:
-        scaled = acc
-        if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u))
-            scaled = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
-        acc = acc / (1.0 + tl.exp(-scaled)) * up
+        acc = activated(acc, ACTIVATION) * up
     at = out_ptr + targets.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
 

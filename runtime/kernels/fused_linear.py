@@ -17,7 +17,7 @@ from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_triton
 
 class FusedLinear(Linear):
     """`Linear` in the fewest launches: up to MAX_ROWS rows each verb is one kernel or two; above, the product itself
-    adds the residual. In deterministic mode one product serves every number of rows, and all else goes row by row."""
+    adds the residual. In deterministic mode all products of a weight sum in one order, and all else goes row by row."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class FusedLinear(Linear):
         super().__init__(self._product, norm, partial(gated_activation_triton, activation=activation, gated=gated))
         self.weight, self.bias, self.deterministic = weight, bias, deterministic
         self.folded = activation if gated else None  # what the skinny kernel can do after the product
-        self.skinny_gemm = partial(skinny_gemm_triton, weight=weight, bias=bias)
+        self.skinny_gemm = partial(skinny_gemm_triton, weight=weight, bias=bias, fixed_order=deterministic)
 
     def _is_skinny(self, x: torch.Tensor) -> bool:
-        return len(x) <= MAX_ROWS and not self.deterministic
+        return len(x) <= MAX_ROWS and not (self.deterministic and x.dtype == torch.float32)
 
     def _skinny_normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, **options: Any) -> torch.Tensor:
         if self.norm is rms_norm_triton:

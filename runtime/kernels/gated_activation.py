@@ -38,12 +38,21 @@ def gated_activation_exact(gate_up: torch.Tensor, activation: Activation, gated:
 
 
 @jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """act(x), fp32; explicit fma, so that it rounds the same wherever it is inlined."""
+    z = x
+    if ACTIVATION == "gelu_tanh":
+        z = 1.5957691216057308 * tl.fma(0.044715 * x * x, x, x)  # _GELU_SCALE
+    return x / (1.0 + tl.exp(-z))
+
+
+@jit
 def _gated_activation_kernel(
     gate_up_ptr,  # [num_tokens, 2 * ffn] contiguous, or [num_tokens, ffn] without GATED
     out_ptr,  # [num_tokens, ffn] contiguous
     ffn,
     GATED: tl.constexpr,
-    GELU_SCALE: tl.constexpr,  # 0: silu
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -57,10 +66,7 @@ def _gated_activation_kernel(
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(at + ffn, mask=inside, other=0.0).to(tl.float32)
-    z = gate
-    if GELU_SCALE != 0.0:
-        z = GELU_SCALE * (gate + 0.044715 * gate * gate * gate)
-    out = gate / (1.0 + tl.exp(-z))
+    out = activated(gate, ACTIVATION)
     if GATED:
         out *= up
     tl.store(out_ptr + row * ffn + cols, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -74,7 +80,6 @@ def gated_activation_triton(gate_up: torch.Tensor, activation: Activation, gated
         pdl = use_pdl(gate_up)
         _gated_activation_kernel[(num_tokens, -(-ffn // _BLOCK))](
             gate_up, out, ffn,
-            GATED=gated, GELU_SCALE=0.0 if activation == "silu" else _GELU_SCALE, BLOCK=_BLOCK, PDL=pdl, num_warps=4,
-            launch_pdl=pdl,
+            GATED=gated, ACTIVATION=activation, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return out

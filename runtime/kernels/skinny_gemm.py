@@ -2,26 +2,24 @@
 
 Both kernels give a program a few rows of the weight and the whole of K, so results need no second pass and do not
 depend on timing, and both request their first weights before they wait for the kernel before them. One row is
-multiplied on the FMA units; more rows go through the tensor cores, with every warp on its own part of K. What follows
-a product, the activation or the residual addition, is folded in, and for one row the norm before it: RMSNorm divides
-the row by one number, which is applied to the result while the squares are summed in the same loop. (Of more rows each
-program would repeat more norms than a kernel of their own costs.)
+multiplied on the FMA units; more rows, and in deterministic mode one row as well, go through the tensor cores, in the
+order of `sum_order`. What follows a product, the activation or the residual addition, is folded in, and on the FMA
+units the norm before it: RMSNorm divides the row by one number, which is applied to the result while the squares are
+summed in the same loop. (Of more rows each program would repeat more norms than a kernel of their own costs.)
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.gated_activation import Activation, activated
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
+from runtime.kernels.sum_order import sum_order
 
 MAX_ROWS = 16
-
-Activation = Literal["silu", "gelu_tanh"]
 
 
 def skinny_gemm_torch(
@@ -79,11 +77,9 @@ def _finish(
     width = N
     cols = rows
     if ACTIVATION is not None:
+        y = y.to(out_ptr.dtype.element_ty).to(tl.float32)  # as where the activation is a kernel of its own
         gate, up = tl.split(tl.trans(tl.reshape(y, (BLOCK_N // 2, 2, NUM_TOKENS)), 0, 2, 1))
-        scaled = gate
-        if ACTIVATION == "gelu_tanh":  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u))
-            scaled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        y = gate / (1.0 + tl.exp(-scaled)) * up
+        y = activated(gate, ACTIVATION) * up
         width = N // 2
         cols = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     at = tokens[None, :] * width + cols[:, None]
@@ -168,40 +164,79 @@ def _tile_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,  # 1, 2 or 4; of several, each is summed by a warp of its own
+    CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,  # of a step along K, one a warp
+    BLOCK_K: tl.constexpr,  # columns of a step, in each chunk
     NUM_TOKENS: tl.constexpr,  # 8 or 16, at least num_rows
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # steps, 1 or 2, whose weights are requested before the wait
     PDL: tl.constexpr,
 ):
     """Program i: rows i * BLOCK_N and on of the weight with all rows of x, padded to NUM_TOKENS."""
     rows = _weight_rows(N, ACTIVATION, BLOCK_N)
     tokens = tl.arange(0, NUM_TOKENS)
-    PART: tl.constexpr = BLOCK_K // PARTS
-    cols = tl.arange(0, PARTS)[:, None, None] * PART + tl.arange(0, PART)[None, None, :]
-    weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[None, :, None] * K + cols  # [PARTS, BLOCK_N, PART]
-    xs = x_ptr + (tokens * x_stride)[None, :, None] + cols  # [PARTS, NUM_TOKENS, PART]
-    live = (tokens < num_rows)[None, :, None]
-    first_w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
+    weight_rows = tl.minimum(rows, N - 1).to(tl.int64)
+    if NUM_CHUNKS == 1:
+        cols = tl.arange(0, BLOCK_K)[None, :]
+        weights = weight_ptr + weight_rows[:, None] * K + cols  # [BLOCK_N, BLOCK_K]
+        xs = x_ptr + (tokens * x_stride)[:, None] + cols  # [NUM_TOKENS, BLOCK_K]
+        live = (tokens < num_rows)[:, None]
+        acc = tl.zeros((BLOCK_N, NUM_TOKENS), tl.float32)
+    else:
+        cols = tl.arange(0, NUM_CHUNKS)[:, None, None] * CHUNK + tl.arange(0, BLOCK_K)[None, None, :]
+        weights = weight_ptr + weight_rows[None, :, None] * K + cols  # [NUM_CHUNKS, BLOCK_N, BLOCK_K]
+        xs = x_ptr + (tokens * x_stride)[None, :, None] + cols
+        live = (tokens < num_rows)[None, :, None]
+        acc = tl.zeros((NUM_CHUNKS, BLOCK_N, NUM_TOKENS), tl.float32)
+    # The last steps' weights come first, so that neither they nor the loop's loads wait for one another.
+    TAIL: tl.constexpr = CHUNK - AHEAD * BLOCK_K
+    WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
+    last_w = _load_weights(weights, cols, CHUNK - BLOCK_K, K, WHOLE)
+    if AHEAD == 2:
+        tail_w = _load_weights(weights, cols, TAIL, K, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first_x = tl.load(xs, mask=live & (cols < K), other=0.0)
-    acc = tl.zeros((PARTS, BLOCK_N, NUM_TOKENS), tl.float32)
-    for start in tl.range(BLOCK_K, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K == 0:
-            w = tl.load(weights + start, eviction_policy="evict_first")
-            x = tl.load(xs + start, mask=live, other=0.0)
-        else:
-            w = tl.load(weights + start, mask=cols < K - start, other=0.0, eviction_policy="evict_first")
-            x = tl.load(xs + start, mask=live & (cols < K - start), other=0.0)
-        acc = tl.dot(w, tl.trans(x, 0, 2, 1), acc)
-    acc = tl.dot(first_w, tl.trans(first_x, 0, 2, 1), acc)  # last, so that the loop's loads do not wait for it
+    last_x = _load_rows(xs, cols, live, CHUNK - BLOCK_K, K, WHOLE)
+    if AHEAD == 2:
+        tail_x = _load_rows(xs, cols, live, TAIL, K, WHOLE)
+    for start in tl.range(0, TAIL, BLOCK_K, num_stages=STAGES):
+        w = _load_weights(weights, cols, start, K, WHOLE)
+        acc = _add_product(w, _load_rows(xs, cols, live, start, K, WHOLE), acc, NUM_CHUNKS)
+    if AHEAD == 2:
+        acc = _add_product(tail_w, tail_x, acc, NUM_CHUNKS)
+    acc = _add_product(last_w, last_x, acc, NUM_CHUNKS)
+    if NUM_CHUNKS == 2:
+        first, second = tl.split(tl.permute(acc, (1, 2, 0)))
+        acc = first + second
+    elif NUM_CHUNKS == 4:
+        even, odd = tl.split(tl.permute(tl.reshape(acc, (2, 2, BLOCK_N, NUM_TOKENS)), (2, 3, 0, 1)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        acc = ((first + second) + third) + fourth
     _finish(
-        tl.sum(acc, 0), tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
-        BIAS, RESIDUAL, ACTIVATION, NUM_TOKENS, BLOCK_N,
-    )  # fmt: skip
+        acc, tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION, NUM_TOKENS, BLOCK_N
+    )
+
+
+@jit
+def _load_weights(weights, cols, start, K: tl.constexpr, WHOLE: tl.constexpr):
+    if WHOLE:
+        w = tl.load(weights + start, eviction_policy="evict_first")
+    else:
+        w = tl.load(weights + start, mask=cols < K - start, other=0.0, eviction_policy="evict_first")
+    return w
+
+
+@jit
+def _load_rows(xs, cols, live, start, K: tl.constexpr, WHOLE: tl.constexpr):
+    return tl.load(xs + start, mask=live if WHOLE else live & (cols < K - start), other=0.0)
+
+
+@jit
+def _add_product(w, x, acc, NUM_CHUNKS: tl.constexpr):
+    return tl.dot(w, x.T if NUM_CHUNKS == 1 else tl.trans(x, 0, 2, 1), acc)
 
 
 def skinny_gemm_triton(
@@ -215,6 +250,7 @@ def skinny_gemm_triton(
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
+    fixed_order: bool = False,  # one row, too, is summed in the order of `sum_order`; not for float32
 ) -> torch.Tensor:
     """`skinny_gemm_torch` as one kernel with fp32 sums; x's rows may be strided."""
     (num_rows, size_in), size_out = x.shape, weight.shape[0]
@@ -224,8 +260,8 @@ def skinny_gemm_triton(
     elif out is None:
         width = size_out if activation is None else size_out // 2
         out = torch.empty((num_rows, width), dtype=out_dtype or x.dtype, device=x.device)
-    one_by_one = num_rows == 1 or x.dtype == torch.float32  # tensor cores have no fp32
-    config = skinny_gemm_config(size_out, size_in, 1 if one_by_one else num_rows)
+    one_by_one = (num_rows == 1 and not fixed_order) or x.dtype == torch.float32  # tensor cores have no fp32
+    config = skinny_gemm_config(size_out, size_in, 1 if one_by_one else max(num_rows, 2))
     grid_n = -(-size_out // config.block_n)
     options = {
         "K": size_in, "BIAS": bias is not None, "RESIDUAL": residual is not None, "ACTIVATION": activation,
@@ -241,10 +277,11 @@ def skinny_gemm_triton(
         return out
     if norm_weight is not None:
         x = rms_norm_triton(x, norm_weight, eps)
+    num_chunks, chunk = sum_order(size_out, size_in)
     _tile_kernel[(grid_n,)](
         x, weight, bias, out, out, x.stride(0), num_rows, size_out,
-        BLOCK_K=config.block_k, PARTS=config.num_warps, NUM_TOKENS=8 if num_rows <= 8 else 16, STAGES=config.stages,
-        **options,
+        NUM_CHUNKS=num_chunks, CHUNK=chunk, BLOCK_K=config.block_k, NUM_TOKENS=8 if num_rows <= 8 else 16,
+        STAGES=config.stages, AHEAD=min(config.ahead, chunk // config.block_k), **options,
     )  # fmt: skip
     return out
 
@@ -256,4 +293,8 @@ def skinny_gemm_config(size_out: int, size_in: int, num_rows: int) -> SkinnyGemm
         return config
     if num_rows == 1:
         return SkinnyGemmConfig(block_n=4, block_k=1024, num_warps=4)
-    return SkinnyGemmConfig(block_n=16, block_k=512, num_warps=4, stages=3)
+    return {
+        1: SkinnyGemmConfig(block_n=32, block_k=128, num_warps=2, stages=4, ahead=2),
+        2: SkinnyGemmConfig(block_n=16, block_k=128, num_warps=2, stages=6, ahead=2),
+        4: SkinnyGemmConfig(block_n=16, block_k=128, num_warps=4, stages=4),
+    }[sum_order(size_out, size_in).num_chunks]

@@ -86,8 +86,9 @@ def test_deterministic_bits_depend_on_nothing_but_the_token(heads, dtype, window
     q, kv, rows = paged_case([(0, total)], heads, 16, dtype, "cuda")
     options = {"scale": heads[2] ** -0.5, "window": window, "deterministic": True}
 
-    def attend(kernel, spans: list[tuple[int, int]]) -> torch.Tensor:
+    def attend(kernel, spans: list[tuple[int, int]], settled: bool = False) -> torch.Tensor:
         tokens, part = rows_of(rows, spans)
+        part.prefix_ready = settled
         return kernel(q[tokens], kv, part, **options)
 
     want = attend(prefill_attention, [(0, total)])
@@ -101,7 +102,8 @@ def test_deterministic_bits_depend_on_nothing_but_the_token(heads, dtype, window
         for count in (1, 4, 8):
             spans = [(total - 8 - 6 * i, count) for i in range(batch)]
             tokens, _ = rows_of(rows, spans)
-            assert torch.equal(attend(decode_attention, spans), want[tokens]), (batch, count)
+            for settled in (False, True):
+                assert torch.equal(attend(decode_attention, spans, settled), want[tokens]), (batch, count, settled)
     moved = torch.randperm(kv.shape[2], device="cuda")  # other block ids
     rows.tables = torch.argsort(moved).to(torch.int32)[rows.tables[rows.slots.long()].clamp(0, kv.shape[2] - 1)]
     rows.slots = torch.zeros_like(rows.slots)

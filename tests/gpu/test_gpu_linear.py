@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from runtime.kernels.batch_invariant_linear import batch_invariant_linear_torch, batch_invariant_linear_triton
+from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_torch, skinny_gemm_triton
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -67,6 +68,44 @@ def test_fixed_linear_gives_a_row_the_same_bits_in_any_batch(size_out, size_in, 
             x[first : first + rows], weight, bias, residual=whole[first : first + rows].clone()
         )
         assert torch.equal(part, sums[first : first + rows]), (first, rows)
+
+
+@pytest.mark.parametrize(
+    ("size_out", "size_in", "dtype", "with_bias", "activation"),
+    [
+        (6144, 4096, torch.bfloat16, False, "silu"),  # one chunk
+        (28672, 4096, torch.bfloat16, False, "silu"),
+        (4096, 4096, torch.bfloat16, False, "gelu_tanh"),  # two
+        (2048, 2048, torch.float16, True, "silu"),  # four
+        (2560, 9728, torch.bfloat16, True, "gelu_tanh"),
+        (1002, 1160, torch.bfloat16, True, "silu"),  # the last chunk is shorter
+        (34, 56, torch.bfloat16, False, "silu"),
+    ],
+)
+def test_every_form_of_a_deterministic_layer_gives_a_row_the_same_bits(size_out, size_in, dtype, with_bias, activation):
+    """Each row of the weight has the opposite of each column elsewhere, and x the same number: exact sums are zero, so
+    that results are rounding errors, and logits, in float32, show any other order of sums."""
+    generator = torch.Generator("cuda").manual_seed(size_out)
+    randn = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)  # noqa: E731
+    half, order = randn(size_out, size_in // 2), torch.randperm(size_in, device="cuda", generator=generator)
+    weight = torch.cat((half, -half), 1)[:, order].to(dtype)
+    half = randn(600, size_in // 2)
+    half *= torch.randint(-6, 7, half.shape, device="cuda", generator=generator).exp2()
+    x, norm = torch.cat((half, half), 1)[:, order].to(dtype), torch.ones(size_in, device="cuda", dtype=dtype)
+    start = randn(600, size_out).to(dtype)
+    layer = FusedLinear(weight, randn(size_out).to(dtype) if with_bias else None, activation, deterministic=True)
+
+    def results(first: int, rows: int) -> list[torch.Tensor]:
+        part, residual = x[first : first + rows], start[first : first + rows].clone()
+        layer.add_to(residual, part)
+        return [layer.logits(part, norm, 1e-5), layer.normed(part, norm, 1e-5), layer.gated(part, norm, 1e-5), residual]
+
+    whole = results(0, 600)
+    for rows in (1, 2, 7, 8, 9, 15, 16, 17, 32, 63, 64, 65, 96, 128, 129, 192, 256, 257, 512, 513):
+        for first in (0, 600 - rows):
+            parts = results(first, rows)
+            for verb, part, want in zip(("logits", "normed", "gated", "add_to"), parts, whole, strict=True):
+                assert torch.equal(part, want[first : first + rows]), (verb, first, rows)
 
 
 @pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])

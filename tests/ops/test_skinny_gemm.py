@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from runtime.kernels.batch_invariant_linear import choose_tiling, chunk_size
+from runtime.kernels.batch_invariant_linear import MAX_SPLIT_TILES, choose_tiling
 from runtime.kernels.skinny_gemm import skinny_gemm_config, skinny_gemm_torch
+from runtime.kernels.skinny_gemm_configs import SKINNY_GEMM_CONFIGS
+from runtime.kernels.sum_order import sum_order
 
 
 def test_folded_steps_are_the_plain_ones():
@@ -24,23 +26,29 @@ def test_folded_steps_are_the_plain_ones():
     assert skinny_gemm_torch(x.bfloat16(), weight.bfloat16(), out_dtype=torch.float32).dtype == torch.float32
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
-@pytest.mark.parametrize(
-    ("size_out", "size_in"), [(3072, 2048), (128256, 4096), (2048, 8192), (576, 576), (49152, 576)]
-)
-def test_configurations_suit_the_kernels(size_out, size_in, rows):
-    config = skinny_gemm_config(size_out, size_in, rows)
-    assert config.block_n % (2 if rows == 1 else 16) == 0  # gate and up rows in pairs; rows of a matrix instruction
-    assert rows == 1 or config.block_k % (16 * config.num_warps) == 0
+SHAPES = [(3072, 2048), (128256, 4096), (2048, 8192), (4096, 14336), (576, 576), (49152, 576), (1002, 1160), (8, 16)]
+shapes = pytest.mark.parametrize(("size_out", "size_in"), SHAPES + [key[:2] for key in SKINNY_GEMM_CONFIGS])
 
 
-@pytest.mark.parametrize(("size_out", "size_in"), [(3072, 2048), (2048, 8192), (4096, 14336), (576, 1536), (8, 16)])
+@shapes
+def test_configurations_suit_the_kernels(size_out, size_in):
+    num_chunks, chunk = sum_order(size_out, size_in)
+    for rows in (1, 2, 8, 9, 16):
+        config = skinny_gemm_config(size_out, size_in, rows)
+        assert config.block_n % (2 if rows == 1 else 16) == 0  # gate and up rows in pairs; rows of a matrix instruction
+        assert rows == 1 or chunk % config.block_k == 0
+        assert rows == 1 or num_chunks == 1 or num_chunks % config.num_warps == 0
+
+
+@shapes
 def test_chunks_cover_the_weight_whatever_the_number_of_rows(size_out, size_in):
-    chunk = chunk_size(size_out, size_in)
-    num_chunks = -(-size_in // chunk)
-    assert (num_chunks - 1) * chunk < size_in
+    order = sum_order(size_out, size_in)
+    assert order.num_chunks in (1, 2, 4)
+    assert (order.num_chunks - 1) * order.chunk < size_in <= order.num_chunks * order.chunk
     for dtype in (torch.float32, torch.bfloat16):
-        for rows in (1, 64, 65, 1000, 8192):
-            tiling = choose_tiling(rows, size_out, num_chunks, dtype)
-            assert chunk % tiling.block_k == 0
-            assert num_chunks > 1 or not tiling.split
+        for rows in (17, 64, 65, 128, 129, 256, 257, 1000, 8192):
+            tiling = choose_tiling(rows, size_out, order, dtype)
+            assert order.chunk % tiling.block_k == 0
+            assert order.num_chunks > 1 or not tiling.split
+            tiles = -(-rows // tiling.block_m) * -(-size_out // tiling.block_n)
+            assert tiles <= MAX_SPLIT_TILES or not tiling.split

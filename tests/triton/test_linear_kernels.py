@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from runtime.kernels.batch_invariant_linear import batch_invariant_linear_torch, batch_invariant_linear_triton
+from runtime.kernels import batch_invariant_linear
+from runtime.kernels.batch_invariant_linear import (
+    Tiling,
+    batch_invariant_linear_torch,
+    batch_invariant_linear_triton,
+)
 from runtime.kernels.skinny_gemm import skinny_gemm_torch, skinny_gemm_triton
 
 FORMS = (
@@ -52,12 +57,13 @@ def test_skinny_gemm(dtype, rows, size_out, size_in):
         wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         wide["out_dtype"] = None
         want = skinny_gemm_torch(x.double(), weight.double(), **wide)
-        got = skinny_gemm_triton(x, weight, **options)
+        fixed_order = {"fixed_order": len(form) % 2 == 1}
+        got = skinny_gemm_triton(x, weight, **options, **fixed_order)
         assert got.dtype == options.get("out_dtype", dtype)
         assert "residual" not in options or got is options["residual"]
         if "residual" not in options:
             out = torch.full_like(got, torch.nan)
-            assert skinny_gemm_triton(x, weight, **options, out=out) is out
+            assert skinny_gemm_triton(x, weight, **options, **fixed_order, out=out) is out
             assert torch.equal(out, got)
         check(got, want, dtype, form)
 
@@ -81,3 +87,16 @@ def test_batch_invariant_linear(dtype, rows, size_out, size_in, with_bias):
         check(got, want, dtype)
         check(out, want, dtype, "out")
         check(residual, total, dtype, "residual")
+
+
+@pytest.mark.parametrize("tiling", [Tiling(16, 32, 32, 4, 2), Tiling(32, 16, 64, 4, 2, split=True)])
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("size_in", [1030, 2048, 2104])  # tiles by addresses, and by descriptors
+def test_tilings(monkeypatch, tiling, swap, size_in):
+    monkeypatch.setattr(batch_invariant_linear, "choose_tiling", lambda *_: tiling._replace(swap=swap))
+    x, weight = rand(torch.float16, 20, size_in), rand(torch.float16, 50, size_in)
+    bias, residual = rand(torch.float16, 50), rand(torch.float16, 20, 50)
+    want = batch_invariant_linear_torch(x.double(), weight.double(), bias.double(), residual=residual.double())
+    for _ in range(2):  # counters are zeros again
+        got = batch_invariant_linear_triton(x, weight, bias, residual=residual.clone())
+        check(got, want, torch.float16, tiling, swap)

@@ -113,13 +113,15 @@ def test_deterministic_bits_depend_on_nothing_but_the_token(window):
     kv[1][:, *index] *= torch.eye(64)[places % 64]
     options = {"scale": 0.125, "window": window, "deterministic": True}
 
-    def attend(kernel, spans: list[tuple[int, int]]) -> torch.Tensor:
+    def attend(kernel, spans: list[tuple[int, int]], settled: bool = False) -> torch.Tensor:
         tokens, part = rows_of(rows, spans)
+        part.prefix_ready = settled
         return kernel(q[tokens], kv, part, **options)
 
     want = attend(decode_attention, [(550, 8)])
     assert torch.equal(attend(prefill_attention, [(508, 52)])[42:50], want)
     assert torch.equal(attend(decode_attention, [(i, 1) for i in range(550, 558)]), want)
+    assert torch.equal(attend(decode_attention, [(550, 8)], settled=True), want)
     assert torch.equal(attend(decode_attention, [(3, 1), (554, 4), (40, 7)])[1:5], want[4:])
     for i in (0, 5):
         assert torch.equal(attend(decode_attention, [(550 + i, 1)]), want[i : i + 1])
