@@ -16,21 +16,23 @@ from runtime.core.plan_builder import StepShape
 from runtime.core.request_state import RequestState
 
 MAX_DRAFT_TOKENS = 8  # of one row
-_FITTING = 7  # most that the estimate chooses: with the known token, eight rows are what few-row products take at once
-_MOST_ACCEPTANCE = 0.975  # that is believed
-_LEAST_LIKELY = 0.1  # a guess that is right less often is not worth its place in a step
-_LIKELY = [  # guesses of a row, by its acceptance in 40ths
+# The estimate chooses no more: with the known token these are eight rows, which few-row products take at once.
+_MAX_CHOSEN_TOKENS = 7
+_MAX_ACCEPTANCE = 0.975  # a higher estimate counts as this
+_LEAST_LIKELY = 0.1  # a draft token that is right less often is not worth its place in a step
+_LIKELY_TOKENS = [  # draft tokens of a row that are likely enough, by its acceptance in 40ths
     next((n for n in range(MAX_DRAFT_TOKENS, 0, -1) if (i / 40) ** n >= _LEAST_LIKELY), 0) for i in range(41)
 ]
-_FIRST = 0.7  # acceptance before anything is known: too low, and a large batch would never find out
-_RESTED = 0.6  # and what that of a request that rests drifts back to, at least
-_WEIGHT, _OVERALL_WEIGHT = 0.05, 0.01  # of the newest guess in a request's estimate, and in that of all requests
+_FIRST_ACCEPTANCE = 0.7  # before anything is known: with a lower one, a large batch would never find out
+_RESTED_ACCEPTANCE = 0.6  # the least to which that of a request that rests drifts back
+_WEIGHT, _OVERALL_WEIGHT = 0.05, 0.01  # of the newest draft token in a request's estimate, and in that of all requests
 _BEYOND_WEIGHT = 0.2  # of the newest step in the estimate of what steps take beyond the model's time
-_REST_BEYOND, _REST_EVERY = 0.016, 16  # of its first value, per so many steps: what did not pay is tried again,
-_REST_ROWS = 8  # and less often in larger batches, where a try costs more
+# Once in so many steps that estimate drifts to its first value, by this share, so that what did not pay is tried again;
+# in larger batches, where a try costs more, by less.
+_DRIFT_EVERY, _DRIFT, _DRIFT_ROWS = 16, 0.016, 8
 _COARSE_US = 50.0  # what that estimate is rounded to
 _MOST_SURPRISE = 0.5  # of a step's time: more of a difference is a pause, a compiler, another process
-_REST = 0.01  # of the way back, per token decoded without guesses: after some 100 tokens it is tried again
+_REST_WEIGHT = 0.01  # of the way back, per token decoded without draft tokens: after some 100 it is tried again
 
 
 class Drafter(Protocol):
@@ -47,7 +49,7 @@ class Drafter(Protocol):
         return 0.0
 
     def follows(self, state: RequestState, wanted: int) -> bool:
-        """Whether guesses for this request can be asked for; if not yet, the drafter begins to see to it."""
+        """True if guesses for this request can be asked for; if not yet, the drafter begins to see to it."""
         return True
 
     def ask(self, state: RequestState, wanted: int) -> None:
@@ -149,7 +151,7 @@ class Speculation:
         self.drafter, self._fixed, self._clock = drafter, fixed, clock
         self._latency_us, self._row_us = latency_us, row_us
         self._times = StepTimes(step_us)
-        self.acceptance = _FIRST  # running estimate over all requests
+        self.acceptance = _FIRST_ACCEPTANCE  # running estimate over all requests
         # What steps take beyond the estimate: with guesses, without; by the number of bits of the number of rows.
         self._beyond_us: tuple[dict[int, float], dict[int, float]] = ({}, {})
         self._stepped_at, self._was_asked = 0.0, False
@@ -187,12 +189,12 @@ class Speculation:
     def choose_k(self, num_rows: int, acceptance: float) -> None:
         """A step of about so many rows is being planned; their mean acceptance."""
         self._num_begun += 1
-        rest = _REST_BEYOND * min(1.0, _REST_ROWS / max(1, num_rows)) if self._num_begun % _REST_EVERY == 0 else 0.0
-        if rest or num_rows != self._num_rows:
+        drift = _DRIFT * min(1.0, _DRIFT_ROWS / max(1, num_rows)) if self._num_begun % _DRIFT_EVERY == 0 else 0.0
+        if drift or num_rows != self._num_rows:
             self._num_rows, size = num_rows, num_rows.bit_length()
             for beyond, first in zip(self._beyond_us, self._first_beyond_us(num_rows), strict=True):
                 known = beyond.setdefault(size, first)
-                beyond[size] = known + rest * (first - known)
+                beyond[size] = known + drift * (first - known)
             round_us, step_us = (round(beyond[size] / _COARSE_US) * _COARSE_US for beyond in self._beyond_us)
             self._rounded = round_us, step_us
         if not self.drafter.is_ready:
@@ -213,12 +215,12 @@ class Speculation:
         draft_us = self.drafter.step_us(len(running))
         if self._fixed is not None or not running or not self._best(len(running), draft_us, self._rounded, 40):
             return 1.0  # it makes no difference
-        total, usual = 0.0, max(_RESTED, self.acceptance)
+        total, usual = 0.0, max(_RESTED_ACCEPTANCE, self.acceptance)
         for state in running:
             if state.acceptance is None:
                 state.acceptance = self.acceptance
             elif self._count(state) <= 0:
-                state.acceptance += _REST * (usual - state.acceptance)
+                state.acceptance += _REST_WEIGHT * (usual - state.acceptance)
             total += state.acceptance
         return total / len(running)
 
@@ -268,16 +270,16 @@ class Speculation:
             return most
         if state.acceptance is None:
             state.acceptance = self.acceptance
-        return min(most, _LIKELY[round(state.acceptance * 40)])
+        return min(most, _LIKELY_TOKENS[round(state.acceptance * 40)])
 
     def _compute_best(
         self, num_rows: int, draft_us: float, beyond_us: tuple[float, float], acceptance_40ths: int
     ) -> int:
         """The count that yields the most tokens a second if all rows are alike; 0 if plain steps do."""
-        rate = min(acceptance_40ths / 40, _MOST_ACCEPTANCE)
+        rate = min(acceptance_40ths / 40, _MAX_ACCEPTANCE)
         round_us, step_us = beyond_us
         best, most = 0, 1 / max(1.0, self._times.us(num_rows) + step_us)
-        for count in range(1, _FITTING + 1):
+        for count in range(1, _MAX_CHOSEN_TOKENS + 1):
             tokens = (1 - rate ** (count + 1)) / (1 - rate)
             speed = tokens / max(1.0, round_us + count * draft_us + self._times.us(num_rows * (1 + count)))
             if speed > most:
