@@ -17,7 +17,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
-from math import inf
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -32,7 +31,7 @@ _TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.
 _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _SHORT_S = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-_LENGTHS: tuple[float, ...] = ()  # 1, 2, 5, 10, 20 ... up to the model's context
+_LENGTHS = (*(digit * 10**zeros for zeros in range(6) for digit in (1, 2, 5)), 1_000_000)
 
 
 class Metric(NamedTuple):
@@ -144,12 +143,9 @@ class Histogram(msgspec.Struct, array_like=True):
         return zip(bounds, accumulate(self.counts), strict=True)
 
     def add(self, other: Histogram, sign: int = 1) -> None:
-        """`other` may end earlier or later, as lengths do by the model's context: what lies beyond the last bound here
-        counts as such."""
-        for bound, count, total in zip((*other.bounds, inf), other.counts, other.sums, strict=False):
-            at = bisect_left(self.bounds, bound)
-            self.counts[at] += sign * count
-            self.sums[at] += sign * total
+        """Add (or, with sign -1, take away) what the other, of the same bounds, has observed."""
+        self.counts = [mine + sign * count for mine, count in zip(self.counts, other.counts, strict=True)]
+        self.sums = [mine + sign * total for mine, total in zip(self.sums, other.sums, strict=True)]
 
 
 class MetricValues(msgspec.Struct, array_like=True):
@@ -165,10 +161,10 @@ class MetricValues(msgspec.Struct, array_like=True):
         values = self.numbers.setdefault(name, {})
         values[label_value] = values.get(label_value, 0) + by
 
-    def histogram(self, name: str, max_model_len: int) -> Histogram:
+    def histogram(self, name: str) -> Histogram:
         """The one of this name, to observe with; made on first use."""
         if (found := self.histograms.get(name)) is None:
-            found = self.histograms[name] = Histogram.of(METRICS[name].bounds or length_bounds(max_model_len))
+            found = self.histograms[name] = Histogram.of(METRICS[name].bounds)
         return found
 
     def add(self, other: MetricValues, sign: int = 1) -> None:
@@ -179,11 +175,6 @@ class MetricValues(msgspec.Struct, array_like=True):
         for name, histogram in other.histograms.items():
             mine = self.histograms.setdefault(name, Histogram.of(histogram.bounds))
             mine.add(histogram, sign)
-
-
-def length_bounds(max_model_len: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 ... as far as lengths go."""
-    return tuple(m * 10**e for e in range(len(str(max_model_len))) for m in (1, 2, 5) if m * 10**e <= max_model_len)
 
 
 class Snapshot(msgspec.Struct, array_like=True, tag=9):
@@ -201,7 +192,6 @@ class EngineMetrics:
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo, num_restarts: int) -> None:
-        self._max_model_len = info.max_model_len
         self._cache_config = {  # tools that pick an engine for a request read the first two
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_kv_blocks - 1),
@@ -210,7 +200,7 @@ class EngineMetrics:
             "gpu_memory_utilization": str(config.gpu_memory_utilization),
         }
         self._counts_cache = config.prefix_cache
-        self.figures = all_at_zero(info.max_model_len)
+        self.figures = all_at_zero()
         self.figures.count("callboard:restarts", "engine", num_restarts)
         histograms = self.figures.histograms
         self.token_latency = histograms["vllm:inter_token_latency_seconds"]
@@ -224,7 +214,7 @@ class EngineMetrics:
         self._runners_idle = self._is_busy = False
         self._num_tokens = 0
         self._num_moved_tokens = 0  # of prompts that were computed elsewhere before, and counted there
-        self._replicas = all_at_zero(info.max_model_len)
+        self._replicas = all_at_zero()
         self._reporting = threading.Lock()  # replicas report from threads of their own
 
     def before_submit(self, num_in_flight: int, is_busy: bool) -> None:
@@ -265,7 +255,7 @@ class EngineMetrics:
     def report(self, figures: MetricValues, scheduler: Scheduler, num_rebuilds: int) -> Snapshot:
         """Add a replica's figures; all of them and the engine's own. Read without a lock while the step thread counts:
         each figure is right, together they may be a step apart."""
-        total, pool, stats = all_at_zero(self._max_model_len), scheduler.pool, scheduler.stats
+        total, pool, stats = all_at_zero(), scheduler.pool, scheduler.stats
         total.add(self.figures)
         with self._reporting:
             self._replicas.add(figures)
@@ -293,12 +283,12 @@ class EngineMetrics:
         return Snapshot(total, self._cache_config)
 
 
-def all_at_zero(max_model_len: int) -> MetricValues:
+def all_at_zero() -> MetricValues:
     """Every metric, so that each is there from the start."""
     figures = MetricValues()
     for name, metric in METRICS.items():
         if metric.kind == "histogram":
-            figures.histogram(name, max_model_len)
+            figures.histogram(name)
         else:
             figures.numbers[name] = dict.fromkeys(metric.label_values, 0.0)
     return figures

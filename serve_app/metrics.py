@@ -142,17 +142,15 @@ class ServiceMetrics:
                 longest[prompt] = max(longest.get(prompt, choice), choice, key=lambda c: c.num_output)
         for choice in longest.values():
             figures = self._pending[choice.engine]
-            max_len = self._client.info.max_model_len
-            figures.histogram("vllm:request_params_n", max_len).observe(num_choices)
-            figures.histogram("vllm:request_max_num_generation_tokens", max_len).observe(choice.num_output)
+            figures.histogram("vllm:request_params_n").observe(num_choices)
+            figures.histogram("vllm:request_max_num_generation_tokens").observe(choice.num_output)
 
     def observe(self, choice: ChoiceStats, arrived_at: float, submitted_at: float) -> None:
         """A choice has ended; of a refused one there is little to tell."""
-        request, max_len = choice.request, self._client.info.max_model_len
-        figures = self._pending[choice.engine]
+        request, figures = choice.request, self._pending[choice.engine]
 
         def observe(name: str, value: float) -> None:
-            figures.histogram(name, max_len).observe(max(value, 0.0))  # clocks of two machines may differ
+            figures.histogram(name).observe(max(value, 0.0))  # clocks of two machines may differ
 
         observe("callboard:ingress_seconds", submitted_at - arrived_at)
         if choice.refusal:
@@ -175,8 +173,7 @@ class ServiceMetrics:
 
     def delivered(self, choice: ChoiceStats) -> None:
         """Whoever asked has taken the last of it: over HTTP, it has been written."""
-        figures = self._pending[choice.engine]
-        lag = figures.histogram("callboard:delivery_lag_seconds", self._client.info.max_model_len)
+        lag = self._pending[choice.engine].histogram("callboard:delivery_lag_seconds")
         lag.observe(max(time.time() - choice.last_at, 0.0))
 
     def waits_for_grammar(self) -> None:
@@ -185,8 +182,7 @@ class ServiceMetrics:
 
     def waited_for_grammar(self, seconds: float) -> None:
         """Before it was submitted."""
-        figures = self._pending[""]
-        figures.histogram("callboard:grammar_seconds", self._client.info.max_model_len).observe(seconds)
+        self._pending[""].histogram("callboard:grammar_seconds").observe(seconds)
 
     # ---- to the engines, and from them ------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ def test_figures_reach_rays_own_exporter(ray_session):
             from actors.metrics import MetricValues, Snapshot, all_at_zero
             from serve_app.ray_metrics import RayMetrics
 
-            metrics, engine = RayMetrics("m", "r1"), all_at_zero(128)
-            await metrics.publish_engine("a", Snapshot(all_at_zero(128), {"block_size": "16"}))
+            metrics, engine = RayMetrics("m", "r1"), all_at_zero()
+            await metrics.publish_engine("a", Snapshot(all_at_zero(), {"block_size": "16"}))
             engine.count("vllm:generation_tokens", by=7)
             engine.count("vllm:num_requests_running", by=2)
             engine.histograms["vllm:inter_token_latency_seconds"].observe(0.02, 300)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.metrics import METRICS, Histogram, MetricValues, length_bounds
+from actors.metrics import METRICS, Histogram, MetricValues
 from runtime.core.types import Request, SamplingParams
 from serve_app.http import build_http_app
 from serve_app.metrics import ChoiceStats
@@ -325,17 +325,6 @@ def test_histograms_add_up_whoever_observed(mine, others):
     assert one.counts == [a - b for a, b in zip(both.counts, two.counts, strict=True)]
 
 
-def test_lengths_of_engines_with_another_context_add_up_by_bucket():
-    short, long = Histogram.of(length_bounds(100)), Histogram.of(length_bounds(1000))
-    for value in (3, 90, 200, 5000):
-        long.observe(value)
-    short.add(long)
-    assert short.counts == [0, 0, 1, 0, 0, 0, 1, 2]
-    assert sum(short.sums) == 5293
-    long.add(short)
-    assert long.counts == [0, 0, 2, 0, 0, 0, 2, 1, 0, 0, 3]
-
-
 async def test_a_stream_that_moved_is_counted_once():
     """Its first engine is gone for good; what was counted for that one goes to the other."""
     fronts = Fronts(Engine(delay_s=0.01), Engine())
@@ -359,6 +348,7 @@ async def test_a_stream_that_moved_is_counted_once():
 
 
 def test_lengths_have_vllms_buckets():
-    assert length_bounds(100) == (1, 2, 5, 10, 20, 50, 100)
-    assert length_bounds(131072)[-1] == 100000
+    bounds = METRICS["vllm:request_prompt_tokens"].bounds
+    assert bounds[:7] == (1, 2, 5, 10, 20, 50, 100)
+    assert bounds[-4:] == (100_000, 200_000, 500_000, 1_000_000)
     assert not MetricValues()

@@ -64,7 +64,7 @@ class FakeEngine:
         self.num_wrong, self.failure = num_wrong, failure
         self.requests: list[Request] = []
         self.num_running = 0
-        self.reported = all_at_zero(max_model_len)
+        self.reported = all_at_zero()
         self.aborted: list[str] = []
         self.aborts: list[str] = []  # ids that were named
 
