@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from runtime.child import ChildPool, Overrun
 from runtime.core.types import CallboardError, Grammar, GrammarSpec
@@ -33,9 +33,9 @@ class _Work:
     """A grammar that is to be compiled, for all that ask for it meanwhile."""
 
     is_small: bool
-    task: asyncio.Task[Grammar | GrammarError]
+    future: Future[Grammar | GrammarError]
+    answer: asyncio.Future[Grammar | GrammarError]  # the same, as the event loop waits for it
     num_waiting: int = 0
-    has_begun: bool = False
 
 
 class GrammarCompiler:
@@ -62,8 +62,8 @@ class GrammarCompiler:
         self._num_bytes = 0
         self._open: dict[GrammarSpec, _Work] = {}  # waiting or begun
         self._num_large = max(1, max_children - 1)  # large specifications at once
-        self._places, self._large_places = asyncio.Semaphore(max_children), asyncio.Semaphore(self._num_large)
-        self._threads = ThreadPoolExecutor(max_children, "grammar")  # each waits for one child
+        self._small = ThreadPoolExecutor(max_children, "small-grammar")  # each thread waits for one child
+        self._large = ThreadPoolExecutor(self._num_large, "large-grammar")
         digits = GrammarSpec("regex", "\\D")  # Unicode's are looked up once
         self._children = ChildPool(max_children, _MEMORY, 5, compiled, digits)  # nice: running streams go first
 
@@ -85,7 +85,8 @@ class GrammarCompiler:
     def close(self) -> None:
         """End all children."""
         self._children.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._small, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _added(self, spec: GrammarSpec) -> _Work:
         is_small = _is_small(spec)
@@ -94,35 +95,30 @@ class GrammarCompiler:
             wait_s = self._deadline_s  # by then each child has ended its present work
             reason = f"{self._max_queued} grammars wait to be compiled, the limit"
             raise CompilerBusy(f"{reason}; come back in {wait_s:g} seconds.", wait_s)
-        work = self._open[spec] = _Work(is_small, asyncio.create_task(self._compile(spec)))
+        future = (self._small if is_small else self._large).submit(self._run, spec)
+        work = self._open[spec] = _Work(is_small, future, asyncio.wrap_future(future))
+        work.answer.add_done_callback(partial(self._keep, spec))
         return work
 
     async def _answer(self, spec: GrammarSpec, work: _Work) -> Grammar | GrammarError:
         work.num_waiting += 1
         try:
-            return await asyncio.shield(work.task)  # a client that leaves does not cancel it for the others
+            return await asyncio.shield(work.answer)  # a client that leaves does not cancel it for the others
         finally:
             work.num_waiting -= 1
-            if not work.num_waiting and not work.has_begun:
-                work.task.cancel()
-                self._open.pop(spec, None)
-
-    async def _compile(self, spec: GrammarSpec) -> Grammar | GrammarError:
-        work = self._open[spec]
-        async with contextlib.AsyncExitStack() as places:
-            if not work.is_small:
-                await places.enter_async_context(self._large_places)
-            await places.enter_async_context(self._places)
-            work.has_begun = True
-            try:
-                answer = await asyncio.get_running_loop().run_in_executor(self._threads, self._run, spec)
-            finally:
+            if not work.num_waiting and work.future.cancel():  # no thread has begun it
                 del self._open[spec]
-        self._answers[spec] = answer
+
+    def _keep(self, spec: GrammarSpec, done: asyncio.Future[Grammar | GrammarError]) -> None:
+        if done.cancelled():
+            return
+        del self._open[spec]
+        if done.exception() is not None:
+            return  # those that wait for it get it
+        answer = self._answers[spec] = done.result()
         self._num_bytes += _size(spec, answer)
         while len(self._answers) > self._max_entries or self._num_bytes > self._max_bytes:
             self._num_bytes -= _size(*self._answers.popitem(last=False))
-        return answer
 
     def _run(self, spec: GrammarSpec) -> Grammar | GrammarError:
         """In a thread."""
