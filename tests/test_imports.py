@@ -99,7 +99,7 @@ def test_all_functions_of_kernels_but_those_in_tritons_language_have_types():
 )
 def test_what_importing_really_loads(modules: list[str], unwanted: list[str]):
     code = f"import sys, {', '.join(modules)}\nprint(*(m for m in {unwanted!r} if m in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
@@ -112,5 +112,5 @@ def test_runtime_loads_no_ray():
         if path.name != "__init__.py"
     ]
     code = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m)\nassert 'ray' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=240)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,7 @@ for module, *arguments in json.loads(sys.argv[1]):
     runpy.run_module(f"benchmarks.{module}", run_name="__main__", alter_sys=True)
 """
     command = [sys.executable, "-c", code, json.dumps(commands)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

@@ -122,7 +122,7 @@ def load(hub: str, tmp_path: Path):
     def run(*models: tuple, **env: str) -> list:
         settings = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"} | env
         command = [sys.executable, "-c", _LOAD, json.dumps(models)]
-        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 

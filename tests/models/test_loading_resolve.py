@@ -180,7 +180,7 @@ def test_many_processes_at_once_fetch_once(index, cache):
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    outputs = [p.communicate(timeout=120) for p in processes]
+    outputs = [p.communicate(timeout=600) for p in processes]
     assert {out.strip() for out, _ in outputs} == {str(cache / "tiny-model-1.0" / "w.gguf")}
     assert sum("Fetching" in err for _, err in outputs) == 1
 
@@ -261,7 +261,7 @@ def _in_new_process(tmp_path: Path, *arguments: str, **env: str) -> str | dict[s
         env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"} | env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     return json.loads(done.stdout)

@@ -40,7 +40,7 @@ def test_rms_norm_is_its_formula():
 @pytest.mark.long
 def test_everything_imports_without_triton():
     code = "import sys; sys.modules['triton'] = None; import runtime.worker.runner, runtime.kernels; print('ok')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "ok", done.stderr[-2000:]
 
 

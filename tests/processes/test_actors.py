@@ -15,6 +15,7 @@ from actors.router import Router
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError, GrammarSpec, Request, SamplingParams
+from runtime.llm import LLM
 from runtime.structured.grammar import compiled
 from runtime.text.tokenizer import Tokenizer
 
@@ -23,6 +24,19 @@ pytestmark = pytest.mark.usefixtures("ray_session")
 PROMPTS = [list(range(100 + 7 * i, 120 + 9 * i)) for i in range(8)]
 NUM_TOKENS = 400  # of each answer: long enough for a kill while all are under way
 LETTERS = compiled(GrammarSpec("regex", "[A-Z][a-z ]{900}"))
+
+
+def sampling(i: int, seed: int | None = None) -> SamplingParams:
+    """Of prompt `i`."""
+    grammar = LETTERS if i % 4 == 3 else None
+    return SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8 * (i % 2), ignore_eos=True, grammar=grammar, seed=seed)
+
+
+@pytest.fixture(scope="session", name="undisturbed")
+def answers(tiny_path) -> list[list[int]]:
+    """The answers, computed in this process."""
+    llm = LLM(str(tiny_path), deterministic=True, max_num_seqs=8, kv_cache_memory=0.1, num_threads=1)
+    return [answer.token_ids for answer in llm.generate(PROMPTS, [sampling(i, seed=i) for i in range(len(PROMPTS))])]
 
 
 class Server:
@@ -63,10 +77,8 @@ class Server:
         """All prompts at once; `progress` counts tokens as they arrive."""
 
         async def one(i):
-            grammar = LETTERS if i % 4 == 3 else None
-            params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8 * (i % 2), ignore_eos=True, grammar=grammar)
             tokens = []
-            async for output in self.link.generate(Request(f"r{i}", PROMPTS[i], len(PROMPTS[i]), params, seed=i)):
+            async for output in self.link.generate(Request(f"r{i}", PROMPTS[i], len(PROMPTS[i]), sampling(i), seed=i)):
                 assert not output.error, output.error
                 tokens += output.token_ids
                 if progress is not None:
@@ -83,13 +95,11 @@ async def wait_for(condition, seconds):
         await asyncio.sleep(0.01)
 
 
-async def test_killed_runner_and_engine_change_no_token(tiny_path):
+async def test_killed_runner_and_engine_change_no_token(tiny_path, undisturbed):
+    assert [len(t) for t in undisturbed] == [NUM_TOKENS] * 8
+    tokenizer = Tokenizer.load(tiny_path)
+    assert all(re.fullmatch("[A-Z][a-z ]*", tokenizer.decode(undisturbed[i])) for i in (3, 7))
     async with Server("kill", tiny_path) as server:
-        undisturbed = await server.generate()
-        assert [len(t) for t in undisturbed] == [NUM_TOKENS] * 8
-        tokenizer = Tokenizer.load(tiny_path)
-        assert all(re.fullmatch("[A-Z][a-z ]*", tokenizer.decode(undisturbed[i])) for i in (3, 7))
-
         for victim in ("runner", "engine"):
             if victim == "runner":
                 pid = await server.runner_pid()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.processes.test_actors import Server, wait_for
+from tests.processes.test_actors import Server, answers, wait_for  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -24,10 +24,8 @@ async def generate_until_guessed(server, want):
         assert await server.generate() == want
 
 
-async def test_a_killed_or_stopped_draft_changes_no_token(tiny_path):
+async def test_a_killed_or_stopped_draft_changes_no_token(tiny_path, undisturbed):
     """The draft is the model itself, so that every guess is right while it lives."""
-    async with Server("plain", tiny_path) as server:
-        undisturbed = await server.generate()
     draft = {"draft": str(tiny_path), "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1}
     async with Server("drafted", tiny_path, **draft) as server:
         await generate_until_guessed(server, undisturbed)

@@ -1,4 +1,4 @@
-"""`callboard serve` and `serve run` as their user sees them, with the model that is served by default."""
+"""`callboard serve` and `serve run` as their user sees them: the first with the model that is served by default."""
 
 import json
 import re
@@ -23,13 +23,13 @@ def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[st
     assert done.stdout == "Application\n", done.stderr
 
 
-def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_ray: dict[str, str]):
+def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray: dict[str, str]):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
     config["http_options"]["port"] = port
     config["applications"][0]["name"] = "default"  # as `serve run serve_app.app:build_app` has it
-    config["applications"][0]["args"] |= {"model": str(smollm2_path), "num_threads": 2, "kv_cache_memory": 0.1}
+    config["applications"][0]["args"] |= {"model": str(tiny_path), "deterministic": True, "kv_cache_memory": 0.1}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
     env = {name: value for name, value in private_ray.items() if "RAY_AUTH" not in name}  # Ray makes a token itself
@@ -47,12 +47,14 @@ def test_serve_run_with_a_yaml_file(smollm2_path: Path, tmp_path: Path, private_
         assert answer["data"][0]["id"] == "smollm2"
         assert "For full speed set RAY_SERVE_ENABLE_HA_PROXY=1" in (tmp_path / "log").read_text()
         (gcs_port,) = Path(private_ray["RAY_TMPDIR"]).glob("ray/session_latest/gcs_server_port_*")
+        question = "What is the capital of France?"
         caller = subprocess.run(
-            [sys.executable, "docs/handle_call.py", "What is the capital of France? Answer in one sentence."],
-            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            [sys.executable, "docs/handle_call.py", question], capture_output=True, timeout=60, cwd=ROOT,
             env={**env, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
         )  # fmt: skip
-        assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
+        (choice,) = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body, timeout=60).json()["choices"]
+        assert caller.stdout.decode() == choice["message"]["content"] + "\n", caller.stderr
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
