@@ -115,7 +115,8 @@ async def _start(args: argparse.Namespace) -> dict[str, Any]:
 
 def _first_token(port: int) -> None:
     body = json.dumps({"prompt": "Hello", "max_tokens": 1}).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers)
     with urllib.request.urlopen(request, timeout=_START_S) as answer:
         json.load(answer)
 
