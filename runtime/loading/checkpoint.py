@@ -26,6 +26,7 @@ from runtime.loading.upload import Uploader
 
 _MOST_MAPPED = 64 << 20  # bytes read of a safetensors file before its pages are let go
 _DEQUANTIZED_AT_ONCE = 1 << 17  # weights; half a MB of float32 stays in a core's cache
+_PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of GGUF tensors that are not quantized
 _SAMPLE_BYTES = 256  # of the head, the middle and the tail of each tensor, for the fingerprint
 
 
@@ -68,6 +69,16 @@ class Checkpoint(ABC):
     def _stored(self, name: str) -> memoryview:
         """The bytes of a tensor as its file holds them, read where they are looked at."""
 
+    def blocks(
+        self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        """The blocks of a quantized GGUF tensor, or a part of them, as they are: uint8 [rows, blocks, bytes]."""
+        raise CallboardError(f"Tensor {name} has no blocks; its config.json calls it one of a GGUF file.")
+
+    @cached_property
+    def _uploader(self) -> Uploader:
+        return Uploader()
+
     @cached_property
     def fingerprint(self) -> str:
         """128 bits in hex that tell one model's weights from another's: equal wherever the same files are.
@@ -99,7 +110,10 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
         self._model = read_gguf_model(self._file)
-        self.config = self._model.config
+        types = {name: source.tensor.type_name for name, source in self._model.sources.items()}
+        quantized = {name: kind for name, kind in types.items() if kind not in _PLAIN_TYPES}
+        stated = {"quantization_config": {"quant_method": "gguf", "types": quantized}} if quantized else {}
+        self.config = self._model.config | stated
         self.eos_token_ids = gguf_eos_token_ids(self._file)
 
     def names(self) -> list[str]:
@@ -137,6 +151,21 @@ class GgufCheckpoint(Checkpoint):
             rows[start : start + step] = torch.from_numpy(weights if weights.flags.writeable else weights.copy())
         self._file.forget(source.tensor.name)
         return out.T.contiguous() if source.transposed else out
+
+    def blocks(
+        self, name: str, num_bytes: int, device: torch.device | str = "cpu", part: Part | None = None
+    ) -> torch.Tensor:
+        source, raw, device = self._source(name), self._model.raw(name), torch.device(device)
+        blocks = raw.reshape(len(raw), -1, num_bytes)
+        if part is not None:
+            blocks = blocks[(slice(None),) * part.dim + (slice(part.start, part.stop),)]
+        out = torch.empty(blocks.shape, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            self._uploader.upload(np.ascontiguousarray(blocks).reshape(-1).data, out.view(-1))
+        else:
+            out.numpy()[...] = blocks
+        self._file.forget(source.tensor.name)
+        return out
 
     def _source(self, name: str) -> Source:
         if name not in self._model.sources:
@@ -205,10 +234,6 @@ class SafetensorsCheckpoint(Checkpoint):
         source = torch.empty(mapped.shape, dtype=mapped.dtype, device=device)
         self._uploader.upload(_bytes_of(mapped), source.view(-1).view(torch.uint8))
         return source.to(dtype)
-
-    @cached_property
-    def _uploader(self) -> Uploader:
-        return Uploader()
 
     def _announced(self, name: str) -> _Stored:
         if name not in self._tensors:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.core.types import CallboardError
-from runtime.quant import awq, bitsandbytes, compressed_tensors, fp8_block, gptq, modelopt, mxfp4
+from runtime.quant import awq, bitsandbytes, compressed_tensors, fp8_block, gguf, gptq, modelopt, mxfp4
 from runtime.quant.scheme import Parser, Scheme
 
 METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantization_config
@@ -22,6 +22,7 @@ METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantiz
     "modelopt": modelopt.parse,
     "modelopt_fp4": modelopt.parse,
     "mxfp4": mxfp4.parse,
+    "gguf": gguf.parse,
 }
 
 
@@ -38,19 +39,24 @@ def parse_schemes(config: Mapping[str, Any], names: Mapping[str, str], base: str
     if not (isinstance(method, str) and method in METHODS):
         raise CallboardError(
             f"The model's weights are quantized by {str(method)[:40]} (quant_method); supported are "
-            f"{', '.join(METHODS)}, and GGUF files."
+            f"{', '.join(METHODS)}."
         )
     try:
         rule = METHODS[method](found)
     except (AttributeError, KeyError, TypeError, ValueError) as e:
         raise CallboardError(f"The model's quantization_config is not one of {method} ({e!r}).") from e
-    schemes = {}
-    for parameter, name in names.items():
-        if parameter == "head" or (parameter.endswith(".weight") and ".router." not in parameter):
-            found_schemes = [rule(parameter, prefix + name.removesuffix(".weight")) for prefix in {"", base}]
-            if None not in found_schemes:
-                schemes[parameter] = found_schemes[0]
-    return {parameter: scheme for parameter, scheme in schemes.items() if scheme}
+    linears = {
+        parameter: name.removesuffix(".weight")
+        for parameter, name in names.items()
+        if parameter == "head" or (parameter.endswith(".weight") and ".router." not in parameter)
+    }
+    readings = [
+        {parameter: scheme for parameter, name in linears.items() if (scheme := rule(parameter, prefix + name))}
+        for prefix in sorted({"", base})
+    ]
+    # A config says names with or without the base: those that it lists as quantized, or as not quantized.
+    first, *others = [reading for reading in readings if reading] or [{}]
+    return {parameter: scheme for parameter, scheme in first.items() if all(parameter in other for other in others)}
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Any:

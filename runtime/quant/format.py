@@ -30,6 +30,9 @@ class TensorSource(Protocol):
     def type_name(self, name: str) -> str: ...
     def dtype(self, name: str) -> torch.dtype: ...
     def tensor(self, name: str, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> torch.Tensor: ...
+    def blocks(
+        self, name: str, num_bytes: int, device: torch.device, part: Part | None = None
+    ) -> torch.Tensor: ...  # of a GGUF tensor
 
 
 class Location(NamedTuple):

@@ -4,16 +4,38 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.kernels.numerics import Numerics
 from runtime.quant.dense import DENSE
 from runtime.quant.format import Shape, WeightFormat
 from runtime.quant.forms import Form
-from runtime.quant.layouts import LAYOUTS
+from runtime.quant.gguf_blocks import TYPES, GgufBlocks
+from runtime.quant.layouts import Awq, BitsAndBytes4, Gptq, Layout, Nibbles, OneByOne, PackedWords
 from runtime.quant.quantized import Kept, Widened
 from runtime.quant.scheme import Scheme
+
+LAYOUTS: dict[str, Callable[[Scheme], Layout]] = {  # by the scheme's
+    "compressed-tensors": OneByOne,
+    "compressed-tensors packed": PackedWords,
+    "compressed-tensors nvfp4": partial(
+        Nibbles, codes="weight_packed", scale="weight_scale", of_tensor="weight_global_scale", divides=True
+    ),
+    "compressed-tensors mxfp4": partial(Nibbles, codes="weight_packed", scale="weight_scale"),
+    "fp8": partial(OneByOne, scales=("weight_scale_inv", "weight_scale")),
+    "awq": Awq,
+    "gptq": partial(Gptq, less=1),
+    "gptq_v2": partial(Gptq, less=0),
+    # The library multiplies by 1 / 127 in these digits.
+    "bitsandbytes int8": partial(OneByOne, scales=("SCB",), factor=7.874015718698502e-3),
+    "bitsandbytes": partial(BitsAndBytes4, nested=False),
+    "bitsandbytes nested": partial(BitsAndBytes4, nested=True),
+    "modelopt fp8": OneByOne,
+    "modelopt nvfp4": partial(Nibbles, codes="weight", scale="weight_scale", of_tensor="weight_scale_2"),
+    **dict.fromkeys((f"gguf {name}" for name in TYPES), GgufBlocks),
+    "mxfp4": partial(Nibbles, codes="weight_blocks", scale="weight_scales", size=16),
+}
 
 
 def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import gcd, prod
 from typing import NamedTuple
 
@@ -356,27 +355,6 @@ class BitsAndBytes4(Layout):
         columns = self.form(shape).columns
         scale = scale.float().repeat_interleave(self.scheme.columns // columns)[: prod(shape) // columns]
         return codes, scale.view(shape[0], -1)
-
-
-LAYOUTS: dict[str, Callable[[Scheme], Layout]] = {
-    "compressed-tensors": OneByOne,
-    "compressed-tensors packed": PackedWords,
-    "compressed-tensors nvfp4": partial(
-        Nibbles, codes="weight_packed", scale="weight_scale", of_tensor="weight_global_scale", divides=True
-    ),
-    "compressed-tensors mxfp4": partial(Nibbles, codes="weight_packed", scale="weight_scale"),
-    "fp8": partial(OneByOne, scales=("weight_scale_inv", "weight_scale")),
-    "awq": Awq,
-    "gptq": partial(Gptq, less=1),
-    "gptq_v2": partial(Gptq, less=0),
-    # The library multiplies by 1 / 127 in these digits.
-    "bitsandbytes int8": partial(OneByOne, scales=("SCB",), factor=7.874015718698502e-3),
-    "bitsandbytes": partial(BitsAndBytes4, nested=False),
-    "bitsandbytes nested": partial(BitsAndBytes4, nested=True),
-    "modelopt fp8": OneByOne,
-    "modelopt nvfp4": partial(Nibbles, codes="weight", scale="weight_scale", of_tensor="weight_scale_2"),
-    "mxfp4": partial(Nibbles, codes="weight_blocks", scale="weight_scales", size=16),
-}
 
 
 def _shape_of(part: Part, shape: Shape) -> Shape:

@@ -10,7 +10,7 @@ from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.quant import METHODS
 from runtime.quant.format import Location
-from runtime.quant.layouts import LAYOUTS
+from runtime.quant.formats import LAYOUTS
 from runtime.quant.quantized import Kept, Widened
 from tests.support.quantized import FORMATS, Format
 

@@ -24,9 +24,9 @@ from runtime.models.weights import locate_parameters, random_parameter
 from runtime.quant import METHODS
 from runtime.quant.dense import DENSE
 from runtime.quant.format import Weight
-from runtime.quant.formats import weight_bytes, weight_formats
+from runtime.quant.formats import LAYOUTS, weight_bytes, weight_formats
 from runtime.quant.forms import FORMS, Integer8
-from runtime.quant.layouts import LAYOUTS, OneByOne
+from runtime.quant.layouts import OneByOne
 from runtime.quant.scheme import Scheme
 from runtime.text.tokenizer import Tokenizer
 from tests.models.test_model import open_runner
