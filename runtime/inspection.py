@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, RopeType
@@ -18,7 +18,11 @@ from runtime.models import FAMILIES, load_spec
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 
+if TYPE_CHECKING:
+    from runtime.kernels.numerics import Numerics
+
 _LABEL_WIDTH = 14
+_GIB = 1 << 30
 
 
 def families() -> str:
@@ -39,7 +43,6 @@ def model_report(config: EngineConfig) -> str:
     Raises CallboardError if there is no such model, or if it is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module
     from runtime.models.weights import locate_parameters
-    from runtime.quant.formats import weight_formats
 
     path = resolve(config.model, config.revision, weights=False)
     has_weights = path.is_file() or any(path.glob("*.safetensors"))
@@ -51,9 +54,6 @@ def model_report(config: EngineConfig) -> str:
         locate_parameters(spec, weight_map, checkpoint)
         types = Counter(checkpoint.type_name(name) for name in checkpoint.names())
         stored = ", ".join(f"{count} {kind}" for kind, count in types.most_common()) + " tensors"
-    if spec.quantization is not None:
-        format_of = weight_formats(spec)
-        stored += "; weights " + ", ".join(sorted({format_of(name).name for name in spec.shapes()}))
     lines = [
         _line("model", config.model),
         _line("files", str(path)),
@@ -122,9 +122,37 @@ def _here(config: EngineConfig, spec: DecoderSpec) -> list[str]:
     except CallboardError as e:
         plan = f"it does not fit. {e}"
     return [
-        _line("dtype", f"{str(numerics.dtype).removeprefix('torch.')} on {device}, {numerics.backend} kernels"),
+        _line("dtype", f"{numerics.dtype_name} on {device}, {numerics.backend} kernels"),
+        *_weights(spec, numerics),
         _line("memory plan", plan),
     ]
+
+
+def _weights(spec: DecoderSpec, numerics: Numerics) -> list[str]:
+    """The lines of quantized weights: what becomes of them on the device, and which others are plain numbers there."""
+    from runtime.quant.formats import weight_formats
+    from runtime.quant.quantized import Kept, Widened
+
+    if not spec.quantization:
+        return []
+    format_of, shapes = weight_formats(spec), spec.shapes()
+    lines, plain = list[str](), dict[str, None]()
+    sizes: defaultdict[tuple[str, bool], list[tuple[int, int]]] = defaultdict(list)
+    for name, shape in shapes.items():
+        if isinstance(weight_format := format_of(name), Kept | Widened):
+            size = weight_format.form.device_bytes(shape), weight_format.device_bytes(shape, numerics)
+            sizes[weight_format.name, isinstance(weight_format, Kept)].append(size)
+        elif not name.endswith(("norm", "bias")):
+            plain[name.removesuffix(".weight").rpartition(".")[2]] = None
+    for (form, stays), of_maps in sizes.items():
+        codes, held = (sum(part) / _GIB for part in zip(*of_maps, strict=True))
+        text = f"{len(of_maps)} maps in {form}: {codes:.2f} GiB"
+        if not stays:
+            text += f", widened to {held:.2f} GiB of {numerics.dtype_name} as no kernel multiplies with these codes"
+        lines.append(_line("" if lines else "weights", text))
+    is_gguf = any(scheme.layout.startswith("gguf") for scheme in spec.quantization.values())
+    why = "are widened as they are read" if is_gguf else "are plain numbers in the checkpoint"
+    return [*lines, _line("", f"{', '.join(plain)}, norms and biases {why}")]
 
 
 def _text(config: EngineConfig, path: Path) -> list[str]:

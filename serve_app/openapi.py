@@ -37,7 +37,14 @@ Version = _answer("Version", version=str)
 Document = _answer("Document", openapi=str)
 
 ModelCard = _answer(
-    "ModelCard", id=str, object=Literal["model"], created=int, owned_by=str, max_model_len=int, draft=str | None
+    "ModelCard",
+    id=str,
+    object=Literal["model"],
+    created=int,
+    owned_by=str,
+    max_model_len=int,
+    weights=str,
+    draft=str | None,
 )
 ModelList = _answer("ModelList", object=Literal["list"], data=_list_of(ModelCard))
 

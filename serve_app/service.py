@@ -110,6 +110,7 @@ class Service:
             "created": self._created,
             "owned_by": "callboard",
             "max_model_len": info.max_model_len,
+            "weights": info.weight_formats,
             "draft": self.draft,
         }
 

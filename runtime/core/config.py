@@ -178,4 +178,5 @@ class ModelInfo:
     max_num_batched_tokens: int = 512
     step_us: tuple[tuple[int, float], ...] = ()  # (tokens, time of a decode step of so many), measured at the start
     kv_cache: KVCacheSpec | None = None  # its groups; None: one, which keeps everything
+    weight_formats: str = "dense"  # of linear maps in the checkpoint (runtime.quant), that of most first
     latency_us: float = 0.0  # what a step takes beyond that if the next one is not planned before it ends

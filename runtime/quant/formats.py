@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -86,6 +86,13 @@ def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:
         return of_kind(scheme, shapes[parameter], stays(parameter)) if scheme else DENSE
 
     return format_of
+
+
+def format_names(spec: DecoderSpec) -> str:
+    """The formats of a model's linear maps, that of most maps first."""
+    format_of = weight_formats(spec)
+    names = Counter(format_of(name).name for name in spec.shapes() if name == "head" or name.endswith(".weight"))
+    return ", ".join(name for name, _ in names.most_common())
 
 
 def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:

@@ -17,34 +17,34 @@ class Widened(Dense):
     """Codes in the checkpoint; dense weights of the same numbers on the device, which every product takes."""
 
     def __init__(self, layout: Layout, form: Form) -> None:
-        self._layout, self._form = layout, form
+        self._layout, self.form = layout, form
         self.name = form.name
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return self._layout.stored(location)
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        return (self._form.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
+        return (self.form.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
 
 
 class Kept(WeightFormat):
     """Codes in the checkpoint and on the device, which the form's own product multiplies with."""
 
     def __init__(self, layout: Layout, form: Form) -> None:
-        self._layout, self._form = layout, form
+        self._layout, self.form = layout, form
         self.name = form.name
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return self._layout.stored(location)
 
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        return self._form.device_bytes(shape)
+        return self.form.device_bytes(shape)
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        return self._form.packed(self._layout.read(source, location, numerics.device))
+        return self.form.packed(self._layout.read(source, location, numerics.device))
 
     def encode(self, dense: torch.Tensor) -> Weight:
-        return self._form.packed(self._form.encode(dense))
+        return self.form.packed(self.form.encode(dense))
 
     def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        return self._form.linear(weight, bias, kernels)
+        return self.form.linear(weight, bias, kernels)

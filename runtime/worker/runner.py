@@ -23,6 +23,7 @@ from runtime.core.types import CallboardError
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear import can_pack
 from runtime.kernels.numerics import Numerics
+from runtime.quant.formats import format_names
 from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState
@@ -87,6 +88,7 @@ class ModelRunner:
             device=numerics.device.type,
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
+            weight_formats=format_names(self.decoder.spec),
         )
 
     def _make_steps(self, num_blocks: int) -> CpuSteps | GpuSteps:

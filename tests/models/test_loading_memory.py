@@ -1,6 +1,7 @@
 """Loading takes little memory beside the model: a shard and 1 GB are allowed; it is a tensor and some MB."""
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -9,7 +10,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from runtime.models import load_spec
 
 ROWS, COLUMNS, NUM_TENSORS, NUM_SHARDS = 4096, 4096, 8, 4  # 32 MiB a tensor in bfloat16, 256 MiB in all
 MIB = 1 << 20
@@ -119,3 +124,28 @@ def test_a_load_needs_one_tensor_beside_the_model(tmp_path):
     command = [sys.executable, "-c", LOAD, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 4 * model.num_parameters() + SHARD + 64 * MIB
+
+
+@pytest.mark.long
+def test_widening_needs_no_more(tmp_path):
+    """Codes and float32 are a piece's, not a tensor's: beside the model there is a fused map in two parts."""
+    hidden, ffn, layers = 512, 8192, 6
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": hidden, "intermediate_size": ffn,
+        "num_hidden_layers": layers, "num_attention_heads": 8, "max_position_embeddings": 64,
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    spec, weight_map = load_spec(config)
+    tensors, size = {}, 0
+    for parameter, name in weight_map.names_of(spec).items():
+        shape = spec.shapes()[parameter]
+        size += 4 * math.prod(shape)
+        tensors[name] = torch.zeros(shape, dtype=torch.float8_e4m3fn if parameter in spec.quantization else None)
+        if parameter in spec.quantization:
+            tensors[f"{name}_scale_inv"] = torch.ones([-(-n // 128) for n in shape])
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-c", LOAD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    fused = 4 * 2 * ffn * hidden
+    assert int(done.stdout) < size + fused + 64 * MIB

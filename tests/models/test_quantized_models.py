@@ -7,10 +7,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runtime.core.config import EngineConfig
 from runtime.core.types import SamplingParams
+from runtime.inspection import model_report
 from runtime.llm import LLM
+from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.weights import random_parameter
+from runtime.quant.formats import weight_bytes
 from runtime.text.tokenizer import Tokenizer
 from tests.models.test_model import open_runner
 from tests.support.quantized import FORMATS, Format
@@ -81,3 +85,19 @@ def test_texts_are_those_of_the_dense_model(tmp_path, write_tiny_gguf):
         llm = LLM(str(folder), dtype="bfloat16", num_kv_blocks=20)
         answers.append([answer.token_ids for answer in llm.generate([[5, 9, 33], [7, 8]], params)])
     assert answers[0] == answers[1]
+
+
+def test_inspect_and_the_runner_tell_what_becomes_of_weights(tmp_path, write_tiny_gguf):
+    folder, _ = write(tmp_path, FORMATS["gptq"], LLAMA | {"num_hidden_layers": 3, "intermediate_size": 1 << 14})
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
+    report = model_report(EngineConfig(model=str(folder), device="cpu", dtype="bfloat16"))
+    spec, _ = load_spec(open_checkpoint(folder).config)
+    shapes = {name: shape for name, shape in spec.shapes().items() if name in spec.quantization}
+    dense = sum(2 * rows * columns for rows, columns in shapes.values())
+    codes = dense / 4 + sum(4 * rows * columns // 32 for rows, columns in shapes.values())
+    widened = f"widened to {dense / (1 << 30):.2f} GiB of bfloat16 as no kernel multiplies with these codes"
+    assert f"\nweights        21 maps in int4 g32: {codes / (1 << 30):.2f} GiB, {widened}\n" in report
+    assert "\n               embed, head, norms and biases are plain numbers in the checkpoint\n" in report
+    runner = open_runner(folder, dtype="bfloat16")
+    assert runner.info.weight_formats == "int4 g32, dense"
+    assert f"weights {weight_bytes(spec, runner.numerics) / (1 << 30):.2f} GiB" in report

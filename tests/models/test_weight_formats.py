@@ -150,7 +150,8 @@ def test_inspect_names_the_format(tmp_path, write_tiny_gguf):
     Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
     report = model_report(EngineConfig(model=str(folder), device="cpu"))
     assert "14 I8" in report
-    assert "tensors; weights dense, made-up rows" in report
+    assert "\nweights        14 maps in made-up rows: 0.00 GiB\n" in report
+    assert "\n               embed, head, norms and biases are plain numbers in the checkpoint\n" in report
     spec, _ = load_spec(open_checkpoint(folder).config)
     assert f"weights {weight_bytes(spec, FLOAT32) / (1 << 30):.2f} GiB" in report
 
