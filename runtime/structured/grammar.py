@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from hashlib import blake2b
 from json.encoder import encode_basestring
 from typing import Any
@@ -24,7 +25,13 @@ from runtime.structured.vocabulary import BYTES
 
 MAX_BYTES = keywords.MAX_BYTES  # of a specification
 _NO_TEXT = "cannot be satisfied: no text fits it"
-_BYTES = LazyEngine(BYTES)  # what a grammar says does not depend on the vocabulary
+
+
+@cache
+def _bytes_engine() -> LazyEngine:
+    """What a grammar says does not depend on the vocabulary. It has threads, which do not follow a process that is
+    forked after this module's import."""
+    return LazyEngine(BYTES)
 
 
 class Calls(msgspec.Struct):
@@ -124,7 +131,9 @@ class _Terms(Terms):
     def matches(self, expression: str, text: str) -> bool:
         try:
             if (matcher := self._matchers.get(expression)) is None:
-                matcher = self._matchers[expression] = _BYTES.matcher(rules.lark({"start": terminal(expression)}))
+                matcher = self._matchers[expression] = _bytes_engine().matcher(
+                    rules.lark({"start": terminal(expression)})
+                )
             output = [*encode_basestring(text).encode(), BYTES.eos_ids[0]]
             return matcher.allowed(output) == len(output)
         except CallboardError as e:
@@ -135,7 +144,7 @@ def _fault(lark: str) -> str:
     """The reason why no output can even begin; "" if one can. Raises GrammarError if a limit is in the way."""
     mask = np.zeros(BYTES.num_words, np.int32)
     try:
-        _BYTES.matcher(lark).fill(mask)
+        _bytes_engine().matcher(lark).fill(mask)
     except CallboardError as e:
         if "NoExtension" in str(e):  # llguidance's word for a grammar that no text can go on in
             return _NO_TEXT

@@ -125,8 +125,9 @@ def test_command_and_fork_end_together(python: Python):
     assert second.wait(10) == 241  # -15
 
 
-def test_modules_of_workers_draw_no_ids_and_use_no_gpu():
-    """What forks inherit must not be used twice: the state of Ray's generator, and a context of CUDA."""
+def test_modules_of_workers_draw_no_ids_use_no_gpu_and_start_no_threads():
+    """What forks inherit must not be used twice, as the state of Ray's generator and a context of CUDA would be, and
+    threads are not inherited. OpenBLAS and jemalloc start theirs anew in a fork."""
     code = f"""
 import importlib, os, socket
 from actors import fork_server
@@ -134,7 +135,8 @@ fork_server._ForkServer.serve = lambda self, modules: [importlib.import_module(m
 fork_server._serve(socket.socketpair()[0], {WORKERS_MODULES!r})
 from ray._raylet import UniqueID
 import torch
-print(torch.cuda.is_initialized(), flush=True)
+threads = [open(f"/proc/self/task/{{task}}/comm").read() for task in os.listdir("/proc/self/task")]
+print(torch.cuda.is_initialized(), len([name for name in threads if "jemalloc" not in name]), flush=True)
 for _ in range(2):
     if os.fork() == 0:
         print(UniqueID.from_random().hex(), flush=True)
@@ -143,7 +145,8 @@ for _ in range(2):
 os._exit(0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
-                          cwd=Path(__file__).parents[2])  # fmt: skip
-    initialized, first, second = done.stdout.split()
+                          cwd=Path(__file__).parents[2], env=os.environ | {"OPENBLAS_NUM_THREADS": "1"})  # fmt: skip
+    initialized, num_threads, first, second = done.stdout.split()
     assert initialized == "False"
+    assert num_threads == "1"
     assert first != second

@@ -136,6 +136,7 @@ def test_a_life_as_its_user_sees_it(start):
     assert {address for address, _ in ports if not address.startswith("127.")} == set()
     engine = server.pid_of("ray::EngineActor")
     assert os.getpriority(os.PRIO_PROCESS, engine) == os.getpriority(os.PRIO_PROCESS, server.process.pid)
+    os.kill(server.pid_of("actors.fork_server\0serve"), signal.SIGKILL)  # of which everything is there already
     os.kill(engine, signal.SIGKILL)  # Ray writes a paragraph on that
     deadline = time.monotonic() + START_S
     while not (watch.seen[-1][1] is not None and watch.seen[-1][1].status_code == 503):
