@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from actors import fork_server
 from actors.environment import ray_token
+from serve_app.server import WORKERS_MODULES
 from tests.conftest import RAY_FOLDER
 from tests.support.tiny_gguf import write_tiny_gguf
 
@@ -31,9 +33,11 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """One private Ray for the whole test session; it listens on loopback only and is stopped by what started it."""
+    """One private Ray for the whole test session; it listens on loopback only and is stopped by what started it. Its
+    workers are forks of a process that has imported what they need, as those of `callboard serve` are."""
     import ray
 
+    sys.executable, own = fork_server.start(RAY_FOLDER, WORKERS_MODULES), sys.executable
     ray.init(
         "local",  # also where RAY_ADDRESS names another one
         num_cpus=4,  # logical ones: they limit placement, not threads
@@ -42,6 +46,7 @@ def ray_session() -> Iterator[None]:
         object_store_memory=100 << 20,
         _temp_dir=RAY_FOLDER,
     )
+    sys.executable = own
     yield
     if serve := sys.modules.get("ray.serve"):
         serve.shutdown()
