@@ -15,6 +15,7 @@ from runtime.loading.gguf import GgufFile, ggml_types
 from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
 from runtime.loading.resolve import resolve
 from runtime.models import FAMILIES, load_spec
+from runtime.quant import METHODS
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 
@@ -31,6 +32,8 @@ def families() -> str:
     for architecture, family in FAMILIES.items():
         lines += [family.models, _line("  config.json", architecture), _line("  example", family.example)]
         lines += [_line("  verified", family.verified), ""]
+    methods = ", ".join(method for method in METHODS if method != "gguf")
+    lines.append(_line("quantized", f"safetensors whose quant_method is {methods}"))
     lines.append(_line("GGUF", f"general.architecture {', '.join(ARCHITECTURES)}"))
     lines.append(_line("", f"tensors in {', '.join(name for name, _, _ in ggml_types().values())}"))
     lines.append(_line("RoPE", ", ".join(get_args(RopeType))))
