@@ -80,5 +80,5 @@ def load_spec(config: Mapping[str, Any]) -> tuple[DecoderSpec, WeightMap]:
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e
     weight_map = family.weight_map
-    schemes = parse_schemes(config, weight_map.names_of(spec), weight_map.base)
+    schemes = parse_schemes(config, lambda: weight_map.names_of(spec), weight_map.base)
     return replace(spec, quantization=schemes or None), weight_map

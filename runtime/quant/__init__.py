@@ -6,7 +6,7 @@ Torch is not imported by the parsers: the checks of a config.json need no more."
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from runtime.core.types import CallboardError
@@ -26,10 +26,10 @@ METHODS: dict[str, Parser] = {  # by the quant_method of a config.json's quantiz
 }
 
 
-def parse_schemes(config: Mapping[str, Any], names: Mapping[str, str], base: str) -> dict[str, Scheme]:
+def parse_schemes(config: Mapping[str, Any], names: Callable[[], Mapping[str, str]], base: str) -> dict[str, Scheme]:
     """The scheme of each weight of a linear map that a config.json calls quantized; the others are plain numbers.
 
-    `names` are the checkpoint's names of our parameters, which may have `base` before them.
+    `names` returns the checkpoint's names of our parameters, which may have `base` before them.
     Raises CallboardError, in one sentence with the key, if the config asks for what cannot be read."""
     if (found := _quantization_config(config)) is None:
         return {}
@@ -47,7 +47,7 @@ def parse_schemes(config: Mapping[str, Any], names: Mapping[str, str], base: str
         raise CallboardError(f"The model's quantization_config is not one of {method} ({e!r}).") from e
     linears = {
         parameter: name.removesuffix(".weight")
-        for parameter, name in names.items()
+        for parameter, name in names().items()
         if parameter == "head" or (parameter.endswith(".weight") and ".router." not in parameter)
     }
     readings = [

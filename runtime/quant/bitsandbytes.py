@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.quant.scheme import Rule, Scheme, names_module, refusal, strings
+from runtime.quant.scheme import Rule, Scheme, named_by, refusal, strings
 
 _TABLES = {"nf4": "nf4", "fp4": "bitsandbytes fp4"}  # by the config's bnb_4bit_quant_type
 _COLUMNS = 64  # consecutive weights that share a scale
@@ -26,9 +26,9 @@ def parse(config: Mapping[str, Any]) -> Rule:
         scheme = Scheme("bitsandbytes int8", "int8")
     else:
         raise refusal("load_in_4bit", config.get("load_in_4bit"), "it or load_in_8bit must be true")
-    plain = strings(config, "llm_int8_skip_modules")
+    is_plain = named_by(strings(config, "llm_int8_skip_modules"))
 
     def rule(parameter: str, module: str) -> Scheme | None:
-        return None if parameter == "head" or names_module(plain, module) else scheme
+        return None if parameter == "head" or is_plain(module) else scheme
 
     return rule

@@ -4,10 +4,11 @@ https://github.com/vllm-project/compressed-tensors, src/compressed_tensors/quant
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.quant.scheme import Rule, Scheme, group_size, matches, refusal, strings
+from runtime.quant.scheme import Rule, Scheme, compiled, group_size, refusal, strings
 
 _ONE_BY_ONE = {"int-quantized", "float-quantized", "naive-quantized", "mxfp8-quantized"}  # a tensor's number a code
 _LINEAR = "Linear"  # the class of all modules that have a rule here
@@ -19,29 +20,29 @@ def parse(config: Mapping[str, Any]) -> Rule:
         raise refusal("sparsity_config.format", sparsity["format"], "sparse weights are not supported")
     if transform.get("config_groups"):
         raise refusal("transform_config", transform, "weights that need a transform are not supported")
-    groups = config.get("config_groups") or {}
-    targets: list[tuple[str, Scheme | None]] = []
-    for name, group in groups.items():
+    by_name: dict[str, Scheme | None] = {}  # a module's own name counts before a pattern, and that before the class
+    by_pattern: list[tuple[re.Pattern[str], Scheme | None]] = []
+    for name, group in (config.get("config_groups") or {}).items():
         if not isinstance(group, Mapping):
             raise refusal(f"config_groups.{name}", group, "its weights must be described")
         scheme = _scheme(group, group.get("format") or config.get("format"))
-        targets += [(target, scheme) for target in strings(group, "targets")]
+        for target in strings(group, "targets"):
+            if target.startswith("re:"):
+                by_pattern.append((compiled(target.removeprefix("re:")), scheme))
+            else:
+                by_name.setdefault(target, scheme)
     ignored = strings(config, "ignore")
-    # A module's own name counts before a pattern, and that before the class.
-    targets.sort(key=lambda entry: (entry[0] == _LINEAR, entry[0].startswith("re:")))
+    ignored_names = {entry for entry in ignored if not entry.startswith("re:")}
+    ignored_patterns = [compiled(entry.removeprefix("re:")) for entry in ignored if entry.startswith("re:")]
 
     def rule(parameter: str, module: str) -> Scheme | None:
-        if any(_names(entry, module) for entry in ignored):
+        if not ignored_names.isdisjoint((module, _LINEAR)) or any(entry.match(module) for entry in ignored_patterns):
             return None
-        return next((scheme for target, scheme in targets if _names(target, module)), None)
+        if module in by_name:
+            return by_name[module]
+        return next((scheme for pattern, scheme in by_pattern if pattern.match(module)), by_name.get(_LINEAR))
 
     return rule
-
-
-def _names(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return matches(target.removeprefix("re:"), module)
-    return target in (module, _LINEAR)
 
 
 def _scheme(group: Mapping[str, Any], form: str | None) -> Scheme | None:

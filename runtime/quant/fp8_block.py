@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.quant.compressed_tensors import block_size
-from runtime.quant.scheme import Rule, Scheme, names_module, refusal, strings
+from runtime.quant.scheme import Rule, Scheme, named_by, refusal, strings
 
 
 def parse(config: Mapping[str, Any]) -> Rule:
@@ -16,9 +16,9 @@ def parse(config: Mapping[str, Any]) -> Rule:
         raise refusal("fmt", kind, "e4m3 is supported")
     rows, columns = block_size(config, "weight_block_size") if config.get("weight_block_size") else (0, 0)
     scheme = Scheme("fp8", "fp8", rows, columns)
-    plain = strings(config, "modules_to_not_convert") + strings(config, "ignored_layers")
+    is_plain = named_by(strings(config, "modules_to_not_convert") + strings(config, "ignored_layers"))
 
     def rule(parameter: str, module: str) -> Scheme | None:
-        return None if parameter == "head" or names_module(plain, module) else scheme
+        return None if parameter == "head" or is_plain(module) else scheme
 
     return rule

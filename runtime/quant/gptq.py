@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.quant.scheme import Rule, Scheme, group_size, matches, refusal
+from runtime.quant.scheme import Rule, Scheme, compiled, group_size, refusal
 
 _LAYOUTS = ("gptq", "gptq_v2")  # of the config's checkpoint_format; the first has zero points less one
 
@@ -15,14 +15,17 @@ _LAYOUTS = ("gptq", "gptq_v2")  # of the config's checkpoint_format; the first h
 def parse(config: Mapping[str, Any]) -> Rule:
     scheme = _scheme(config)
     overrides = config.get("dynamic") or {}
-    of_pattern = {
-        pattern: None if pattern.startswith("-:") else _scheme({**config, **changes})
+    of_pattern = [
+        (
+            compiled(pattern.removeprefix("+:").removeprefix("-:")),
+            None if pattern.startswith("-:") else _scheme({**config, **changes}),
+        )
         for pattern, changes in overrides.items()
-    }
+    ]
 
     def rule(parameter: str, module: str) -> Scheme | None:
-        for pattern, other in of_pattern.items():
-            if matches(pattern.removeprefix("+:").removeprefix("-:"), module):
+        for pattern, other in of_pattern:
+            if pattern.match(module):
                 return other
         return None if parameter == "head" and not config.get("lm_head") else scheme
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.quant.scheme import Rule, Scheme, names_module, strings
+from runtime.quant.scheme import Rule, Scheme, named_by, strings
 
 
 def parse(config: Mapping[str, Any]) -> Rule:
-    scheme, plain = Scheme("mxfp4", "fp4", columns=32), strings(config, "modules_to_not_convert")
+    scheme = Scheme("mxfp4", "fp4", columns=32)
+    is_plain = named_by(strings(config, "modules_to_not_convert"))
 
     def rule(parameter: str, module: str) -> Scheme | None:
-        return None if parameter == "head" or names_module(plain, module) else scheme
+        return None if parameter == "head" or is_plain(module) else scheme
 
     return rule

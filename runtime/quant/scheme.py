@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,20 +43,21 @@ def group_size(config: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def names_module(patterns: Iterable[str], module: str) -> bool:
-    """True if one of the patterns, as lists of modules that stay unquantized have them, stands for the module.
+def named_by(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """A function that says if one of the patterns, as lists of modules that stay unquantized have them, means a module.
 
-    A pattern is the name of the module or of one around it, its last parts, or a regular expression."""
-    return any(
-        module.endswith(pattern) or matches(pattern.removeprefix("re:") + r"(?:(?<=\.)|(?=\.|$))", module)
-        for pattern in patterns
-    )
+    A pattern is the name of the module or of one around it, its last parts, or a regular expression. Models with many
+    experts have tens of thousands of modules and hundreds of patterns, so all are one expression."""
+    if not patterns:
+        return lambda module: False
+    whole = compiled("|".join(f"(?:{pattern.removeprefix('re:')})" for pattern in patterns), r"(?:(?<=\.)|(?=\.|$))")
+    return lambda module: module.endswith(tuple(patterns)) or whole.match(module) is not None
 
 
-def matches(expression: str, module: str) -> bool:
-    """True if a regular expression of a config fits the beginning of a module's name."""
+def compiled(expression: str, end: str = "") -> re.Pattern[str]:
+    """A regular expression of a config."""
     try:
-        return re.match(expression, module) is not None
+        return re.compile(f"(?:{expression}){end}" if end else expression)
     except re.error as e:
         raise refusal("the pattern", expression, f"it is no regular expression ({e})") from e
 
