@@ -52,7 +52,7 @@ def test_nothing_spills_beyond_its_budget(compiled):
         ("_prefill_attention_kernel", ["wgmma"]),
         ("_product_kernel", ["wgmma"]),
         ("_decode_attention_kernel", ["mma", "wgmma"]),  # eight rows of eight heads a KV head fill a whole group
-        ("_tile_kernel", ["mma"]),
+        ("_tile_kernel", ["mma", "wgmma"]),  # wgmma where a program has 64 rows of the weight
     ],
 )
 def test_products_of_16_bit_types_use_the_matrix_units(compiled, kernel, instructions):
