@@ -13,7 +13,7 @@ def load_float(ptr):
 
 @jit
 def is_filtered(params, TEMPERATURE: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr):
-    """Whether rows with these parameters (pointers to them) are drawn from a part of the vocabulary."""
+    """True if rows with these parameters (pointers to them) are drawn from a part of the vocabulary."""
     drawn = load_float(params + TEMPERATURE) > 0
     top_p = load_float(params + TOP_P)
     min_p = load_float(params + MIN_P)

@@ -47,7 +47,7 @@ class Form(ABC):
 
     @abstractmethod
     def values(self, codes: torch.Tensor) -> torch.Tensor:
-        """What codes stand for, in float32."""
+        """The numbers that codes stand for, in float32."""
 
     @abstractmethod
     def encode(self, dense: torch.Tensor) -> Weight:
