@@ -49,7 +49,7 @@ class Port:
             raise
 
     def hear(self, news: News) -> None:
-        """What the server's process tells: `phase`, the last one that has ended, and `port=True`: HAProxy listens."""
+        """Takes news of the server's process: `phase`, the last one that has ended; `port=True`: HAProxy listens."""
         if "phase" in news:
             if not self._phase:
                 threading.Thread(target=self._serve, name="port", daemon=True).start()

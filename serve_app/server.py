@@ -117,8 +117,8 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
     """Starts Ray, with `python` for its workers' Python, and returns the folder of its logs."""
     import ray
 
-    # What would ask for more machines, repeat the logs of workers to a driver and show all of it on a page has nothing
-    # to do here, and takes two seconds of a core. There are arguments for that, but ray.init does not have them.
+    # Ray's autoscaler monitor, log monitor and dashboard have nothing to do here and take two seconds of a core. Ray
+    # has arguments that leave them out, but ray.init does not pass them on.
     private: Any = ray._private
     private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
     private.node.Node.start_api_server = lambda *_, **__: None

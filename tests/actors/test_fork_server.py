@@ -1,4 +1,4 @@
-"""What Ray takes for its Python: workers are forks of one process, and behave as if they were not."""
+"""The command that Ray takes for its Python: workers are forks of one process, and behave as if they were not."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What processes do to themselves when they start."""
+"""Processes set themselves up when they start."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ subprocess.run([sys.executable, "-c", "import sys, ray.child; print(sys.dont_wri
 
 
 def start(tmp_path: Path, **environment: str) -> tuple[str, list[Path]]:
-    """What a child of a process says of its bytecode, and the compiled modules in the cache."""
+    """A child's word on its bytecode, and the compiled modules in the cache."""
     package = tmp_path / "ray"
     package.mkdir(exist_ok=True)
     (package / "__init__.py").touch()

@@ -1,4 +1,4 @@
-"""What a config says of quantized weights: the scheme of each module, and what is refused, each in one sentence."""
+"""Configs of quantized weights: the scheme of each module, and what is refused, each in one sentence."""
 
 import json
 from pathlib import Path
