@@ -29,8 +29,8 @@ _NO_TEXT = "cannot be satisfied: no text fits it"
 
 @cache
 def _bytes_engine() -> LazyEngine:
-    """The engine that checks grammars, which mean the same in any vocabulary. It has threads, which a fork would lose, so
-    that importing this module must not make it."""
+    """The engine that checks grammars, which mean the same in any vocabulary. It has threads, which a fork would lose,
+    so that importing this module must not make it."""
     return LazyEngine(BYTES)
 
 
