@@ -126,7 +126,7 @@ def test_command_and_fork_end_together(python: Python):
 
 
 def test_modules_of_workers_draw_no_ids_use_no_gpu_and_start_no_threads():
-    """What forks inherit must not be used twice, as the state of Ray's generator and a context of CUDA would be, and
+    """Nothing that forks inherit may be used twice, as the state of Ray's generator and a context of CUDA would be, and
     threads are not inherited. OpenBLAS and jemalloc start theirs anew in a fork."""
     code = f"""
 import importlib, os, socket
