@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -19,7 +20,9 @@ from runtime.quant.format import Shape, Weight
 from runtime.quant.packing import pack_nibbles, unpack_nibbles
 from runtime.quant.scheme import Scheme
 
-_AT_ONCE = 1 << 20  # numbers that are widened at once: what is in float32 meanwhile is small beside the weight
+# Numbers that are widened or encoded at once: what is in float32 meanwhile is small beside the weight.
+_AT_ONCE = 1 << 20
+_AT_ONCE_ON_GPU = 1 << 22  # fewer launches
 _SMALLEST = 2.0**-100  # of scales that `encode` divides by, for blocks of zeros
 
 
@@ -50,8 +53,24 @@ class Form(ABC):
         """The numbers that codes stand for, in float32."""
 
     @abstractmethod
+    def _shared(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The scales, and minimums if there are any, of blocks whose least and greatest numbers these are."""
+
+    @abstractmethod
+    def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The codes of numbers in float32 that have been divided by their scale."""
+
     def encode(self, dense: torch.Tensor) -> Weight:
         """Round to nearest: the weight whose numbers are those of `dense`, as near as the form gets."""
+        blocks = self._blocks(dense)
+        scale, *minimum = self._shared(blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float())
+        codes = torch.empty(dense.shape, dtype=self._nearest(scale[:0]).dtype, device=dense.device)
+        for rows, shared in self._pieces(dense):
+            numbers = dense[rows]
+            if minimum:
+                numbers = numbers + self._spread(minimum[0][shared], numbers.shape)
+            codes[rows] = self._nearest(numbers / self._spread(scale[shared], numbers.shape))
+        return codes, scale, *minimum
 
     def join(self, weights: Sequence[Weight]) -> Weight:
         """Several weights, with the columns of one, as that of one map with the rows of all."""
@@ -66,18 +85,23 @@ class Form(ABC):
         """The numbers [out, in], each rounded once to `dtype`."""
         codes, scale, *more = weight
         dense = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-        step = max(1, _AT_ONCE // (codes.shape[1] * self.rows)) * self.rows
-        for start in range(0, len(codes), step):
-            part, blocks = codes[start : start + step], slice(start // self.rows, (start + step) // self.rows)
-            numbers = self.values(part).mul_(self._spread(scale[blocks], part.shape))
+        for rows, shared in self._pieces(codes):
+            part = codes[rows]
+            numbers = self.values(part).mul_(self._spread(scale[shared], part.shape))
             if self.has_minimum:
-                numbers.sub_(self._spread(more[0][blocks], part.shape))
-            out = dense[start : start + step]
+                numbers.sub_(self._spread(more[0][shared], part.shape))
             if self.reordered:
-                out.index_copy_(1, more[-1], numbers.to(dtype))
+                dense[rows].index_copy_(1, more[-1], numbers.to(dtype))
             else:
-                out.copy_(numbers)
+                dense[rows] = numbers
         return dense
+
+    def _pieces(self, weight: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+        """A weight [out, in] in pieces of whole blocks: rows of it, and of what these blocks share."""
+        at_once = _AT_ONCE_ON_GPU if weight.device.type == "cuda" else _AT_ONCE
+        step = max(1, at_once // (weight.shape[1] * self.rows)) * self.rows
+        for start in range(0, len(weight), step):
+            yield slice(start, start + step), slice(start // self.rows, (start + step) // self.rows)
 
     def _spread(self, shared: torch.Tensor, shape: Shape) -> torch.Tensor:
         """One number for each code, of one for each block; a column of them where whole rows share."""
@@ -86,10 +110,11 @@ class Form(ABC):
         return shared.repeat_interleave(self.columns, 1)[:, : shape[1]] if self.columns else shared
 
     def _blocks(self, dense: torch.Tensor) -> torch.Tensor:
-        """float32 [blocks of rows, rows, blocks of columns, columns], filled up with zeros."""
+        """[blocks of rows, rows, blocks of columns, columns], filled up with zeros."""
         columns = self.columns or dense.shape[1]
-        padded = F.pad(dense.float(), (0, -dense.shape[1] % columns, 0, -dense.shape[0] % self.rows))
-        return padded.view(-1, self.rows, padded.shape[1] // columns, columns)
+        missing = 0, -dense.shape[1] % columns, 0, -dense.shape[0] % self.rows
+        padded = F.pad(dense, missing) if any(missing) else dense
+        return padded.reshape(-1, self.rows, padded.shape[1] // columns, columns)
 
     def fits(self, shape: Shape) -> bool:
         """True if weights of this shape can stay codes, beside others in one fused map."""
@@ -123,11 +148,11 @@ class Float8(Form):
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.float()
 
-    def encode(self, dense: torch.Tensor) -> Weight:
-        blocks = self._blocks(dense)
-        scale = (blocks.abs().amax((1, 3)) / 448).clamp_min(_SMALLEST)
-        codes = (dense.float() / self._spread(scale, dense.shape)).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return codes, scale
+    def _shared(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (_scale(low, high, 448),)
+
+    def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.to(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +162,14 @@ class Integer8(Form):
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.float()
 
-    def encode(self, dense: torch.Tensor) -> Weight:
-        blocks = self._blocks(dense)
-        if self.has_minimum:
-            low, high = blocks.amin((1, 3)).clamp_max(0), blocks.amax((1, 3)).clamp_min(0)
-            scale = ((high - low) / ((1 << self.bits) - 1)).clamp_min(_SMALLEST)
-            codes = (dense.float() - self._spread(low, dense.shape)) / self._spread(scale, dense.shape)
-            return codes.round().to(torch.uint8), scale, -low
-        scale = (blocks.abs().amax((1, 3)) / ((1 << self.bits - 1) - 1)).clamp_min(_SMALLEST)
-        return (dense.float() / self._spread(scale, dense.shape)).round().to(torch.int8), scale
+    def _shared(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if not self.has_minimum:
+            return (_scale(low, high, (1 << self.bits - 1) - 1),)
+        low, high = low.clamp_max(0), high.clamp_min(0)
+        return ((high - low) / ((1 << self.bits) - 1)).clamp_min(_SMALLEST), -low
+
+    def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.round_().to(torch.uint8 if self.has_minimum else torch.int8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +197,15 @@ class Table(Form):
     bits: ClassVar[int] = 4
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
-        return self._table(codes.device)[codes.int()]
+        return _on_device(self.table, codes.device)[codes.int()]
 
-    def encode(self, dense: torch.Tensor) -> Weight:
-        blocks, table = self._blocks(dense), self._table(dense.device)
-        scale = (blocks.abs().amax((1, 3)) / table.abs().max()).clamp_min(_SMALLEST)
-        numbers, order = table.sort()
-        between = (numbers[1:] + numbers[:-1]) / 2
-        return order[torch.bucketize(dense.float() / self._spread(scale, dense.shape), between)].to(torch.uint8), scale
+    def _shared(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (_scale(low, high, max(map(abs, self.table))),)
+
+    def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
+        table, order = _on_device(self.table, numbers.device).sort()
+        between = (table[1:] + table[:-1]) / 2
+        return order.to(torch.uint8)[torch.bucketize(numbers, between, out_int32=True)]
 
     def packed(self, weight: Weight) -> Weight:
         codes, *more = weight
@@ -190,8 +215,16 @@ class Table(Form):
         codes, *more = weight
         return unpack_nibbles(codes), *more
 
-    def _table(self, device: torch.device) -> torch.Tensor:
-        return torch.tensor(self.table, device=device)
+
+@cache
+def _on_device(table: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """A table of numbers; a copy to a GPU would wait for all that runs there."""
+    return torch.tensor(table, device=device)
+
+
+def _scale(low: torch.Tensor, high: torch.Tensor, largest: float) -> torch.Tensor:
+    """The scale with which the number that is farthest from zero is the code `largest`."""
+    return (torch.maximum(high, -low) / largest).clamp_min(_SMALLEST)
 
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
