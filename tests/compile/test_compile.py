@@ -53,6 +53,8 @@ def test_nothing_spills_beyond_its_budget(compiled):
         ("_product_kernel", ["wgmma"]),
         ("_decode_attention_kernel", ["mma", "wgmma"]),  # eight rows of eight heads a KV head fill a whole group
         ("_tile_kernel", ["mma", "wgmma"]),  # wgmma where a program has 64 rows of the weight
+        ("_quantized_tile_kernel", ["mma"]),
+        ("_quantized_product_kernel", ["wgmma"]),
     ],
 )
 def test_products_of_16_bit_types_use_the_matrix_units(compiled, kernel, instructions):

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from triton.runtime.jit import JITFunction
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
@@ -33,6 +35,8 @@ from runtime.kernels import _triton  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
+from runtime.kernels.quantized_linear import QuantizedLinear  # noqa: E402
+from runtime.kernels.quantized_weight import E2M1, quantized_weight  # noqa: E402
 from runtime.models.decoder import Decoder  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.grammar_state import GrammarState  # noqa: E402
@@ -87,6 +91,23 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(words["REG"]), "stack": int(words["STACK"])}
 
 
+def quantized_layers() -> Iterator[tuple[str, QuantizedLinear]]:
+    """A layer of each form, and more shapes of two: sums of one, two and four chunks."""
+    for size_out, size_in, names in ((28672, 4096, list(FORMS)), (4096, 14336, ["fp8", "int4"]),
+                                     (2048, 2048, ["fp8", "int4"])):  # fmt: skip
+        for name in names:
+            form = FORMS[name]
+            dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form.code, torch.uint8)
+            codes = torch.empty((size_out, size_in), dtype=dtype, device=META)
+            groups = -(-size_in // form.group) if form.group else 1
+            scales = torch.empty((-(-size_out // form.scale_rows), groups), device=META)
+            weight = quantized_weight(
+                form.code, codes, scales, scales if form.minimums else None, group=form.group,
+                scale_rows=form.scale_rows, table={"table": NF4, "e2m1": E2M1}.get(form.code, ()),
+            )  # fmt: skip
+            yield f"{name} {size_out}x{size_in}", QuantizedLinear(weight, None, "silu", deterministic=False)
+
+
 def main() -> None:
     seen: set[str] = set()
     case = ""
@@ -138,6 +159,14 @@ def main() -> None:
             apply_bitmask_triton(logits, at, words)
             mask_states_triton(logits, *automata)
             advance_states_triton(token_ids, *automata)
+
+    for name, layer in quantized_layers():
+        size_in = layer.quantized.shape[1]
+        norm = torch.empty(size_in, dtype=torch.bfloat16, device=META)
+        for rows in (1, 16, 64, 256, 512):
+            case = f"{name} torch.bfloat16, {rows} rows"
+            x = torch.empty((rows, size_in), dtype=torch.bfloat16, device=META)
+            layer.normed(x, norm, 1e-5)
 
 
 if __name__ == "__main__":

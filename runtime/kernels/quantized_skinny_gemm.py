@@ -1,0 +1,449 @@
+"""`skinny_gemm` for weights that are codes: at most 16 rows, whose time goes into reading and decoding weights.
+
+As there, a program has a few rows of the weight and the whole of K, requests its first weights before it waits for the
+kernel before it, and sums in the order of `sum_order`; sums of a group of columns start at zero, are scaled and then
+added. Codes become bfloat16 in registers and go through the tensor cores, at one row as well: there, decoding leaves no
+instructions for products on the FMA units. Codes of 8 bits have that form too, for one row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.gated_activation import Activation
+from runtime.kernels.quantized_weight import (
+    QuantizedWeight,
+    decode,
+    decode_planes,
+    dequantize,
+    kernel_options,
+    ones_like,
+)
+from runtime.kernels.rms_norm import rms_norm_triton
+from runtime.kernels.skinny_gemm import _finish, _weight_rows, skinny_gemm_torch
+from runtime.kernels.sum_order import sum_order
+
+
+class QuantizedConfig(NamedTuple):
+    """How a product of few rows is cut."""
+
+    block_n: int  # rows of the weight of a program
+    block_k: int  # columns a step; fixed by the form where codes have 4 bits or groups
+    num_warps: int
+    stages: int = 1  # of the software pipeline; on FMA units, steps in flight, 1 or 2
+    ahead: int = 1  # steps, 1, 2 or 4, whose weights are requested before the wait for the previous kernel
+    vector: bool = False  # one row on the FMA units, codes of 8 bits
+    unroll: int = 1  # steps between two waits for loads
+    early_x: bool = True  # x, too, of those steps is read before the loop, right after the wait
+
+
+def quantized_skinny_gemm_torch(
+    x: torch.Tensor,  # [num_rows, K]
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    **options: Any,  # of `skinny_gemm_torch`
+) -> torch.Tensor:
+    """`skinny_gemm_torch` with the weight's numbers, rounded to x's dtype."""
+    return skinny_gemm_torch(x, dequantize(weight).to(x.dtype), bias, **options)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _quantized_tile_kernel(
+    x_ptr,  # [num_rows, K], rows x_stride apart
+    codes_ptr,  # of `QuantizedWeight`, as are the next two; minimums are read if MINIMUMS
+    scales_ptr,
+    minimums_ptr,
+    bias_ptr,  # [N]; this and the next two are read if BIAS, NORM, RESIDUAL
+    norm_ptr,  # [K]
+    residual_ptr,  # [num_rows, N] contiguous
+    out_ptr,  # [num_rows, N] contiguous, or N // 2 columns with ACTIVATION
+    x_stride,
+    num_rows,
+    N,
+    eps,
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    TABLE: tl.constexpr,
+    ASM: tl.constexpr,
+    PLANE: tl.constexpr,  # columns between a byte's nibbles; 0: codes of 8 bits
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,  # of one row only
+    NORM_BLOCK: tl.constexpr,  # columns whose squares are summed at once
+    RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,  # 1, 2 or 4; of several, each is summed by a warp of its own
+    CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # columns of a step, in each chunk; 2 * PLANE if there are planes, else a group if there are
+    NUM_TOKENS: tl.constexpr,  # 8 or 16, at least num_rows
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # steps, 1, 2 or 4
+    EARLY_X: tl.constexpr,  # read x of these steps before the loop; registers for latency
+    UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program i: rows i * BLOCK_N and on of the weight with all rows of x, padded to NUM_TOKENS."""
+    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
+    tokens = tl.arange(0, NUM_TOKENS)
+    row_of = tl.minimum(rows, N - 1).to(tl.int64)
+    ROW_BYTES: tl.constexpr = (K + 2 * PLANE - 1) // (2 * PLANE) * PLANE if PLANE else K
+    WIDTH: tl.constexpr = PLANE if PLANE else BLOCK_K  # columns of a product
+    PER_BYTE: tl.constexpr = 2 if PLANE else 1
+    if NUM_CHUNKS == 1:
+        place = tl.arange(0, WIDTH)[None, :]
+        cols = place
+        codes = codes_ptr + row_of[:, None] * ROW_BYTES + place  # [BLOCK_N, WIDTH]
+        xs = x_ptr + (tokens * x_stride)[:, None] + cols  # [NUM_TOKENS, WIDTH]
+        live = (tokens < num_rows)[:, None]
+        groups = tl.zeros((1, 1), tl.int32)
+        scale_rows = (row_of // SCALE_ROWS)[:, None]
+        acc = tl.zeros((BLOCK_N, NUM_TOKENS), tl.float32)
+    else:
+        chunks = tl.arange(0, NUM_CHUNKS)[:, None, None]
+        place = chunks * (CHUNK // PER_BYTE) + tl.arange(0, WIDTH)[None, None, :]
+        cols = chunks * CHUNK + tl.arange(0, WIDTH)[None, None, :]
+        codes = codes_ptr + row_of[None, :, None] * ROW_BYTES + place  # [NUM_CHUNKS, BLOCK_N, WIDTH]
+        xs = x_ptr + (tokens * x_stride)[None, :, None] + cols
+        live = (tokens < num_rows)[None, :, None]
+        groups = chunks * (CHUNK // GROUP if GROUP else 0)
+        scale_rows = (row_of // SCALE_ROWS)[None, :, None]
+        acc = tl.zeros((NUM_CHUNKS, BLOCK_N, NUM_TOKENS), tl.float32)
+    norms = norm_ptr + tl.zeros_like(tokens)[:, None] + cols  # of x's shape: smaller loads are not asynchronous
+    scales = scales_ptr + groups * SCALE_STRIDE + scale_rows
+    minimums = minimums_ptr + groups * SCALE_STRIDE + scale_rows
+
+    TAIL: tl.constexpr = CHUNK - AHEAD * BLOCK_K
+    THIRD: tl.constexpr = CHUNK - 3 * BLOCK_K
+    SECOND: tl.constexpr = CHUNK - 2 * BLOCK_K
+    LAST: tl.constexpr = CHUNK - BLOCK_K
+    WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
+    # The last steps' weights come first, so that neither they nor the loop's loads wait for one another.
+    last_w = _load_codes(codes, place, LAST // PER_BYTE, ROW_BYTES, WHOLE)
+    last_scales = _load_scales(scales, minimums, groups, LAST, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
+    if AHEAD >= 2:
+        second_w = _load_codes(codes, place, SECOND // PER_BYTE, ROW_BYTES, WHOLE)
+        second_scales = _load_scales(scales, minimums, groups, SECOND, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
+    if AHEAD == 4:
+        third_w = _load_codes(codes, place, THIRD // PER_BYTE, ROW_BYTES, WHOLE)
+        third_scales = _load_scales(scales, minimums, groups, THIRD, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
+        fourth_w = _load_codes(codes, place, TAIL // PER_BYTE, ROW_BYTES, WHOLE)
+        fourth_scales = _load_scales(scales, minimums, groups, TAIL, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if EARLY_X:
+        last_x = _load_x(xs, norms, cols, live, LAST, K, PLANE, NORM, WHOLE)
+        if AHEAD >= 2:
+            second_x = _load_x(xs, norms, cols, live, SECOND, K, PLANE, NORM, WHOLE)
+        if AHEAD == 4:
+            third_x = _load_x(xs, norms, cols, live, THIRD, K, PLANE, NORM, WHOLE)
+            fourth_x = _load_x(xs, norms, cols, live, TAIL, K, PLANE, NORM, WHOLE)
+    squares = 0.0
+    if NORM:
+        for start in tl.static_range(0, K, NORM_BLOCK):
+            at = start + tl.arange(0, NORM_BLOCK)
+            wide = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+            squares += tl.sum(wide * wide)
+    for start in tl.range(0, TAIL, BLOCK_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        w = _load_codes(codes, place, start // PER_BYTE, ROW_BYTES, WHOLE)
+        x = _load_x(xs, norms, cols, live, start, K, PLANE, NORM, WHOLE)
+        step_scales = _load_scales(scales, minimums, groups, start, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
+        acc = _add_step(w, x, step_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
+    if not EARLY_X:
+        last_x = _load_x(xs, norms, cols, live, LAST, K, PLANE, NORM, WHOLE)
+        if AHEAD >= 2:
+            second_x = _load_x(xs, norms, cols, live, SECOND, K, PLANE, NORM, WHOLE)
+        if AHEAD == 4:
+            third_x = _load_x(xs, norms, cols, live, THIRD, K, PLANE, NORM, WHOLE)
+            fourth_x = _load_x(xs, norms, cols, live, TAIL, K, PLANE, NORM, WHOLE)
+    if AHEAD == 4:
+        acc = _add_step(fourth_w, fourth_x, fourth_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
+        acc = _add_step(third_w, third_x, third_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
+    if AHEAD >= 2:
+        acc = _add_step(second_w, second_x, second_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
+    acc = _add_step(last_w, last_x, last_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
+    if NUM_CHUNKS == 2:
+        first, second = tl.split(tl.permute(acc, (1, 2, 0)))
+        acc = first + second
+    elif NUM_CHUNKS == 4:
+        even, odd = tl.split(tl.permute(tl.reshape(acc, (2, 2, BLOCK_N, NUM_TOKENS)), (2, 3, 0, 1)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        acc = ((first + second) + third) + fourth
+    if not GROUP:
+        acc *= tl.load(scales_ptr + row_of)[:, None]
+    if NORM:
+        acc *= tl.rsqrt(squares / K + eps)
+    _finish(
+        acc, tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION, NUM_TOKENS,
+        BLOCK_N,
+    )  # fmt: skip
+
+
+@jit
+def _load_codes(codes, place, start, ROW_BYTES: tl.constexpr, WHOLE: tl.constexpr):
+    if WHOLE:
+        w = tl.load(codes + start, eviction_policy="evict_first")
+    else:
+        w = tl.load(codes + start, mask=place < ROW_BYTES - start, other=0.0, eviction_policy="evict_first")
+    return w
+
+
+@jit
+def _load_x(
+    xs, norms, cols, live, start,
+    K: tl.constexpr, PLANE: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """What a step's codes are multiplied with: columns of x, or those of the low and of the high plane."""
+    x = _load_columns(xs, norms, cols, live, start, K, NORM, WHOLE)
+    high_x = x
+    if PLANE:
+        high_x = _load_columns(xs, norms, cols, live, start + PLANE, K, NORM, WHOLE)
+    return x, high_x
+
+
+@jit
+def _load_columns(xs, norms, cols, live, start, K: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr):
+    """Columns `start` and on of x for each chunk, times the norm's weights if NORM."""
+    mask = live if WHOLE else live & (cols < K - start)
+    x = tl.load(xs + start, mask=mask, other=0.0)
+    if NORM:
+        x *= tl.load(norms + start, mask=mask, other=0.0)
+    return x
+
+
+@jit
+def _load_scales(
+    scales, minimums, groups, start,
+    K: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE_STRIDE: tl.constexpr, MINIMUMS: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A step's scale and minimum, then those of the high plane where planes are of two groups."""
+    scale, minimum, high_scale, high_minimum = 1.0, 0.0, 1.0, 0.0
+    if GROUP:
+        group = start // GROUP
+        scale = _load_group(scales, groups, group, K, GROUP, SCALE_STRIDE, WHOLE)
+        if MINIMUMS:
+            minimum = _load_group(minimums, groups, group, K, GROUP, SCALE_STRIDE, WHOLE)
+        if GROUP == PLANE:
+            high_scale = _load_group(scales, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
+            if MINIMUMS:
+                high_minimum = _load_group(minimums, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
+    return scale, minimum, high_scale, high_minimum
+
+
+@jit
+def _load_group(
+    shared, groups, group,
+    K: tl.constexpr, GROUP: tl.constexpr, SCALE_STRIDE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    at = shared + group * SCALE_STRIDE
+    return tl.load(at) if WHOLE else tl.load(at, mask=groups + group < (K + GROUP - 1) // GROUP, other=0.0)
+
+
+@jit
+def _add_step(
+    w, x, scales, acc,
+    FORM: tl.constexpr, TABLE: tl.constexpr, ASM: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr,
+    MINIMUMS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """acc plus the product of a step's codes with x, of `_load_x`, scaled by what `_load_scales` gives."""
+    if PLANE:
+        low, high = decode_planes(w, FORM, TABLE, ASM, x[0].dtype)
+        if GROUP == PLANE:
+            acc = _add_group(low, x[0], scales[0], scales[1], acc, ASM, MINIMUMS, NUM_CHUNKS)
+            acc = _add_group(high, x[1], scales[2], scales[3], acc, ASM, MINIMUMS, NUM_CHUNKS)
+        elif GROUP:
+            part = _product(high, x[1], _product(low, x[0], tl.zeros_like(acc), NUM_CHUNKS), NUM_CHUNKS)
+            acc = tl.fma(part, tl.broadcast_to(scales[0], part.shape), acc)
+            if MINIMUMS:
+                ones = ones_like(low, ASM)
+                part = _product(ones, x[1], _product(ones, x[0], tl.zeros_like(acc), NUM_CHUNKS), NUM_CHUNKS)
+                acc = tl.fma(part, tl.broadcast_to(-scales[1], part.shape), acc)
+        else:
+            acc = _product(high, x[1], _product(low, x[0], acc, NUM_CHUNKS), NUM_CHUNKS)
+    elif GROUP:
+        acc = _add_group(decode(w, ASM, x[0].dtype), x[0], scales[0], scales[1], acc, ASM, MINIMUMS, NUM_CHUNKS)
+    else:
+        acc = _product(decode(w, ASM, x[0].dtype), x[0], acc, NUM_CHUNKS)
+    return acc
+
+
+@jit
+def _add_group(w, x, scale, minimum, acc, ASM: tl.constexpr, MINIMUMS: tl.constexpr, NUM_CHUNKS: tl.constexpr):
+    """acc plus one group's product; its minimums multiply the sum of x, which a product with ones leaves in place."""
+    part = _product(w, x, tl.zeros_like(acc), NUM_CHUNKS)
+    acc = tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
+    if MINIMUMS:
+        part = _product(ones_like(w, ASM), x, tl.zeros_like(acc), NUM_CHUNKS)
+        acc = tl.fma(part, tl.broadcast_to(-minimum, part.shape), acc)
+    return acc
+
+
+@jit
+def _product(w, x, acc, NUM_CHUNKS: tl.constexpr):
+    return tl.dot(w, x.T if NUM_CHUNKS == 1 else tl.trans(x, 0, 2, 1), acc)
+
+
+@jit(do_not_specialize=["num_rows"])
+def _quantized_vector_kernel(
+    x_ptr,  # [1, K]
+    codes_ptr,
+    scales_ptr,
+    minimums_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    N,
+    eps,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    MINIMUMS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # at least 16
+    AHEAD: tl.constexpr,  # steps from a load of codes to their use, 1 or 2
+    PDL: tl.constexpr,
+):
+    """Program i: rows i * BLOCK_N and on of the weight with the one row of x; codes of 8 bits."""
+    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
+    row_of = tl.minimum(rows, N - 1).to(tl.int64)
+    cols = tl.arange(0, BLOCK_K)[None, :]
+    codes = codes_ptr + row_of[:, None] * K + cols
+    w = tl.load(codes, mask=cols < K, other=0.0, eviction_policy="evict_first")
+    next_w = w
+    if AHEAD == 2 and BLOCK_K < K:
+        next_w = tl.load(codes + BLOCK_K, mask=cols < K - BLOCK_K, other=0.0, eviction_policy="evict_first")
+    # A thread holds 16 neighbouring columns, 16 bytes: it sums those at once. They are of one group.
+    SUMS: tl.constexpr = BLOCK_K // 16
+    part_cols = tl.arange(0, SUMS)[None, :] * 16
+    if GROUP:
+        at = part_cols // GROUP * SCALE_STRIDE + (row_of // SCALE_ROWS)[:, None]
+        scale = tl.load(scales_ptr + at, mask=part_cols < K, other=0.0)
+        minimum = tl.load(minimums_ptr + at, mask=part_cols < K, other=0.0) if MINIMUMS else scale
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros((BLOCK_N, SUMS), tl.float32)
+    squares = tl.zeros((1, SUMS), tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        x = tl.load(x_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)
+        if NORM:
+            squares += tl.sum(tl.reshape(x * x, (1, SUMS, 16)), 2)
+            x *= tl.load(norm_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)
+        product = w.to(tl.float32) * x
+        ahead = start + AHEAD * BLOCK_K
+        if AHEAD == 2:
+            w = next_w
+        if ahead < K:
+            next_w = tl.load(codes + ahead, mask=cols < K - ahead, other=0.0, eviction_policy="evict_first")
+        if AHEAD == 1:
+            w = next_w
+        part = tl.sum(tl.reshape(product, (BLOCK_N, SUMS, 16)), 2)
+        if GROUP:
+            part *= scale
+            if MINIMUMS:
+                part -= minimum * tl.sum(tl.reshape(x, (1, SUMS, 16)), 2)
+            if start + BLOCK_K < K:
+                place = (part_cols + start + BLOCK_K) // GROUP * SCALE_STRIDE + (row_of // SCALE_ROWS)[:, None]
+                inside = part_cols < K - start - BLOCK_K
+                scale = tl.load(scales_ptr + place, mask=inside, other=0.0)
+                if MINIMUMS:
+                    minimum = tl.load(minimums_ptr + place, mask=inside, other=0.0)
+        acc += part
+    y = tl.sum(acc, 1)
+    if not GROUP:
+        y *= tl.load(scales_ptr + row_of)
+    if NORM:
+        y *= tl.rsqrt(tl.sum(squares) / K + eps)
+    _finish(
+        y[:, None], tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION, 1,
+        BLOCK_N,
+    )  # fmt: skip
+
+
+def quantized_skinny_gemm_triton(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    activation: Activation | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    fixed_order: bool = False,  # one row, too, has the bits that it has among others
+    config: QuantizedConfig | None = None,
+) -> torch.Tensor:
+    """`quantized_skinny_gemm_torch` as one kernel with fp32 sums; x is bfloat16, its rows may be strided."""
+    num_rows, (size_out, size_in) = len(x), weight.shape
+    pdl, one_row = use_pdl(x), num_rows == 1 and not fixed_order  # else as one of several
+    config = config or quantized_config(weight, 1 if one_row else max(num_rows, 2))
+    if residual is not None:
+        out = residual
+    elif out is None:
+        width = size_out if activation is None else size_out // 2
+        out = torch.empty((num_rows, width), dtype=out_dtype or x.dtype, device=x.device)
+    bias_of = x if bias is None else bias  # kernels need pointers, but do not read them without their option
+    minimums = weight.scales if weight.minimums is None else weight.minimums
+    constants = kernel_options(weight)
+    options = {
+        "K": size_in, "BIAS": bias is not None, "RESIDUAL": residual is not None, "ACTIVATION": activation,
+        "BLOCK_N": config.block_n, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl,
+    }  # fmt: skip
+    grid = (-(-size_out // config.block_n),)
+    if config.vector and one_row:
+        for name in ("FORM", "TABLE", "ASM", "PLANE"):
+            constants.pop(name)
+        _quantized_vector_kernel[grid](
+            x, weight.codes, weight.scales, minimums, bias_of, x if norm_weight is None else norm_weight, out, out,
+            num_rows, size_out, eps, NORM=norm_weight is not None,
+            BLOCK_K=max(min(config.block_k, next_power_of_2(size_in)), 16), AHEAD=config.stages, **constants, **options,
+        )  # fmt: skip
+        return out
+    if norm_weight is not None and not one_row:
+        x, norm_weight = rms_norm_triton(x, norm_weight, eps), None
+    num_chunks, chunk = sum_order(size_out, size_in)
+    block_k = step_columns(weight, config.block_k)
+    _quantized_tile_kernel[grid](
+        x, weight.codes, weight.scales, minimums, bias_of, x if norm_weight is None else norm_weight, out, out,
+        x.stride(0), num_rows, size_out, eps, NORM=norm_weight is not None, NUM_CHUNKS=num_chunks, CHUNK=chunk,
+        BLOCK_K=block_k, NUM_TOKENS=8 if num_rows <= 8 else 16,
+        NORM_BLOCK=min(next_power_of_2(size_in), 4096), STAGES=config.stages,
+        AHEAD=min(config.ahead, 1 << (chunk // block_k).bit_length() - 1),
+        EARLY_X=config.early_x, UNROLL=config.unroll,
+        **constants, **options,
+    )  # fmt: skip
+    return out
+
+
+def step_columns(weight: QuantizedWeight, block_k: int) -> int:
+    """Columns of a step of a product: those of two planes, or of a group, or as many as wanted."""
+    return 2 * weight.plane or weight.group or block_k
+
+
+def quantized_config(weight: QuantizedWeight, num_rows: int) -> QuantizedConfig:
+    """A rule's configuration, for shapes without a measurement."""
+    num_chunks = sum_order(*weight.shape).num_chunks
+    if num_rows == 1 and weight.form == "fp8":
+        return QuantizedConfig(block_n=4, block_k=1024, num_warps=1, vector=True)
+    return {
+        1: QuantizedConfig(32, 128, num_warps=2, stages=5, ahead=2, early_x=weight.minimums is None),
+        2: QuantizedConfig(block_n=16, block_k=128, num_warps=2, stages=6, ahead=2),
+        4: QuantizedConfig(block_n=16, block_k=128, num_warps=4, stages=5, ahead=2),
+    }[num_chunks]

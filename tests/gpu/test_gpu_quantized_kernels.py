@@ -1,0 +1,76 @@
+"""Products with codes on a GPU: against float64, exact for every code, and a row's bits whatever the number of rows."""
+
+import pytest
+import torch
+
+from runtime.kernels.quantized_linear import QuantizedLinear, dequantize_triton
+from runtime.kernels.quantized_skinny_gemm import quantized_skinny_gemm_triton
+from runtime.kernels.quantized_weight import dequantize
+from tests.triton.test_quantized_kernels import FORMS, some_weight
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(map(str, form)))
+SHAPES = [(6144, 4096), (4096, 4096), (2048, 2048), (1002, 1160), (34, 96)]  # one, two, four chunks; odd sizes
+# Two shapes for each form: all of them for all would compile for an hour.
+CASES = [(form, *SHAPES[(i + shift) % len(SHAPES)]) for i, form in enumerate(FORMS) for shift in (0, 2)]
+cases = pytest.mark.parametrize(
+    ("form", "size_out", "size_in"),
+    CASES,
+    ids=lambda part: str(part) if isinstance(part, int) else " ".join(map(str, part)),
+)
+
+
+@pytest.fixture(autouse=True)
+def on_the_device():
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        yield
+
+
+@forms
+def test_every_code_is_decoded_exactly(form):
+    """Each row of x picks out one column: a sum of one number is exact."""
+    eye = torch.eye(16).bfloat16()
+    weight = some_weight(form, 512, 16)
+    got = quantized_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, fixed_order=True)
+    torch.testing.assert_close(got, dequantize(weight).t(), rtol=3e-7, atol=1e-7)
+
+
+@cases
+def test_layers_against_float64(form, size_out, size_in):
+    weight = some_weight(form, size_out, size_in)
+    dense = dequantize(weight)
+    torch.testing.assert_close(dequantize_triton(weight, torch.float32), dense, rtol=1e-6, atol=1e-7)
+    ones, dense = torch.ones(size_in).bfloat16(), dense.double()
+    for deterministic in (False, True):
+        layer = QuantizedLinear(weight, None, "silu", deterministic)
+        for rows in (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 130, 256, 300):
+            x = torch.randn(rows, size_in + 8)[:, :size_in].bfloat16()
+            want = (x.double() / (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt()) @ dense.t()
+            got = layer.logits(x, ones, 1e-5)
+            assert ((got.double() - want).norm() / want.norm()).item() < 8e-3, (deterministic, rows)
+            residual = torch.zeros(rows, size_out).bfloat16()
+            layer.add_to(residual, x)
+            want = x.double() @ dense.t()
+            assert ((residual.double() - want).norm() / want.norm()).item() < 8e-3, (deterministic, rows)
+
+
+@cases
+def test_every_form_of_a_deterministic_layer_gives_a_row_the_same_bits(form, size_out, size_in):
+    weight = some_weight(form, size_out, size_in)
+    x = torch.randn(300, size_in) * torch.randint(-6, 7, (300, size_in)).float().exp2()
+    x, norm, start = x.bfloat16(), torch.ones(size_in).bfloat16(), torch.randn(300, size_out).bfloat16()
+    layer = QuantizedLinear(weight, None, "silu", deterministic=True)
+
+    def results(first: int, rows: int) -> list[torch.Tensor]:
+        part, residual = x[first : first + rows], start[first : first + rows].clone()
+        layer.add_to(residual, part)
+        return [layer.logits(part, norm, 1e-5), layer.normed(part, norm, 1e-5), layer.gated(part, norm, 1e-5), residual]
+
+    whole = results(0, 300)
+    for rows in (1, 2, 7, 8, 9, 15, 16, 17, 32, 33, 63, 64, 65, 128, 129, 256):
+        for first in (0, 300 - rows):
+            for verb, part, want in zip(
+                ("logits", "normed", "gated", "add_to"), results(first, rows), whole, strict=True
+            ):
+                assert torch.equal(part, want[first : first + rows]), (verb, first, rows)
