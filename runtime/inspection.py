@@ -138,7 +138,7 @@ def _weights(spec: DecoderSpec, numerics: Numerics) -> list[str]:
 
     if not spec.quantization:
         return []
-    format_of, shapes = weight_formats(spec), spec.shapes()
+    format_of, shapes = weight_formats(spec, numerics), spec.shapes()
     lines, plain = list[str](), dict[str, None]()
     sizes: defaultdict[tuple[str, bool], list[tuple[int, int]]] = defaultdict(list)
     for name, shape in shapes.items():

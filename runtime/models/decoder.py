@@ -65,7 +65,7 @@ class Decoder:
     ) -> None:
         self.spec, self.numerics, self.num_positions = spec, numerics, num_positions
         self.kernels = select(numerics, spec)
-        self.format_of = weight_formats(spec)
+        self.format_of = weight_formats(spec, numerics)
         table = partial(rope_table, head_dim=spec.head_dim, num_positions=num_positions, dtype=numerics.dtype)
         ropes = (spec.rope,) if spec.local_rope is None else (spec.rope, spec.local_rope)
         self.ropes = [table(rope).to(numerics.device) for rope in ropes]

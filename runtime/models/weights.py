@@ -32,7 +32,7 @@ def locate_parameters(
     Raises CallboardError for the first tensor that is missing, has another shape or a type that its format does not
     know, or has no place in the model."""
     names, used = set(source.names()), set[str]()
-    format_of, locations = weight_formats(spec), {}
+    format_of, locations = weight_formats(spec, None), {}
     shapes = spec.shapes()
     for parameter, short_name in weight_map.names_of(spec).items():
         transposed = weight_map.transposed and parameter.endswith(".weight")
@@ -80,7 +80,7 @@ def locate_parameters(
 
 def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics) -> ReadWeight:
     """Reads from a checkpoint, whose tensors are all checked now."""
-    locations, format_of = locate_parameters(spec, weight_map, source), weight_formats(spec)
+    locations, format_of = locate_parameters(spec, weight_map, source), weight_formats(spec, numerics)
 
     def read(parameter: str) -> Weight:
         location = locations[parameter]
@@ -96,7 +96,7 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
     their size.
 
     On the CPU, the same for every device; large models on their own, as a CPU needs minutes for gigabytes."""
-    shapes, format_of = spec.shapes(), weight_formats(spec)
+    shapes, format_of = spec.shapes(), weight_formats(spec, numerics)
     large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 

@@ -13,6 +13,7 @@ from runtime.quant.format import Shape, WeightFormat
 from runtime.quant.forms import Form
 from runtime.quant.gguf_blocks import TYPES, GgufBlocks
 from runtime.quant.layouts import Awq, BitsAndBytes4, Gptq, Layout, Nibbles, OneByOne, PackedWords
+from runtime.quant.products import products_of
 from runtime.quant.quantized import Kept, Widened
 from runtime.quant.scheme import Scheme
 
@@ -38,9 +39,12 @@ LAYOUTS: dict[str, Callable[[Scheme], Layout]] = {  # by the scheme's
 }
 
 
-def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:
-    """The format of each parameter of `spec.shapes()` by name; the parts of a fused map get one that joins."""
+def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[str], WeightFormat]:
+    """The format of each parameter of `spec.shapes()` by name; the parts of a fused map get one that joins.
+
+    Without numerics, for what is stored in a checkpoint alone."""
     schemes, shapes = spec.quantization, spec.shapes()
+    products = products_of(numerics) if numerics else None
     if not schemes:
         return lambda parameter: DENSE
 
@@ -61,24 +65,27 @@ def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:
     @cache
     def agree(names: tuple[str, ...]) -> bool:
         form = form_of(names[0])
-        if form is None or not form.has_kernel or (form.rows > 1 and is_turned):
+        if form is None or products is None or not products.takes(form) or (form.rows > 1 and is_turned):
             return False
-        return all(form_of(name) == form and form.fits(shapes[name]) for name in names)
+        return all(
+            form_of(name) == form and form.fits(shapes[name]) and products.fits(form, shapes[name]) for name in names
+        )
 
     def stays(parameter: str) -> bool:
-        """True if a weight can be codes on the device: it and what it is multiplied with at once are in one form, and
-        that has a kernel. These are the parts of a fused map, and of a mixture all experts of the layer."""
+        """True if a weight can be codes on the device: it and what it is multiplied with at once are in one form, which
+        products there take. These are the parts of a fused map, and of a mixture all experts of the layer."""
         prefix, _, part = parameter.removesuffix(".weight").rpartition(".")
         layer, experts, _ = parameter.partition(".experts.")
         parts = next((parts for parts in linears if part in parts), None)
         if experts:
-            return agree(tuple(of_experts[layer]))
+            return products is not None and products.experts and agree(tuple(of_experts[layer]))
         return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
 
     @cache
     def of_kind(scheme: Scheme, shape: Shape, stay: bool) -> WeightFormat:
         layout = layout_of(scheme)
-        return (Kept if stay else Widened)(layout, layout.form(shape))
+        form = layout.form(shape)
+        return Kept(layout, form, products) if stay and products else Widened(layout, form)
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
@@ -88,16 +95,16 @@ def weight_formats(spec: DecoderSpec) -> Callable[[str], WeightFormat]:
     return format_of
 
 
-def format_names(spec: DecoderSpec) -> str:
+def format_names(spec: DecoderSpec, numerics: Numerics) -> str:
     """The formats of a model's linear maps, that of most maps first."""
-    format_of = weight_formats(spec)
+    format_of = weight_formats(spec, numerics)
     names = Counter(format_of(name).name for name in spec.shapes() if name == "head" or name.endswith(".weight"))
     return ", ".join(name for name, _ in names.most_common())
 
 
 def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     """The bytes of all parameters on the device."""
-    format_of = weight_formats(spec)
+    format_of = weight_formats(spec, numerics)
     size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
     if numerics.packed and spec.tied_head:  # the packed head is a second copy of the embedding
         size += DENSE.device_bytes((spec.vocab_size, spec.hidden_size), numerics)

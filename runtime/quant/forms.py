@@ -1,6 +1,6 @@
 """Forms: what the layouts of all checkpoints become. Codes [out, in], and scales that blocks of them share.
 
-A form's product is `linear`, and nothing else multiplies with codes: a kernel replaces it there."""
+What multiplies with codes depends on the device: `runtime.quant.products`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels import Kernels
-from runtime.kernels.linear import Linear
 from runtime.quant.format import Shape, Weight
-from runtime.quant.packing import pack_nibbles, unpack_nibbles
 from runtime.quant.scheme import Scheme
 
 # Numbers that are widened or encoded at once: what is in float32 meanwhile is small beside the weight.
@@ -41,7 +38,6 @@ class Form(ABC):
     reordered: bool = False
 
     bits: ClassVar[int] = 8
-    has_kernel: ClassVar[bool] = False  # `linear` has one: weights stay codes on the device, and are else widened
 
     @property
     def name(self) -> str:
@@ -121,24 +117,8 @@ class Form(ABC):
         return not self.reordered and shape[0] % self.rows == 0 and shape[1] * self.bits % 8 == 0
 
     def device_bytes(self, shape: Shape) -> int:
-        """The bytes of a weight that stays codes."""
+        """The bytes of a weight that stays codes, packed as densely as they can be."""
         return math.prod(shape) * self.bits // 8 + 4 * math.prod(self.scale_shape(shape)) * (1 + self.has_minimum)
-
-    def packed(self, weight: Weight) -> Weight:
-        """The tensors of a weight as they stay on the device."""
-        return weight
-
-    def unpacked(self, weight: Weight) -> Weight:
-        """`packed`, undone."""
-        return weight
-
-    def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        """The product with a packed weight: without a kernel, with its numbers, made anew each time."""
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.dequantize(self.unpacked(weight), x.dtype), bias)
-
-        return Linear(product, kernels.norm, kernels.activate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,23 +154,14 @@ class Integer8(Form):
 
 @dataclass(frozen=True, slots=True)
 class Integer4(Integer8):
-    """Whole numbers from -8 to 7, or with minimums from 0 to 15. On the device two are a byte, all from 0 on."""
+    """Whole numbers from -8 to 7, or with minimums from 0 to 15."""
 
     bits: ClassVar[int] = 4
-
-    def packed(self, weight: Weight) -> Weight:
-        codes, *more = weight
-        return pack_nibbles(codes if self.has_minimum else (codes + 8).view(torch.uint8)), *more
-
-    def unpacked(self, weight: Weight) -> Weight:
-        codes, *more = weight
-        codes = unpack_nibbles(codes)
-        return codes if self.has_minimum else codes.view(torch.int8) - 8, *more
 
 
 @dataclass(frozen=True, slots=True)
 class Table(Form):
-    """Places in a table of 16 numbers; no minimums. On the device two are a byte."""
+    """Places in a table of 16 numbers; no minimums."""
 
     table: tuple[float, ...] = ()
 
@@ -206,14 +177,6 @@ class Table(Form):
         table, order = _on_device(self.table, numbers.device).sort()
         between = (table[1:] + table[:-1]) / 2
         return order.to(torch.uint8)[torch.bucketize(numbers, between, out_int32=True)]
-
-    def packed(self, weight: Weight) -> Weight:
-        codes, *more = weight
-        return pack_nibbles(codes), *more
-
-    def unpacked(self, weight: Weight) -> Weight:
-        codes, *more = weight
-        return unpack_nibbles(codes), *more
 
 
 @cache

@@ -11,13 +11,6 @@ def unpack_nibbles(data: torch.Tensor, high_first: bool = False) -> torch.Tensor
     return torch.stack(nibbles[::-1] if high_first else nibbles, -1).flatten(-2)
 
 
-def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Codes from 0 to 15, uint8 [..., 2 * n] -> uint8 [..., n], the low nibble first."""
-    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    packed: torch.Tensor = low | high << 4
-    return packed
-
-
 def unpack_words(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """int32 [n, m] -> the first `count` codes of 4 or 8 bits of each row, uint8 [n, count], from the lowest bits on."""
     if words.stride(-1) != 1:

@@ -11,6 +11,7 @@ from runtime.quant.dense import Dense
 from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
 from runtime.quant.forms import Form
 from runtime.quant.layouts import Layout
+from runtime.quant.products import Products
 
 
 class Widened(Dense):
@@ -28,23 +29,23 @@ class Widened(Dense):
 
 
 class Kept(WeightFormat):
-    """Codes in the checkpoint and on the device, which the form's own product multiplies with."""
+    """Codes in the checkpoint and on the device, whose products multiply with them."""
 
-    def __init__(self, layout: Layout, form: Form) -> None:
-        self._layout, self.form = layout, form
+    def __init__(self, layout: Layout, form: Form, products: Products) -> None:
+        self._layout, self.form, self._products = layout, form, products
         self.name = form.name
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         return self._layout.stored(location)
 
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        return self.form.device_bytes(shape)
+        return self._products.device_bytes(self.form, shape)
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        return self.form.packed(self._layout.read(source, location, numerics.device))
+        return self._products.packed(self.form, self._layout.read(source, location, numerics.device))
 
     def encode(self, dense: torch.Tensor) -> Weight:
-        return self.form.packed(self.form.encode(dense))
+        return self._products.packed(self.form, self.form.encode(dense))
 
     def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        return self.form.linear(weight, bias, kernels)
+        return self._products.linear(self.form, weight, bias, kernels)

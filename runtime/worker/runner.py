@@ -88,7 +88,7 @@ class ModelRunner:
             device=numerics.device.type,
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
-            weight_formats=format_names(self.decoder.spec),
+            weight_formats=format_names(self.decoder.spec, numerics),
         )
 
     def _make_steps(self, num_blocks: int) -> CpuSteps | GpuSteps:

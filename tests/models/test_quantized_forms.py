@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from runtime.models import load_spec
 from runtime.quant.formats import weight_bytes, weight_formats
 from runtime.quant.forms import FORMS, Float8, Integer4, Integer8, Table
-from runtime.quant.packing import exponents, pack_nibbles, unpack_nibbles, unpack_words
+from runtime.quant.packing import exponents, unpack_nibbles, unpack_words
 from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import equal, numerics
 from tests.models.test_quantized_models import LLAMA, MIXTRAL, logits, write
+from tests.support.plain_products import PLAIN, pack_nibbles
 from tests.support.quantized import FORMATS
 
 ALL = {
@@ -70,9 +71,9 @@ def test_encoding_comes_near_and_survives_packing(name, shape):
     step = {Float8: 2**-4, Integer8: 2**-7, Integer4: 1 / 14, Table: 0.17}[type(form)]
     assert float((got - dense).abs().max()) <= step * float(dense.max() - dense.min()) + 1e-6
     if form.fits(shape):
-        packed = form.packed(weight)
+        packed = PLAIN.packed(form, weight)
         assert sum(tensor.nbytes for tensor in packed) == form.device_bytes(shape)
-        assert equal(form.dequantize(form.unpacked(packed), torch.float32), got)
+        assert equal(form.dequantize(PLAIN.unpacked(form, packed), torch.float32), got)
         again = form.dequantize(form.encode(got), torch.float32)
         torch.testing.assert_close(again, got, atol=1e-5, rtol=1e-5)
     zeros = form.dequantize(form.encode(torch.zeros(shape)), torch.float32)
@@ -89,8 +90,7 @@ def test_widening_by_pieces_changes_nothing(monkeypatch):
 
 @pytest.fixture
 def kernels_for_all(monkeypatch):
-    for form in (Float8, Integer8, Integer4, Table):
-        monkeypatch.setattr(form, "has_kernel", True)
+    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: PLAIN)
 
 
 KEPT = ["fp8-tensor", "ct-int8-channel", "ct-w4a16", "awq", "gptq-asymmetric", "bnb-nf4", "modelopt-nvfp4"]
@@ -112,8 +112,8 @@ def test_parts_that_do_not_join_are_widened(tmp_path, kernels_for_all):
 
     def bytes_of(name: str, **change) -> dict[str, int]:
         spec, _ = load_spec(LLAMA | {"quantization_config": FORMATS[name].config | change})
-        format_of = weight_formats(spec)
         half = numerics(torch.bfloat16)
+        format_of = weight_formats(spec, half)
         return {
             part: format_of(f"layers.0.{part}.weight").device_bytes(spec.shapes()[f"layers.0.{part}.weight"], half)
             for part in ("q", "v", "out", "gate")

@@ -24,6 +24,7 @@ from tests.models.test_model import open_runner
 from tests.models.test_quantized_layouts import equal, numerics
 from tests.models.test_quantized_models import logits
 from tests.support.gguf_export import export
+from tests.support.plain_products import PLAIN
 
 FORMS = {
     "Q8_0": "int8 g32", "Q4_0": "int4 g32", "Q4_1": "int4 g32 with minimums", "Q4_K": "int4 g32 with minimums",
@@ -76,10 +77,10 @@ def test_numbers_are_those_of_the_package(name):
     assert equal(read(Part(1, block.columns, 3 * block.columns)), want[:, block.columns :])
     with pytest.raises(CallboardError, match=f"begin or end within {block.columns} that are stored together"):
         read(Part(1, 0, 16))
-    kept = Kept(layout, form)
+    kept = Kept(layout, form, PLAIN)
     weight = kept.read(Blocks(raw), Location("a.weight", shape), numerics(torch.float32))
     assert sum(tensor.nbytes for tensor in weight) == kept.device_bytes(shape, numerics(torch.float32))
-    assert equal(form.dequantize(form.unpacked(weight), torch.float32), want)
+    assert equal(form.dequantize(PLAIN.unpacked(form, weight), torch.float32), want)
 
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -107,5 +108,7 @@ def test_logits_are_those_of_the_weights_that_the_package_widens(tmp_path, name,
     runner = open_runner(path)
     assert torch.equal(logits(runner), logits(open_runner(dense)))
     spec, weight_map = load_spec(checkpoint.config)
-    names = {weight_formats(spec)(parameter).name for parameter in locate_parameters(spec, weight_map, checkpoint)}
+    names = {
+        weight_formats(spec, None)(parameter).name for parameter in locate_parameters(spec, weight_map, checkpoint)
+    }
     assert names == {"dense", FORMS[kind]} if kind in FORMS else {"dense"}

@@ -12,6 +12,7 @@ from runtime.quant import METHODS
 from runtime.quant.format import Location
 from runtime.quant.formats import LAYOUTS
 from runtime.quant.quantized import Kept, Widened
+from tests.support.plain_products import PLAIN
 from tests.support.quantized import FORMATS, Format
 
 CPU = torch.device("cpu")
@@ -88,10 +89,10 @@ def test_numbers_are_those_of_the_library(name, shape):
     (got,) = widened.read(source, location, numerics(want.dtype))
     assert equal(got, want)
     if layout.form(shape).fits(shape):
-        kept = Kept(layout, layout.form(shape))
+        kept = Kept(layout, layout.form(shape), PLAIN)
         weight = kept.read(source, location, numerics(want.dtype))
         assert sum(tensor.nbytes for tensor in weight) == kept.device_bytes(shape, numerics(want.dtype))
-        assert equal(layout.form(shape).dequantize(layout.form(shape).unpacked(weight), want.dtype), want)
+        assert equal(layout.form(shape).dequantize(PLAIN.unpacked(layout.form(shape), weight), want.dtype), want)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +25,12 @@ from runtime.quant import METHODS
 from runtime.quant.dense import DENSE
 from runtime.quant.format import Weight
 from runtime.quant.formats import LAYOUTS, weight_bytes, weight_formats
-from runtime.quant.forms import FORMS, Integer8
+from runtime.quant.forms import FORMS, Form, Integer8
 from runtime.quant.layouts import OneByOne
 from runtime.quant.scheme import Scheme
 from runtime.text.tokenizer import Tokenizer
 from tests.models.test_model import open_runner
+from tests.support.plain_products import PlainProducts
 from tests.support.runner_driver import TINY, Driver, tiny_runner
 
 FLOAT32 = Numerics(torch.float32, torch.device("cpu"), "torch", packed=False, deterministic=False)
@@ -50,11 +51,16 @@ CONFIGS = {
 
 @dataclass(frozen=True, slots=True)
 class Int8Rows(Integer8):
-    """A byte for each weight and a scale for each row, with a product of its own."""
+    """A byte for each weight and a scale for each row."""
 
-    has_kernel: ClassVar[bool] = True
 
-    def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+class Int8Products(PlainProducts):
+    """Products with those codes alone."""
+
+    def takes(self, form: Form) -> bool:
+        return isinstance(form, Int8Rows)
+
+    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         codes, scale = weight
 
         def product(x: torch.Tensor) -> torch.Tensor:
@@ -79,6 +85,7 @@ def _made_up_method(monkeypatch):
     monkeypatch.setitem(METHODS, "made-up", parse)
     monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
     monkeypatch.setitem(FORMS, "made-up", INT8_ROWS)
+    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: Int8Products())
 
 
 def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:
@@ -89,7 +96,7 @@ def dense_weights(spec: DecoderSpec) -> dict[str, torch.Tensor]:
 def write_checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
     """A model in the made-up format, and the same numbers as a dense one."""
     spec, weight_map = load_spec(config | {"quantization_config": QUANTIZATION})
-    quantized, dense, format_of = {}, {}, weight_formats(spec)
+    quantized, dense, format_of = {}, {}, weight_formats(spec, FLOAT32)
     for parameter, name in weight_map.names_of(spec).items():
         dense[name] = dense_weights(spec)[parameter]
         if format_of(parameter).name == INT8_ROWS.name:
@@ -128,7 +135,7 @@ def test_memory_is_planned_for_what_is_read(tmp_path):
     quantized, _ = write_checkpoints(tmp_path, LLAMA)
     checkpoint = open_checkpoint(quantized)
     spec, weight_map = load_spec(checkpoint.config)
-    formats, locations = weight_formats(spec), locate_parameters(spec, weight_map, checkpoint)
+    formats, locations = weight_formats(spec, FLOAT32), locate_parameters(spec, weight_map, checkpoint)
     read = [formats(name).read(checkpoint, location, FLOAT32) for name, location in locations.items()]
     size = sum(tensor.nbytes for weight in read for tensor in weight)
     assert weight_bytes(spec, FLOAT32) == size < 0.6 * weight_bytes(replace(spec, quantization=None), FLOAT32)
@@ -233,7 +240,7 @@ def test_a_format_gives_a_rank_its_part_of_every_tensor(tmp_path):
     spec, weight_map = load_spec(checkpoint.config)
     whole = locate_parameters(spec, weight_map, checkpoint)
     for name, dim in (("layers.0.gate.weight", 0), ("layers.1.down.weight", 1)):
-        made_up = weight_formats(spec)(name)
+        made_up = weight_formats(spec, FLOAT32)(name)
         codes, scale = made_up.read(checkpoint, whole[name], FLOAT32)
         for rank in range(2):
             location = locate_parameters(spec, weight_map, checkpoint, rank, 2)[name]

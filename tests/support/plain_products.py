@@ -1,0 +1,53 @@
+"""Products with codes of every form, in torch: weights stay codes in tests where there is no kernel."""
+
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels import Kernels
+from runtime.kernels.linear import Linear
+from runtime.quant.format import Shape, Weight
+from runtime.quant.forms import Form, Integer4
+from runtime.quant.packing import unpack_nibbles
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes from 0 to 15, uint8 [..., 2 * n] -> uint8 [..., n], the low nibble first."""
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    packed: torch.Tensor = low | high << 4
+    return packed
+
+
+class PlainProducts:
+    """Two codes of 4 bits are a byte, the low nibble first; each product makes the weight's numbers anew."""
+
+    experts = True
+
+    def takes(self, form: Form) -> bool:
+        return True
+
+    def fits(self, form: Form, shape: Shape) -> bool:
+        return True
+
+    def packed(self, form: Form, weight: Weight) -> Weight:
+        codes, *more = weight
+        return (pack_nibbles(codes.view(torch.uint8) & 15) if form.bits == 4 else codes), *more
+
+    def unpacked(self, form: Form, weight: Weight) -> Weight:
+        codes, *more = weight
+        if form.bits == 8:
+            return weight
+        codes = unpack_nibbles(codes)
+        is_signed = isinstance(form, Integer4) and not form.has_minimum
+        return (codes ^ 8).view(torch.int8) - 8 if is_signed else codes, *more
+
+    def device_bytes(self, form: Form, shape: Shape) -> int:
+        return form.device_bytes(shape)
+
+    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, form.dequantize(self.unpacked(form, weight), x.dtype), bias)
+
+        return Linear(product, kernels.norm, kernels.activate)
+
+
+PLAIN = PlainProducts()
