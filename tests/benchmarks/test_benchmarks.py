@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.engine.profile_step import by_name
 from benchmarks.library.models import CONFIGS, spec_of
+from benchmarks.quality import divergence
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.text.tokenizer import Tokenizer
@@ -64,6 +66,14 @@ def test_published_shapes_have_their_published_number_of_weights(model, billions
     assert count / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
+def test_divergence_is_that_of_the_whole_distributions():
+    p, q = torch.randn(2, 50, 4096).mul(3).log_softmax(-1)
+    ids = p.topk(256).indices
+    whole = (p.exp() * (p - q)).sum().item()
+    assert 0.9 * whole < divergence(p.gather(1, ids), q.gather(1, ids)) < whole
+    assert divergence(p.gather(1, ids), p.gather(1, ids)) == 0
+
+
 def test_a_moment_counts_for_one_kernel():
     times = [("a", 0, 5), ("b", 3, 1), ("a", 4, 4), ("b", 10, 2)]
     events = [{"name": name, "ts": start, "dur": duration} for name, start, duration in times]
@@ -94,15 +104,22 @@ def test_lines_become_a_report(tmp_path):
         ["engine.prefill", "--model", "tiny", "--lengths", "64", "--repeats", "1", *small],
         ["serving", "--engine", "tiny", "--workloads", "sequential", "--repeats", "1", *small],
         ["engine.agreement", "--model", "tiny", "--variants", "overlap-off", "--prompts", "3", "--output", "8", *small],
+        ["quality", "--model", str(tmp_path / "tiny-8b"), "--tokens", "64", "--window", "16", "--needles", "200",
+         "--variants", "max_num_batched_tokens=8,dtype=bfloat16", "--round", "int4:32:min", *small],
         ["library.report", str(out), "--into", str(tmp_path)],
-    )
+    )  # fmt: skip
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["benchmark"] for line in lines] == ["start", "decode", "decode", "prefill", "serving", "agreement"]
+    kinds = ["start", "decode", "decode", "prefill", "serving", "agreement"]
+    assert [line["benchmark"] for line in lines] == [*kinds, "quality", "quality", "quality"]
     assert lines[2]["batch"] == 3
     assert lines[2]["decode_range"][0] <= lines[2]["decode_tok_s"] <= lines[2]["decode_range"][1]
     assert lines[3]["first_token_ms"] > 0
     assert lines[4]["requests"] == 10
     assert lines[5]["equal"] == 3
+    assert [line["scored"] for line in lines[6:]] == [60] * 3
+    assert 0 < lines[7]["kl"] < lines[8]["kl"] < 0.1
+    assert lines[8]["top1"] < lines[7]["top1"] < 1
+    assert [len(line["needles"]) for line in lines[6:]] == [8] * 3
     report = (tmp_path / "RESULTS.md").read_text()
     assert "| tiny | 3 x (20, 4) |" in report
     assert "| tiny-8b |" in report
