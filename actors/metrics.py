@@ -178,7 +178,7 @@ class MetricValues(msgspec.Struct, array_like=True):
 
 
 class Snapshot(msgspec.Struct, array_like=True, tag=9):
-    """All figures of one engine, and what vllm:cache_config_info says of it."""
+    """All figures of one engine, and what vllm:cache_config_info says of its cache and its weights."""
 
     figures: MetricValues
     cache_config: dict[str, str]
@@ -196,6 +196,7 @@ class EngineMetrics:
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_kv_blocks - 1),
             "cache_dtype": info.dtype,
+            "weights": info.weight_formats,
             "enable_prefix_caching": str(config.prefix_cache),
             "gpu_memory_utilization": str(config.gpu_memory_utilization),
         }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, RopeType
@@ -16,14 +16,11 @@ from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
 from runtime.loading.resolve import resolve
 from runtime.models import FAMILIES, load_spec
 from runtime.quant import METHODS
+from runtime.quant.at_load import quantized_at_load
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 
-if TYPE_CHECKING:
-    from runtime.kernels.numerics import Numerics
-
 _LABEL_WIDTH = 14
-_GIB = 1 << 30
 
 
 def families() -> str:
@@ -76,6 +73,7 @@ def check_model(config: EngineConfig) -> None:
     path = resolve(config.model, config.revision)
     spec, _ = load_spec(folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config)
     spec.check(config)
+    quantized_at_load(spec, config)
     load_tokenizer(path, config.chat_template)
     SamplingDefaults.load(path, config.generation_config)
 
@@ -113,11 +111,15 @@ def _positions(spec: DecoderSpec) -> str:
 
 
 def _here(config: EngineConfig, spec: DecoderSpec) -> list[str]:
-    """How the model would run on this machine."""
+    """How the model would run on this machine; raises CallboardError if its weights cannot have the form asked for."""
+    from runtime.quant.formats import check_products
+    from runtime.quant.report import weight_report
     from runtime.worker.memory import available_memory, plan_memory
     from runtime.worker.runner import choose_numerics
 
     numerics = choose_numerics(config)
+    spec = quantized_at_load(spec, config)
+    check_products(spec, numerics)
     device = numerics.device.type
     try:
         available = available_memory(numerics.device, config.gpu_memory_utilization)
@@ -126,36 +128,9 @@ def _here(config: EngineConfig, spec: DecoderSpec) -> list[str]:
         plan = f"it does not fit. {e}"
     return [
         _line("dtype", f"{numerics.dtype_name} on {device}, {numerics.backend} kernels"),
-        *_weights(spec, numerics),
+        *(_line("" if i else "weights", line) for i, line in enumerate(weight_report(spec, numerics))),
         _line("memory plan", plan),
     ]
-
-
-def _weights(spec: DecoderSpec, numerics: Numerics) -> list[str]:
-    """The lines of quantized weights: what becomes of them on the device, and which others are plain numbers there."""
-    from runtime.quant.formats import weight_formats
-    from runtime.quant.quantized import Kept, Widened
-
-    if not spec.quantization:
-        return []
-    format_of, shapes = weight_formats(spec, numerics), spec.shapes()
-    lines, plain = list[str](), dict[str, None]()
-    sizes: defaultdict[tuple[str, bool], list[tuple[int, int]]] = defaultdict(list)
-    for name, shape in shapes.items():
-        if isinstance(weight_format := format_of(name), Kept | Widened):
-            size = weight_format.form.device_bytes(shape), weight_format.device_bytes(shape, numerics)
-            sizes[weight_format.name, isinstance(weight_format, Kept)].append(size)
-        elif not name.endswith(("norm", "bias")):
-            plain[name.removesuffix(".weight").rpartition(".")[2]] = None
-    for (form, stays), of_maps in sizes.items():
-        codes, held = (sum(part) / _GIB for part in zip(*of_maps, strict=True))
-        text = f"{len(of_maps)} maps in {form}: {codes:.2f} GiB"
-        if not stays:
-            text += f", widened to {held:.2f} GiB of {numerics.dtype_name} as no kernel multiplies with these codes"
-        lines.append(_line("" if lines else "weights", text))
-    is_gguf = any(scheme.layout.startswith("gguf") for scheme in spec.quantization.values())
-    why = "are widened as they are read" if is_gguf else "are plain numbers in the checkpoint"
-    return [*lines, _line("", f"{', '.join(plain)}, norms and biases {why}")]
 
 
 def _text(config: EngineConfig, path: Path) -> list[str]:

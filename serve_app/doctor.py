@@ -33,6 +33,13 @@ gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_cou
 print(json.dumps({"cuda": torch.version.cuda, "usable": torch.cuda.is_available(),
                   "gpus": [[g.name, g.total_memory, f"{g.major}.{g.minor}"] for g in gpus]}))
 """
+_FORMS_PROBE = """
+import json
+from runtime.core.config import EngineConfig
+from runtime.quant.formats import forms_at_load
+from runtime.worker.runner import choose_numerics
+print(json.dumps([forms_at_load(choose_numerics(EngineConfig(dtype=dtype))) for dtype in ("auto", "bfloat16")]))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +70,7 @@ def findings(address: str | None) -> Iterator[Finding]:
     for package in ("callboard", "torch", "triton", "ray"):
         yield package_version(package)
     yield from gpus(_run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"), _torch)
+    yield quantization(_run(sys.executable, "-c", _FORMS_PROBE))
     yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
     yield memory(_meminfo()["MemAvailable"])
     shared = os.statvfs("/dev/shm")
@@ -108,6 +116,13 @@ def gpus(nvidia_smi: str | None, ask_torch: Callable[[], dict]) -> Iterator[Find
     else:
         for name, size, capability in seen["gpus"]:
             yield Finding("ok", "GPU", f"{name}, {size / _GIB:.0f} GiB, capability {capability}, CUDA {seen['cuda']}")
+
+
+def quantization(answer: str | None) -> Finding:
+    """The forms that weights are multiplied with in 8 and 4 bits here; `answer`: what _FORMS_PROBE prints."""
+    usual, in_half = json.loads(answer) if answer else ([], [])
+    text = ", ".join(usual or in_half) or "none: quantized weights are widened as they are read"
+    return Finding("ok", "quantization", f"{text} with --dtype bfloat16" if in_half and not usual else text)
 
 
 def memory(available: int) -> Finding:

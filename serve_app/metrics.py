@@ -268,6 +268,8 @@ class _Collector:
             yield family
         for engine, snapshot in self._snapshots.items():
             info = {"model_name": self._model, "engine": engine, **snapshot.cache_config}
-            cache = GaugeMetricFamily("vllm:cache_config_info", "The KV cache, in labels.", labels=list(info))
+            cache = GaugeMetricFamily(
+                "vllm:cache_config_info", "The KV cache and the weights, in labels.", labels=list(info)
+            )
             cache.add_metric(list(info.values()), 1)
             yield cache

@@ -79,7 +79,7 @@ class RayMetrics:
         if (found := self._metrics.get(name)) is None:
             metric = METRICS.get(name)
             label = (metric.label,) if metric is not None and metric.label else ()
-            about = (name.replace(":", "_"), metric.help if metric else "The KV cache, in labels.")
+            about = (name.replace(":", "_"), metric.help if metric else "The KV cache and the weights, in labels.")
             keys = labels or (*_LABELS, *label)
             if histogram is not None:
                 found = ray_metrics.Histogram(*about, boundaries=list(histogram.bounds), tag_keys=keys)

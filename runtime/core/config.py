@@ -49,6 +49,14 @@ class EngineConfig:
     chat_template: str | None = setting(
         None, "file with a chat template (Jinja) in place of the model's own, at this path on every node"
     )
+    quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
+        "auto",
+        "weights of linear maps on the device: auto as the file has them, none as plain numbers; else those of a file "
+        "with plain numbers become codes of 8 or 4 bits as they are read",
+    )
+    head_quantization: Literal["auto", "none", "fp8", "int8"] = setting(
+        "auto", "the same of the output head; auto is plain numbers unless the file has codes"
+    )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs; auto takes a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "compute dtype; auto is bfloat16 on a GPU and float32 on a CPU"
@@ -97,6 +105,9 @@ class EngineConfig:
         "who guesses tokens for the model to verify, several a step: a smaller model with the same tokenizer, given as "
         "`model` is, or ngram, which looks them up in the request itself",
     )
+    draft_quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
+        "auto", "quantization of a draft model"
+    )
     draft_device: Literal["auto", "shared", "own", "cpu"] = setting(
         "auto", "where a draft model runs: on the model's device (auto, shared), on a GPU of its own, or on the CPU"
     )
@@ -140,6 +151,8 @@ class EngineConfig:
             self,
             model=self.draft or "",
             revision=None,
+            quantization=self.draft_quantization,
+            head_quantization="auto",
             draft=None,
             device="cpu" if self.draft_device == "cpu" else self.device,
             tensor_parallel_size=1,

@@ -74,10 +74,8 @@ class Decoder:
         self.position_embed = read("positions")[0] if spec.learned_positions else None
         self.layers = [self._layer(i, read) for i in range(spec.num_layers)]
         self.final_norm = self._norm("final_norm", read)
-        if spec.tied_head:
-            self.head = self.kernels.linear(self.embed, None)
-        else:
-            self.head = self.format_of("head").linear(read("head"), None, self.kernels)
+        head = self.format_of("head")
+        self.head = head.linear(head.encode(self.embed) if spec.tied_head else read("head"), None, self.kernels)
 
     def _layer(self, index: int, read: ReadWeight) -> Layer:
         spec, prefix = self.spec, f"layers.{index}."
@@ -153,6 +151,8 @@ class Decoder:
         read = read_from(source, spec, weight_map, numerics)
         start = time.perf_counter()
         decoder = cls(spec, numerics, num_positions, read)
+        if numerics.device.type == "cuda":
+            torch.cuda.synchronize()
         size = weight_bytes(spec, numerics)
         logger.info("weights: %.2f GiB read in %.1f s", size / (1 << 30), time.perf_counter() - start)
         return decoder

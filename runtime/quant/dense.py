@@ -36,13 +36,7 @@ class Dense(WeightFormat):
         return math.prod(shape) * (4 if in_float32 else numerics.dtype.itemsize)
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
-        name, dtype, device = location.name, numerics.dtype, numerics.device
-        if not location.parts:
-            tensor = source.tensor(name, dtype, device)
-        else:
-            dim = location.parts[0].dim ^ location.transposed
-            tensor = torch.cat([source.tensor(name, dtype, device, p._replace(dim=dim)) for p in location.parts], dim)
-        return (tensor.t().contiguous() if location.transposed else tensor,)
+        return (read_plain(source, location, numerics.dtype, numerics.device),)
 
     def encode(self, dense: torch.Tensor) -> Weight:
         return (dense,)
@@ -54,6 +48,17 @@ class Dense(WeightFormat):
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
         return kernels.experts(spec, router.product, ((gate_up[0], down[0]) for gate_up, down in weights))
+
+
+def read_plain(source: TensorSource, location: Location, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The parts of a tensor of plain numbers that the location names, [out, in] if it is a weight."""
+    name = location.name
+    if not location.parts:
+        tensor = source.tensor(name, dtype, device)
+    else:
+        dim = location.parts[0].dim ^ location.transposed
+        tensor = torch.cat([source.tensor(name, dtype, device, p._replace(dim=dim)) for p in location.parts], dim)
+    return tensor.t().contiguous() if location.transposed else tensor
 
 
 DENSE = Dense()

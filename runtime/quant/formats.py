@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
+import torch
+
 from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
+from runtime.quant.at_load import GROUPS, PLAIN
 from runtime.quant.dense import DENSE
 from runtime.quant.format import Shape, WeightFormat
-from runtime.quant.forms import Form
+from runtime.quant.forms import Form, form_of
 from runtime.quant.gguf_blocks import TYPES, GgufBlocks
-from runtime.quant.layouts import Awq, BitsAndBytes4, Gptq, Layout, Nibbles, OneByOne, PackedWords
+from runtime.quant.layouts import Awq, BitsAndBytes4, Gptq, Layout, Nibbles, OneByOne, PackedWords, Plain
 from runtime.quant.products import products_of
 from runtime.quant.quantized import Kept, Widened
 from runtime.quant.scheme import Scheme
@@ -34,6 +39,7 @@ LAYOUTS: dict[str, Callable[[Scheme], Layout]] = {  # by the scheme's
     "bitsandbytes nested": partial(BitsAndBytes4, nested=True),
     "modelopt fp8": OneByOne,
     "modelopt nvfp4": partial(Nibbles, codes="weight", scale="weight_scale", of_tensor="weight_scale_2"),
+    PLAIN: Plain,
     **dict.fromkeys((f"gguf {name}" for name in TYPES), GgufBlocks),
     "mxfp4": partial(Nibbles, codes="weight_blocks", scale="weight_scales", size=16),
 }
@@ -43,7 +49,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     """The format of each parameter of `spec.shapes()` by name; the parts of a fused map get one that joins.
 
     Without numerics, for what is stored in a checkpoint alone."""
-    schemes, shapes = spec.quantization, spec.shapes()
+    schemes, shapes = spec.quantization, {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes()
     products = products_of(numerics) if numerics else None
     if not schemes:
         return lambda parameter: DENSE
@@ -58,17 +64,17 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         if experts:
             of_experts[layer].append(name)
 
-    def form_of(parameter: str) -> Form | None:
+    def own_form(parameter: str) -> Form | None:
         scheme = schemes.get(parameter)
-        return layout_of(scheme).form(shapes[parameter]) if scheme else None
+        return layout_of(scheme).form(shapes[parameter]) if scheme and not scheme.widened else None
 
     @cache
     def agree(names: tuple[str, ...]) -> bool:
-        form = form_of(names[0])
+        form = own_form(names[0])
         if form is None or products is None or not products.takes(form) or (form.rows > 1 and is_turned):
             return False
         return all(
-            form_of(name) == form and form.fits(shapes[name]) and products.fits(form, shapes[name]) for name in names
+            own_form(name) == form and form.fits(shapes[name]) and products.fits(form, shapes[name]) for name in names
         )
 
     def stays(parameter: str) -> bool:
@@ -89,8 +95,10 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
 
     @cache
     def format_of(parameter: str) -> WeightFormat:
-        scheme = schemes.get(parameter)
-        return of_kind(scheme, shapes[parameter], stays(parameter)) if scheme else DENSE
+        if (scheme := schemes.get(parameter)) is None:
+            return DENSE
+        stay = stays(parameter)
+        return DENSE if scheme.layout == PLAIN and not stay else of_kind(scheme, shapes[parameter], stay)
 
     return format_of
 
@@ -106,6 +114,37 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     """The bytes of all parameters on the device."""
     format_of = weight_formats(spec, numerics)
     size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
-    if numerics.packed and spec.tied_head:  # the packed head is a second copy of the embedding
-        size += DENSE.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
+    head = format_of("head")
+    if spec.tied_head and (numerics.packed or head is not DENSE):  # it is a second copy of the embedding, in its layout
+        size += head.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
     return size
+
+
+def forms_on_device(spec: DecoderSpec, numerics: Numerics) -> dict[str, str]:
+    """The forms of the parameters that are codes on the device."""
+    format_of = weight_formats(spec, numerics)
+    formats = {name: format_of(name) for name in spec.quantization or ()}
+    return {name: each.name for name, each in formats.items() if isinstance(each, Kept)}
+
+
+def forms_at_load(numerics: Numerics) -> list[str]:
+    """The forms that plain weights can become as they are read, as something multiplies with them on this device."""
+    products = products_of(numerics)
+    forms = {name: form_of(Scheme(PLAIN, name, columns=groups[0])) for name, groups in GROUPS.items()}
+    return [name for name, form in forms.items() if products is not None and products.takes(form)]
+
+
+def check_products(spec: DecoderSpec, numerics: Numerics) -> None:
+    """Raises CallboardError if plain weights are to become codes of a form that nothing multiplies with here."""
+    schemes = (spec.quantization or {}).items()
+    wanted = {scheme.values: name for name, scheme in schemes if scheme.layout == PLAIN}
+    can = forms_at_load(numerics)
+    for form, name in wanted.items():
+        if form not in can:
+            field = "head_quantization" if name == "head" else "quantization"
+            in_half = forms_at_load(replace(numerics, dtype=torch.bfloat16))
+            advice = f"use {' or '.join(can or in_half)}{'' if can else ' with dtype=bfloat16'}"
+            raise CallboardError(
+                f"{field} is {form}, which nothing multiplies with in {numerics.dtype_name} on {numerics.device.type} "
+                f"({numerics.backend} kernels); {advice if can or in_half else 'leave it at auto'}."
+            )

@@ -174,15 +174,21 @@ class Table(Form):
         return (_scale(low, high, max(map(abs, self.table))),)
 
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
-        table, order = _on_device(self.table, numbers.device).sort()
-        between = (table[1:] + table[:-1]) / 2
-        return order.to(torch.uint8)[torch.bucketize(numbers, between, out_int32=True)]
+        between, order = _nearest_in(self.table, numbers.device)
+        return order[torch.bucketize(numbers, between, out_int32=True)]
+
+
+@cache  # a copy to a GPU would wait for all that runs there
+def _on_device(table: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """A table of numbers."""
+    return torch.tensor(table, device=device)
 
 
 @cache
-def _on_device(table: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """A table of numbers; a copy to a GPU would wait for all that runs there."""
-    return torch.tensor(table, device=device)
+def _nearest_in(table: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The middles between neighbouring numbers of a table, in rising order, and the places of the numbers."""
+    numbers, order = _on_device(table, device).sort()
+    return (numbers[1:] + numbers[:-1]) / 2, order.to(torch.uint8)
 
 
 def _scale(low: torch.Tensor, high: torch.Tensor, largest: float) -> torch.Tensor:

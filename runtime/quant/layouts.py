@@ -16,6 +16,7 @@ import torch
 
 from runtime.core.sharding import Part
 from runtime.core.types import CallboardError
+from runtime.quant.dense import DENSE, read_plain
 from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight
 from runtime.quant.forms import Form, Table, form_of
 from runtime.quant.packing import exponents, unpack_nibbles, unpack_words
@@ -84,9 +85,10 @@ class Layout(ABC):
         """The form that a weight of this shape is read into."""
         return self._form
 
-    @abstractmethod
     def grids(self) -> dict[str, Grid]:
-        """The tensors by the names that they have in their module."""
+        """The tensors by the names that they have in their module, for layouts that leave `stored` and `read` as they
+        are here."""
+        return {}
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
@@ -135,6 +137,27 @@ class Layout(ABC):
         if not torch.equal(order, columns):
             raise CallboardError("its columns are reordered (g_idx), which desc_act or actorder of the config denies.")
         return codes, *shared
+
+
+class Plain(Layout):
+    """Numbers that are encoded on the device as they are read: what a file with plain weights is quantized by."""
+
+    def stored(self, location: Location) -> dict[str, StoredTensor]:
+        return DENSE.stored(location)
+
+    def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
+        parts = location.parts
+        if (
+            parts and parts[0].dim == 1 and not self._form.columns
+        ):  # a row has the scale of all its columns on each rank
+            codes, scale = self.read(source, location._replace(parts=()), device)
+            return torch.cat([codes[:, part.start : part.stop] for part in parts], 1), scale
+        stored = source.dtype(location.name)
+        weight = read_plain(source, location, stored if stored in _SCALES else torch.float32, device)
+        return self.unpack({"weight": weight}, location.shape)
+
+    def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
+        return self._form.encode(tensors["weight"])
 
 
 class OneByOne(Layout):
@@ -304,9 +327,6 @@ class BitsAndBytes4(Layout):
 
     def form(self, shape: Shape) -> Form:
         return replace(self._form, columns=gcd(self.scheme.columns, shape[1]))  # scales may end within a row
-
-    def grids(self) -> dict[str, Grid]:
-        return {}
 
     def stored(self, location: Location) -> dict[str, StoredTensor]:
         blocks = -(-prod(location.shape) // self.scheme.columns)

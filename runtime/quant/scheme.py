@@ -20,6 +20,7 @@ class Scheme:
     columns: int = 0  # columns that share a scale; 0: all
     symmetric: bool = True  # the codes have no zero points
     reordered: bool = False  # the columns of a group need not be neighbours: a tensor has the group of each
+    widened: bool = False  # plain numbers on the device, whatever multiplies with such codes there
 
 
 # A function of our parameter ("head", "layers.3.q.weight") and of the name of its module in the checkpoint

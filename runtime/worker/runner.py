@@ -23,7 +23,9 @@ from runtime.core.types import CallboardError
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear import can_pack
 from runtime.kernels.numerics import Numerics
-from runtime.quant.formats import format_names
+from runtime.quant.at_load import quantized_at_load
+from runtime.quant.formats import check_products, format_names, forms_on_device
+from runtime.quant.report import weight_report
 from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState
@@ -50,8 +52,8 @@ class ModelRunner:
     ) -> None:
         """Plan the memory, load the model, allocate the KV cache, warm up.
 
-        Raises CallboardError if the model is damaged or does not fit into memory; the last before any weight is
-        read."""
+        Raises CallboardError if the model is damaged, or, before any weight is read, if it does not fit into memory or
+        its weights cannot have the form that is asked for."""
         self.numerics = numerics = choose_numerics(config)
         self.config = config = config.sized_for(numerics.device.type)
         self.rank, self.world_size, self.is_draft = rank, world_size, is_draft
@@ -59,8 +61,12 @@ class ModelRunner:
         if numerics.device.type == "cpu":
             torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         available = available_memory(numerics.device, config.gpu_memory_utilization)
-        self.memory: MemoryPlan = plan_memory(config, source.spec, numerics, available)
-        self.decoder = source.load(numerics, self.memory.max_model_len)
+        spec = quantized_at_load(source.spec, config)
+        check_products(spec, numerics)
+        self.memory: MemoryPlan = plan_memory(config, spec, numerics, available)
+        for line in weight_report(spec, numerics):
+            logger.info("weights: %s", line)
+        self.decoder = source.load(spec, numerics, self.memory.max_model_len)
         self.grammar_state = GrammarState(source.spec.vocab_size, is_draft)
         if numerics.backend == "triton" and numerics.device.type == "cuda":
             self._measure_memory()
@@ -75,11 +81,12 @@ class ModelRunner:
             self.grammar_state.serve(read_vocabulary)
 
     def _describe(self, weights_fingerprint: str) -> ModelInfo:
-        numerics, memory = self.numerics, self.memory
-        identity = (weights_fingerprint, numerics.dtype_name, numerics.backend, numerics.deterministic)
+        numerics, memory, spec = self.numerics, self.memory, self.decoder.spec
+        forms = forms_on_device(spec, numerics)
+        identity = (weights_fingerprint, numerics.dtype_name, numerics.backend, numerics.deterministic, forms)
         return ModelInfo(
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
-            vocab_size=self.decoder.spec.vocab_size,
+            vocab_size=spec.vocab_size,
             max_model_len=memory.max_model_len,
             eos_token_ids=self.eos_token_ids,
             num_kv_blocks=memory.num_kv_blocks,
@@ -88,7 +95,7 @@ class ModelRunner:
             device=numerics.device.type,
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
-            weight_formats=format_names(self.decoder.spec, numerics),
+            weight_formats=format_names(spec, numerics),
         )
 
     def _make_steps(self, num_blocks: int) -> CpuSteps | GpuSteps:

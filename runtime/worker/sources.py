@@ -31,8 +31,8 @@ class ModelSource(Protocol):
     def fingerprint(self) -> str:
         """Tells these weights from all others, and is equal wherever they are."""
 
-    def load(self, numerics: Numerics, max_model_len: int) -> Decoder:
-        """Read the weights."""
+    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
+        """Read the weights; `spec` is this source's, perhaps with weights in other forms."""
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         """Reads the tokens that grammars choose from, which takes a while. None: the model serves no grammars."""
@@ -56,8 +56,8 @@ class CheckpointSource:
     def fingerprint(self) -> str:
         return self.checkpoint.fingerprint
 
-    def load(self, numerics: Numerics, max_model_len: int) -> Decoder:
-        return Decoder.load(self.checkpoint, self.spec, self.weight_map, numerics, max_model_len)
+    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
+        return Decoder.load(self.checkpoint, spec, self.weight_map, numerics, max_model_len)
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary]:
         return lambda: Vocabulary.of(Tokenizer.load(self.path), info)
@@ -76,8 +76,8 @@ class DummySource:
     def fingerprint(self) -> str:
         return f"dummy-{self.seed}-{self.spec}"
 
-    def load(self, numerics: Numerics, max_model_len: int) -> Decoder:
-        return Decoder.dummy(self.spec, numerics, max_model_len, self.seed)
+    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
+        return Decoder.dummy(spec, numerics, max_model_len, self.seed)
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         vocabulary = self.vocabulary

@@ -5,15 +5,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runtime.core.config import EngineConfig
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.models import load_spec
+from runtime.models.decoder import Decoder
+from runtime.quant.at_load import GROUPS, quantized_at_load
 from runtime.quant.format import Location
-from runtime.quant.formats import LAYOUTS
+from runtime.quant.formats import LAYOUTS, forms_at_load, weight_bytes
 from runtime.quant.gguf import parse
 from runtime.quant.quantized import Widened
+from runtime.quant.scheme import Scheme
 from tests.models.test_quantized_gguf import FORMS as GGUF_FORMS
 from tests.models.test_quantized_gguf import random_blocks
-from tests.models.test_quantized_layouts import equal, layout_of, random_weight
+from tests.models.test_quantized_layouts import Tensors, equal, layout_of, random_weight
+from tests.models.test_quantized_models import LLAMA
 from tests.support.quantized import FORMATS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -50,3 +56,33 @@ def test_blocks_of_gguf(name):
     scheme = parse({"types": {"a.weight": name}})("", "a")
     got, want = both(LAYOUTS[scheme.layout](scheme), Source(), Location("a.weight", (264, 4 * columns)))
     assert equal(got, want)
+
+
+@pytest.mark.parametrize("form", GROUPS)
+def test_plain_weights_become_the_same_codes(form):
+    dense, _ = random_weight((1000, 1024))
+    layout = LAYOUTS["plain"](Scheme("plain", form, columns=GROUPS[form][0]))
+    source, location = Tensors({"weight": dense.bfloat16()}), Location("weight", (1000, 1024))
+    got, want = (layout.read(source, location, torch.device(device)) for device in ("cuda", "cpu"))
+    assert all(equal(mine.cpu(), theirs) for mine, theirs in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("form", GROUPS)
+def test_a_load_needs_a_fused_map_beside_the_quantized_model(form):
+    numerics = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
+    if form not in forms_at_load(numerics):
+        pytest.skip(f"no product with {form} here")
+    hidden, ffn = 2048, 8192
+    config = LLAMA | {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": 8}
+    spec, weight_map = load_spec(config | {"num_attention_heads": 16, "num_key_value_heads": 16})
+    zeros = {name: torch.zeros(spec.shapes()[parameter]) for parameter, name in weight_map.names_of(spec).items()}
+    source = Tensors({name: tensor.bfloat16() for name, tensor in zeros.items()})
+    spec = quantized_at_load(spec, EngineConfig(quantization=form))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    decoder = Decoder.load(source, spec, weight_map, numerics, 64)
+    peak, size = torch.cuda.max_memory_allocated() - before, weight_bytes(decoder.spec, numerics)
+    assert size < 0.6 * sum(2 * tensor.numel() for tensor in zeros.values())
+    pieces = 40 * (1 << 22)  # what is encoded at once, in float32 and as places in a table
+    assert peak < size + 2 * 2 * ffn * hidden + pieces

@@ -93,6 +93,7 @@ async def test_every_metric_is_there_from_the_start_with_vllms_labels(fronts):
             assert sample.value == 0 or name == "vllm:kv_cache_usage_perc"
     (info,) = families["vllm:cache_config_info"].samples
     assert (info.labels["block_size"], info.labels["num_gpu_blocks"], info.value) == ("4", "199", 1)
+    assert (info.labels["model_name"], info.labels["weights"]) == (MODEL, "dense")
 
 
 async def test_a_known_load_gives_exact_counts(fronts):

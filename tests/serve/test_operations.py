@@ -91,8 +91,8 @@ def test_the_doctor_tells_of_everything_and_what_to_fix():
         port = closed.getsockname()[1]
     command = [sys.executable, "-m", "serve_app.cli", "doctor"]
     good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    for name in ("python", "callboard", "torch", "triton", "ray", "GPU", "cores", "memory", "shared memory",
-                 "open files", "HAProxy", "model cache", "Ray cluster"):  # fmt: skip
+    for name in ("python", "callboard", "torch", "triton", "ray", "GPU", "quantization", "cores", "memory",
+                 "shared memory", "open files", "HAProxy", "model cache", "Ray cluster"):  # fmt: skip
         assert name in good.stdout, name
     assert good.returncode == ("fail" in good.stdout)
     bad = subprocess.run([*command, "--address", f"127.0.0.1:{port}"], cwd=ROOT, capture_output=True, text=True)
@@ -108,6 +108,13 @@ def test_the_doctors_limits():
     assert doctor.open_files(1024, 1 << 20).fix.endswith("ulimit -n 65536")
     assert doctor.open_files(65536, 65536).level == "ok"
     assert doctor.memory(1 << 30).level == "warn"
+
+
+def test_the_doctor_on_quantization():
+    assert doctor.quantization('[["fp8", "int4"], ["fp8", "int4"]]').value == "fp8, int4"
+    assert doctor.quantization('[[], ["int8", "int4"]]').value == "int8, int4 with --dtype bfloat16"
+    assert doctor.quantization("[[], []]").value == "none: quantized weights are widened as they are read"
+    assert doctor.quantization(None).value == doctor.quantization("[[], []]").value
 
 
 @pytest.mark.parametrize(

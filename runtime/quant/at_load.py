@@ -1,0 +1,73 @@
+"""Quantization that a user asks for: plain weights become codes as they are read, or codes become plain numbers.
+
+Torch is not imported here: what a configuration cannot ask of a model is told before anything is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from math import gcd
+
+from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.sharding import parts_of
+from runtime.core.types import CallboardError
+from runtime.quant.scheme import Scheme
+
+PLAIN = "plain"  # the layout of weights that are encoded as they are read
+# Of each form, the columns that share a scale: the first number that divides those of a rank. 0: all, on all ranks.
+GROUPS = {"fp8": (0,), "int8": (0,), "int4": (128, 64, 32), "nf4": (64, 32)}
+
+
+def quantized_at_load(spec: DecoderSpec, config: EngineConfig) -> DecoderSpec:
+    """The spec with the schemes that `config` wants for its linear maps and its head.
+
+    The embedding, routers, norms and biases stay plain; a tied head does with the embedding, unless head_quantization
+    names a form. Raises CallboardError if the checkpoint has codes of another form already."""
+    schemes: dict[str, Scheme] = dict(spec.quantization or {})
+    maps = [name for name in spec.shapes() if name.endswith(".weight") and ".router." not in name]
+    of_maps, of_head = config.quantization, config.head_quantization
+    if of_maps == "none" and of_head == "auto":
+        of_head = "none"
+    for field, form, names in (("quantization", of_maps, maps), ("head_quantization", of_head, ["head"])):
+        stored = {name: schemes[name] for name in names if name in schemes}
+        if form == "none":
+            schemes |= {name: replace(scheme, widened=True) for name, scheme in stored.items()}
+        elif form != "auto" and stored:
+            _check_stored(field, form, stored)
+        elif form != "auto":
+            schemes |= _schemes(spec, names, form, config.tensor_parallel_size)
+    return replace(spec, quantization=schemes or None)
+
+
+def _check_stored(field: str, form: str, stored: Mapping[str, Scheme]) -> None:
+    """A checkpoint may be told to be what it is, by the form of most of its weights."""
+    (most, _), *others = Counter(scheme.values for scheme in stored.values()).most_common()
+    if most != form:
+        found = ", ".join([most, *(other for other, _ in others)])
+        raise CallboardError(
+            f"{field} is {form}, but the checkpoint's weights are {found} already; leave it at auto, or take a "
+            "checkpoint with weights in bfloat16."
+        )
+
+
+def _schemes(spec: DecoderSpec, names: list[str], form: str, world_size: int) -> dict[str, Scheme]:
+    """Schemes with the largest groups that divide the columns of a rank; all experts of a layer have the same."""
+    shapes, schemes = {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes(), dict[str, Scheme]()
+    columns = defaultdict[str, int](int)
+    for name in names:
+        parts = parts_of(spec, name, 0, world_size)
+        own = next((part.stop - part.start for part in parts if part.dim == 1), shapes[name][1])
+        columns[_together(name)] = gcd(columns[_together(name)], own)
+    *groups, smallest = GROUPS[form]
+    for name in names:
+        group = next((group for group in groups if columns[_together(name)] % group == 0), smallest)
+        schemes[name] = Scheme(PLAIN, form, columns=group)
+    return schemes
+
+
+def _together(name: str) -> str:
+    """The name of a weight, or of the layer whose experts it is one of."""
+    layer, experts, _ = name.partition(".experts.")
+    return layer if experts else name

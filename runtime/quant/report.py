@@ -1,0 +1,53 @@
+"""The weights of a model as they will be on a device, in sentences for `callboard inspect` and the log."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.kernels.numerics import Numerics
+from runtime.quant.at_load import PLAIN
+from runtime.quant.formats import weight_formats
+from runtime.quant.quantized import Kept, Widened
+
+_GIB = 1 << 30
+
+
+def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
+    """The forms of quantized weights with their bytes on the device, and which others are plain numbers there, and why;
+    nothing of a model whose weights are all plain."""
+    schemes, dtype = spec.quantization or {}, numerics.dtype_name
+    if not schemes:
+        return []
+    format_of = weight_formats(spec, numerics)
+    shapes = spec.shapes() | {"head": (spec.vocab_size, spec.hidden_size)}
+    if spec.tied_head and "head" not in schemes:
+        del shapes["head"]
+    sizes: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    not_taken, plain = dict[str, None](), dict[str, None]()
+    for name, shape in shapes.items():
+        weight_format, scheme = format_of(name), schemes.get(name)
+        size = weight_format.device_bytes(shape, numerics)
+        if scheme and isinstance(weight_format, Kept):
+            how = ", quantized as they are read" if scheme.layout == PLAIN else ""
+            sizes[weight_format.name, how].append((size, size))
+        elif scheme and isinstance(weight_format, Widened):
+            why = "quantization is none" if scheme.widened else "no kernel multiplies with these codes"
+            sizes[weight_format.name, why].append((weight_format.form.device_bytes(shape), size))
+        elif not name.endswith(("norm", "bias")):
+            (not_taken if scheme else plain)[name.removesuffix(".weight").rpartition(".")[2]] = None
+    lines = []
+    for (form, text), of_maps in sizes.items():
+        codes, held = (sum(part) / _GIB for part in zip(*of_maps, strict=True))
+        how = text if held == codes else f", widened to {held:.2f} GiB of {dtype} as {text}"
+        lines.append(f"{len(of_maps)} maps in {form}: {codes:.2f} GiB{how}")
+    if not_taken:
+        lines.append(f"{', '.join(not_taken)} stay {dtype}, as no kernel takes such codes in their shape")
+    layouts = {scheme.layout for scheme in schemes.values()}
+    if layouts == {PLAIN}:
+        why = f"stay {dtype}{'; head_quantization is for the head' if 'head' not in schemes else ''}"
+    elif any(layout.startswith("gguf") for layout in layouts):
+        why = "are widened as they are read"
+    else:
+        why = "are plain numbers in the checkpoint"
+    return [*lines, f"{', '.join(plain)}, norms and biases {why}"]

@@ -1,0 +1,291 @@
+"""`quantization` of plain checkpoints: the bits of a checkpoint that was quantized before, within the memory that is
+planned; and what cannot be asked for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from runtime.core.config import EngineConfig
+from runtime.core.sharding import Part
+from runtime.core.types import CallboardError
+from runtime.inspection import check_model, model_report
+from runtime.models import load_spec
+from runtime.models.decoder import Decoder
+from runtime.models.weights import random_parameter
+from runtime.quant.at_load import quantized_at_load
+from runtime.quant.format import Location
+from runtime.quant.formats import LAYOUTS, weight_bytes
+from runtime.quant.forms import FORMS
+from runtime.quant.report import weight_report
+from runtime.quant.scheme import Scheme
+from runtime.text.tokenizer import Tokenizer
+from tests.models.test_model import open_runner
+from tests.models.test_quantized_layouts import CPU, Tensors, equal, numerics, random_weight, source_of
+from tests.models.test_quantized_models import LLAMA, MIXTRAL, PHI, logits
+from tests.support.plain_products import PLAIN
+from tests.support.quantized import FORMATS
+from tests.support.runner_driver import TINY, tiny_runner
+
+WIDE = {"hidden_size": 96, "intermediate_size": 256}  # groups of 32, and of 128 in down but that of experts
+ROWS = {"strategy": "channel", "symmetric": True}
+GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
+
+
+def _config(file_format: str, **targets: dict) -> dict:
+    groups = {name: {"targets": [of], "weights": weights} for name, (of, weights) in targets.items()}
+    return {"quant_method": "compressed-tensors", "format": file_format, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+CONFIGS = {  # of checkpoints as llm-compressor and bitsandbytes write them
+    "fp8": _config("float-quantized", all=("Linear", ROWS | {"num_bits": 8, "type": "float"})),
+    "int8": _config("int-quantized", all=("Linear", ROWS | {"num_bits": 8, "type": "int"})),
+    "int4": _config(
+        "pack-quantized",
+        down=("re:.*down_proj", GROUPS | {"group_size": 128}),
+        others=("Linear", GROUPS | {"group_size": 32}),
+    ),
+    "nf4": FORMATS["bnb-nf4"].config,
+}
+
+
+@pytest.fixture(autouse=True)
+def _products_with_all(monkeypatch):
+    monkeypatch.setattr("runtime.quant.formats.products_of", lambda numerics: PLAIN)
+
+
+def plain_tensors(config: dict) -> dict[str, torch.Tensor]:
+    """By parameter, in bfloat16."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = load_spec(config)[0].shapes()
+    return {name: random_parameter(name, shape, generator).bfloat16() for name, shape in shapes.items()}
+
+
+def stored(form: str, parameter: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a weight that is encoded as it is at a load, in a checkpoint of CONFIGS."""
+    rows = len(weight)
+    group = {"int4": 128 if parameter.endswith("down.weight") and "experts" not in parameter else 32, "nf4": 64}.get(
+        form, 0
+    )
+    codes, scale = replace(FORMS[form], columns=group).encode(weight)
+    match form:
+        case "int4":
+            words = ((codes.long() & 15) ^ 8).view(rows, -1, 8) << torch.arange(0, 32, 4)
+            packed = words.sum(-1).to(torch.uint32).view(torch.int32)
+            return {"weight_packed": packed, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
+        case "nf4":
+            pairs, state = codes.view(-1, 2), {"shape": list(weight.shape), "blocksize": 64}
+            return {
+                "weight": pairs[:, :1] << 4 | pairs[:, 1:],
+                "weight.absmax": scale.flatten(),
+                "weight.quant_map": torch.tensor(FORMS["nf4"].table),
+                "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode())).byte(),
+            }
+    return {"weight": codes, "weight_scale": scale}
+
+
+def write(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_both(folder: Path, form: str, config: dict) -> tuple[Path, Path]:
+    """A plain checkpoint, and the one that it becomes."""
+    names = load_spec(config)[1].names_of(load_spec(config)[0])
+    plain, quantized = {}, {}
+    for parameter, weight in plain_tensors(config).items():
+        name = names[parameter]
+        plain[name] = quantized[name] = weight
+        if parameter.endswith(".weight") and ".router." not in parameter:
+            del quantized[name]
+            quantized |= {
+                name.removesuffix("weight") + own: each for own, each in stored(form, parameter, weight).items()
+            }
+    stated = config | {"quantization_config": CONFIGS[form]}
+    return write(folder / "plain", config, plain), write(folder / "quantized", stated, quantized)
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+@pytest.mark.parametrize("family", [LLAMA, MIXTRAL, PHI], ids=lambda config: config["architectures"][0])
+def test_a_model_has_the_bits_of_a_quantized_checkpoint(tmp_path, form, family):
+    plain, quantized = write_both(tmp_path, form, family | ({"intermediate_size": 192} if form == "nf4" else WIDE))
+    got, want = open_runner(plain, dtype="bfloat16", quantization=form), open_runner(quantized, dtype="bfloat16")
+    assert got.info.weight_formats == want.info.weight_formats
+    assert form in got.info.weight_formats
+    assert torch.equal(logits(got), logits(want))
+    assert got.memory.weights == want.memory.weights < 0.8 * open_runner(plain, dtype="bfloat16").memory.weights
+
+
+def test_forms_are_in_the_fingerprint(tmp_path):
+    """Blocks of another form's keys and values are never taken for this one's."""
+    plain, quantized = write_both(tmp_path, "fp8", LLAMA)
+    asked = [{}, {"quantization": "fp8"}, {"quantization": "int8"}, {"head_quantization": "int8"}]
+    prints = [open_runner(plain, **config).info.fingerprint for config in asked]
+    prints += [open_runner(quantized, **config).info.fingerprint for config in ({}, {"quantization": "none"})]
+    assert len(set(prints)) == 6
+    assert open_runner(plain, quantization="none").info.fingerprint == prints[0]
+    assert open_runner(quantized, quantization="fp8").info.fingerprint == prints[4]
+
+
+def test_none_widens_what_a_checkpoint_has(tmp_path):
+    _, quantized = write_both(tmp_path, "int8", LLAMA)
+    runner = open_runner(quantized, dtype="bfloat16", quantization="none")
+    spec, _ = load_spec(LLAMA)
+    assert runner.memory.weights == weight_bytes(spec, runner.numerics)
+    assert (
+        "widened to 0.00 GiB of bfloat16 as quantization is none"
+        in weight_report(runner.decoder.spec, runner.numerics)[0]
+    )
+    # The products of the codes are computed with the same numbers.
+    torch.testing.assert_close(logits(runner), logits(open_runner(quantized, dtype="bfloat16")), atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_has_a_form_of_its_own(tmp_path, tied):
+    config = LLAMA | {"tie_word_embeddings": tied}
+    plain, _ = write_both(tmp_path, "fp8", config)
+    runner = open_runner(plain, dtype="bfloat16", head_quantization="int8")
+    codes, scale = FORMS["int8"].encode(plain_tensors(config)["embed" if tied else "head"])
+    hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = torch.nn.functional.linear(hidden, (codes * scale).bfloat16())
+    assert torch.equal(runner.decoder.head.product(hidden), want)
+    assert runner.memory.weights == weight_bytes(runner.decoder.spec, runner.numerics)
+    dense = open_runner(plain, dtype="bfloat16")
+    more = 101 * 64 + 4 * 101 - (0 if tied else 2 * 101 * 64)
+    if tied and dense.numerics.packed:  # which was a copy, too
+        more -= 2 * 101 * 64
+    assert runner.memory.weights - dense.memory.weights == more
+    assert torch.equal(dense.decoder.embed, runner.decoder.embed)
+
+
+def test_ranks_have_parts_of_the_whole_ones_codes():
+    """Of row scales, those of whole rows; the columns of a rank are whole groups."""
+    weight, _ = random_weight((64, 256))
+    source, location = source_of({"weight": weight.bfloat16()}), Location("q_proj.weight", (64, 256))
+    spec, _ = load_spec(LLAMA | {"hidden_size": 256})
+    for form in CONFIGS:
+        schemes = quantized_at_load(spec, EngineConfig(quantization=form, tensor_parallel_size=4)).quantization
+        assert schemes["layers.0.out.weight"].columns == {"int4": 64, "nf4": 64}.get(form, 0)
+        assert schemes["layers.0.q.weight"].columns == {"int4": 128, "nf4": 64}.get(form, 0)
+        layout = LAYOUTS["plain"](schemes["layers.0.out.weight"])
+        codes, scale = layout.read(source, location, CPU)
+        for dim, size in ((0, 16), (1, 64)):
+            ranks = [Part(dim, start, start + size) for start in range(0, 4 * size, size)]
+            parts = [layout.read(source, location._replace(parts=(part,)), CPU) for part in ranks]
+            assert equal(torch.cat([part[0] for part in parts], dim), codes)
+            if dim == 0 or form in ("int4", "nf4"):
+                assert equal(torch.cat([part[1] for part in parts], dim), scale)
+            else:
+                assert all(equal(part[1], scale) for part in parts)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of the tensors that operations have made and that still live: `peak` is the most of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._living = {key: entry for key, entry in self._living.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._living.values()))
+        return result
+
+
+@pytest.mark.parametrize("form", ["none", *CONFIGS])
+def test_a_load_needs_a_fused_map_beside_the_quantized_model(monkeypatch, form):
+    hidden, ffn = 256, 1024
+    config = LLAMA | {"hidden_size": hidden, "intermediate_size": ffn}
+    spec, weight_map = load_spec(config)
+    names, tensors = weight_map.names_of(spec), plain_tensors(config)
+    source = Tensors({names[parameter]: weight for parameter, weight in tensors.items()})
+    spec = quantized_at_load(spec, EngineConfig(quantization=form, head_quantization="int8"))
+    monkeypatch.setattr("runtime.quant.forms._AT_ONCE", 1 << 13)
+    with LiveBytes() as live:
+        decoder = Decoder.load(source, spec, weight_map, numerics(torch.bfloat16), 8)
+    size, fused = weight_bytes(decoder.spec, decoder.numerics), 2 * 2 * ffn * hidden
+    assert size < live.peak < size + fused + (1 << 17)
+
+
+def test_what_no_product_takes_stays_plain_and_is_named(tmp_path, monkeypatch, write_tiny_gguf):
+    plain, _ = write_both(tmp_path, "fp8", LLAMA)
+    monkeypatch.setattr(type(PLAIN), "fits", lambda self, form, shape: shape != (64, 160))
+    runner = open_runner(plain, dtype="bfloat16", quantization="fp8", deterministic=True)
+    assert runner.info.weight_formats == "fp8 rows, dense"
+    assert runner.decoder.format_of("layers.0.down.weight").name == "dense"
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(plain / "tokenizer.json"))
+    report = model_report(EngineConfig(model=str(plain), device="cpu", dtype="bfloat16", quantization="fp8"))
+    assert "\nweights        12 maps in fp8 rows: 0.00 GiB, quantized as they are read\n" in report
+    assert "\n               down stay bfloat16, as no kernel takes such codes in their shape\n" in report
+    end = "embed, head, norms and biases stay bfloat16; head_quantization is for the head"
+    assert f"\n               {end}\n" in report
+
+
+def test_random_weights_are_encoded_too():
+    runner = tiny_runner(quantization="int4", dtype="bfloat16")
+    assert runner.info.weight_formats == "int4 g32, dense"
+    assert runner.memory.weights < tiny_runner(dtype="bfloat16").memory.weights
+    other = replace(runner.decoder.spec, quantization=None)
+    assert other == TINY
+
+
+def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
+    _, quantized = write_both(tmp_path, "int4", LLAMA | WIDE)
+    wanted = (
+        "quantization is fp8, but the checkpoint's weights are int4 already; leave it at auto, or take a checkpoint "
+        "with weights in bfloat16."
+    )
+    with pytest.raises(CallboardError) as error:
+        open_runner(quantized, quantization="fp8")
+    assert str(error.value) == wanted
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(quantized / "tokenizer.json"))
+    with pytest.raises(CallboardError) as error:
+        check_model(EngineConfig(model=str(quantized), quantization="fp8"))
+    assert str(error.value) == wanted
+    mixed = dict.fromkeys(("layers.0.q.weight", "layers.0.k.weight"), Scheme("awq", "int4"))
+    spec = replace(
+        TINY, quantization=mixed | {"head": Scheme("gptq", "int4"), "layers.0.v.weight": Scheme("fp8", "int8")}
+    )
+    assert quantized_at_load(spec, EngineConfig(quantization="int4")) == spec
+    with pytest.raises(CallboardError, match="quantization is int8, but the checkpoint's weights are int4, int8 "):
+        quantized_at_load(spec, EngineConfig(quantization="int8"))
+    with pytest.raises(CallboardError, match="head_quantization is fp8, but the checkpoint's weights are int4 already"):
+        quantized_at_load(spec, EngineConfig(head_quantization="fp8"))
+
+
+def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
+    for products, refusal in (
+        (lambda numerics: None, "leave it at auto."),
+        (
+            lambda numerics: PLAIN if numerics.dtype == torch.bfloat16 else None,
+            "use fp8 or int8 or int4 or nf4 with dtype=bfloat16.",
+        ),
+    ):
+        monkeypatch.setattr("runtime.quant.formats.products_of", products)
+        for field, form in (("quantization", "nf4"), ("head_quantization", "int8")):
+            with pytest.raises(CallboardError) as error:
+                tiny_runner(**{field: form})
+            assert str(error.value) == (
+                f"{field} is {form}, which nothing multiplies with in float32 on cpu (torch kernels); {refusal}"
+            )
+
+
+def test_a_draft_has_a_form_of_its_own():
+    config = EngineConfig(draft="other", quantization="int4", head_quantization="int8", draft_quantization="fp8")
+    own = config.draft_config()
+    assert (own.quantization, own.head_quantization) == ("fp8", "auto")
+    assert EngineConfig(draft="other", quantization="int4").draft_config().quantization == "auto"
