@@ -26,7 +26,6 @@ from runtime.loading.upload import Uploader
 
 _MOST_MAPPED = 64 << 20  # bytes read of a safetensors file before its pages are let go
 _DEQUANTIZED_AT_ONCE = 1 << 17  # weights; half a MB of float32 stays in a core's cache
-_PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of GGUF tensors that are not quantized
 _SAMPLE_BYTES = 256  # of the head, the middle and the tail of each tensor, for the fingerprint
 
 
@@ -110,10 +109,7 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
         self._model = read_gguf_model(self._file)
-        types = {name: source.tensor.type_name for name, source in self._model.sources.items()}
-        quantized = {name: kind for name, kind in types.items() if kind not in _PLAIN_TYPES}
-        stated = {"quantization_config": {"quant_method": "gguf", "types": quantized}} if quantized else {}
-        self.config = self._model.config | stated
+        self.config = self._model.config
         self.eos_token_ids = gguf_eos_token_ids(self._file)
 
     def names(self) -> list[str]:

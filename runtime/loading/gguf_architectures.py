@@ -33,6 +33,7 @@ _PARAMETERS = {
     "ffn_norm": "ffn_norm", "ffn_gate_inp": "router", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
     "post_ffw_norm": "post_ffn_norm",
 }  # fmt: skip
+_PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of tensors that are not quantized
 _EXPERTS = "_exps"  # ends the name of a tensor of all experts' weights
 _ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
@@ -115,6 +116,9 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
             what = f"tensor {tensor.name!r} is not one that a {arch_name!r} model has here"
             raise CallboardError(f"{file.path}: {what}.") from e
     config = {"architectures": [arch.hf_class], "model_type": arch.model_type, **arch.config(file)}
+    types = {name: source.tensor.type_name for name, source in sources.items()}
+    if quantized := {name: kind for name, kind in types.items() if kind not in _PLAIN_TYPES}:
+        config["quantization_config"] = {"quant_method": "gguf", "types": quantized}
     return GgufModel(file, config, sources)
 
 

@@ -257,6 +257,8 @@ def test_smollm2(smollm2_path):
         "bos_token_id": 1,
         "eos_token_id": [2, 0],  # <|im_end|>, <|endoftext|>
     }
+    stated = model.config.pop("quantization_config")
+    assert (stated["quant_method"], len(stated["types"])) == ("gguf", 211)
     assert model.config == expected
     checkpoint = open_checkpoint(smollm2_path)
     assert checkpoint.eos_token_ids == (2, 0)

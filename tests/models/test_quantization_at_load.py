@@ -256,6 +256,8 @@ def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
     with pytest.raises(CallboardError) as error:
         check_model(EngineConfig(model=str(quantized), quantization="fp8"))
     assert str(error.value) == wanted
+    with pytest.raises(CallboardError, match="quantization is nf4, but the checkpoint's weights are int4 already"):
+        check_model(EngineConfig(model=str(write_tiny_gguf()), quantization="nf4"))
     mixed = dict.fromkeys(("layers.0.q.weight", "layers.0.k.weight"), Scheme("awq", "int4"))
     spec = replace(
         TINY, quantization=mixed | {"head": Scheme("gptq", "int4"), "layers.0.v.weight": Scheme("fp8", "int8")}
