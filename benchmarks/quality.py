@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from benchmarks.library.measure import Results, engine_config, new_parser
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Request, SamplingParams
@@ -61,8 +62,8 @@ class RoundedSource(CheckpointSource):
         super().__init__(path)
         self.form = form
 
-    def load(self, numerics: Numerics, max_model_len: int) -> Decoder:
-        read = read_from(self.checkpoint, self.spec, self.weight_map, numerics)
+    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
+        read = read_from(self.checkpoint, spec, self.weight_map, numerics)
 
         def rounded(parameter: str) -> Weight:
             weight = read(parameter)
@@ -70,7 +71,7 @@ class RoundedSource(CheckpointSource):
                 return weight
             return (self.form.dequantize(self.form.encode(weight[0].float()), numerics.dtype),)
 
-        return Decoder(self.spec, numerics, max_model_len, rounded)
+        return Decoder(spec, numerics, max_model_len, rounded)
 
 
 class Model:
