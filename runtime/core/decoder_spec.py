@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from runtime.core.config import EngineConfig
-from runtime.core.kv_cache_spec import KVCacheSpec, KVGroupSpec
+from runtime.core.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
 from runtime.core.types import CallboardError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -106,8 +106,10 @@ class DecoderSpec:
             )
 
     def kv_cache(self, dtype: str) -> KVCacheSpec:
-        """The KV cache of this model with values of `dtype`, "bfloat16" say. Sliding layers keep all keys, too."""
-        group = KVGroupSpec(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype)
+        """The KV cache of this model with values of `dtype`, "bfloat16" or "fp8" say. Sliding layers keep all keys,
+        too."""
+        dtype, scale_dtype = QUANTIZED_DTYPES.get(dtype, (dtype, None))
+        group = KVGroupSpec(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype, scale_dtype)
         return KVCacheSpec((group,))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# EngineConfig.kv_cache_dtype -> (dtype, scale_dtype) of a group; other names are dtypes of values without scales.
+QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 
@@ -20,7 +22,7 @@ class KVGroupSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str  # of the stored values, a key of DTYPE_BYTES
-    scale_dtype: str | None = None  # of one scale for each token and head of K and of V; None: values are not scaled
+    scale_dtype: str | None = None  # of one scale for each token and head of K and of V; None: a token has none
     # Positions that a token attends to, itself included; what can no longer be read is not kept. None: all before it.
     window: int | None = None
 

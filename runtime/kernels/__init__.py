@@ -42,6 +42,7 @@ class RopeStoreKV(Protocol):
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
         eps: float = 0.0,
+        scales: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -49,7 +50,15 @@ class Attention(Protocol):
     """`attention_torch`; a backend chooses the form of the plan, which its steps make and its attention reads."""
 
     def __call__(
-        self, q: torch.Tensor, kv: torch.Tensor, plan: Any, *, scale: float, window: int, soft_cap: float
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        plan: Any,
+        scales: torch.Tensor | None = None,
+        *,
+        scale: float,
+        window: int,
+        soft_cap: float,
     ) -> torch.Tensor: ...
 
 
@@ -111,6 +120,7 @@ def _attend(
     q: torch.Tensor,
     kv: torch.Tensor,
     batch: PagedBatch,
+    scales: torch.Tensor | None = None,
     *,
     scale: float,
     window: int,
@@ -122,5 +132,8 @@ def _attend(
     out = q.new_empty(len(q), q.shape[1] * q.shape[2])
     for rows in batch.parts:
         attend = decode_attention if rows.max_count == 1 or rows.prefix_ready else prefill_attention
-        attend(q, kv, rows, out=out, scale=scale, window=window, soft_cap=soft_cap, deterministic=deterministic)
+        attend(
+            q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, scales=scales, deterministic=deterministic,
+            out=out,
+        )  # fmt: skip
     return out

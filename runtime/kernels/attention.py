@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s
+from runtime.kernels.stored_kv import restore_kv
 
 MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
 _MAX_SCORES = 1 << 22  # scores held at a time by attention with a soft cap
@@ -38,14 +39,20 @@ class KVView:
     run: int  # first position of the run, if tiles is None
     tile_size: int  # positions
 
-    def read(self, kv: torch.Tensor) -> torch.Tensor:
-        """[2, num_rows, num_kv_heads, length, head_dim]: a view, or a gathered copy."""
-        num_kv_heads, head_dim = kv.shape[1], kv.shape[4]
+    def read(self, kv: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """[2, num_rows, num_kv_heads, length, head_dim]: a view, or a gathered copy; of codes, their numbers in
+        float32."""
+        stored = self._read(kv)
+        if scales is None:
+            return stored
+        return restore_kv(stored, scales if scales.dim() == 2 else self._read(scales.unsqueeze(-1)).squeeze(-1))
+
+    def _read(self, blocks: torch.Tensor) -> torch.Tensor:
+        num_kv_heads, size = blocks.shape[1], blocks.shape[4]
         if self.tiles is None:
-            flat = kv.view(2, 1, num_kv_heads, -1, head_dim)
-            return flat.narrow(3, self.run, self.length)
-        gathered = kv.view(-1, self.tile_size * head_dim).index_select(0, self.tiles)
-        return gathered.view(2, self.num_rows, num_kv_heads, -1, head_dim)[:, :, :, : self.length]
+            return blocks.view(2, 1, num_kv_heads, -1, size).narrow(3, self.run, self.length)
+        gathered = blocks.view(-1, self.tile_size * size).index_select(0, self.tiles)
+        return gathered.view(2, self.num_rows, num_kv_heads, -1, size)[:, :, :, : self.length]
 
 
 @dataclass(slots=True)
@@ -176,6 +183,7 @@ def attention_torch(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
     kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], this step's k and v already in it
     plan: AttentionPlan,
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
     *,
     scale: float,
     window: int = 0,  # positions that a token sees, itself included; 0: all
@@ -184,7 +192,7 @@ def attention_torch(
     """[num_tokens, num_heads * head_dim]: softmax(q k^T * scale) v over each token's past and itself."""
     outs = []
     for span in plan.spans:
-        own, (k, v) = q[span.start : span.stop], span.view.read(kv).unbind(0)
+        own, (k, v) = q[span.start : span.stop], span.view.read(kv, scales).to(q.dtype).unbind(0)
         if soft_cap:
             step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // (own.shape[1] * k.shape[2]))
             for part, hidden in zip(own.split(step), span.hidden(window).split(step), strict=True):
@@ -227,7 +235,14 @@ def _attend_capped(
 
 
 def attention_exact(
-    q: torch.Tensor, kv: torch.Tensor, plan: AttentionPlan, *, scale: float, window: int = 0, soft_cap: float = 0.0
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    plan: AttentionPlan,
+    scales: torch.Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
 ) -> torch.Tensor:
     """`attention_torch` where a token's bits depend on nothing but its own q, k and v (EngineConfig.deterministic).
 
@@ -239,7 +254,7 @@ def attention_exact(
     outs = []
     for span in plan.spans:
         rows = F.pad(q[span.start : span.stop].float() * scale, pad)
-        k, v = F.pad(span.view.read(kv).float(), pad).unbind(0)
+        k, v = F.pad(span.view.read(kv, scales).float(), pad).unbind(0)
         attend = _exact_decode if len(k) == len(rows) else _exact_prefill
         outs.append(attend(rows, k, v, span.lengths, window, soft_cap)[..., :head_dim].flatten(1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -21,12 +21,15 @@ from runtime.kernels.paged_attention import (
     LOG2_E,
     PagedRows,
     attend_range,
+    attend_tile,
+    find_places,
     find_row,
+    load_scales,
     load_tile,
     rows_searched,
-    softmax_step,
     tile_pointers,
 )
+from runtime.kernels.stored_kv import finish_total, prepare_q, scaling
 
 _TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
 _FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least
@@ -38,6 +41,7 @@ _MERGED_ELEMENTS = 8192  # fp32 elements of partial results that are loaded at a
 def _decode_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
+    scales_ptr,  # of its codes (stored_kv.py), contiguous; not used without SCALES
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
     starts_ptr,
@@ -62,6 +66,7 @@ def _decode_attention_kernel(
     FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SCALES: tl.constexpr,  # none | head | token
     ROWS: tl.constexpr,  # power of two, at least TILE_TOKENS * GROUP
     BLOCK_M: tl.constexpr,  # ROWS or what a matrix instruction needs
     BLOCK_N: tl.constexpr,
@@ -82,6 +87,7 @@ def _decode_attention_kernel(
     start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
     table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
+    token_scales_ptr = scales_ptr + kv_head.to(tl.int64) * (head_stride // HEAD_DIM)
     length = start + count
     lowest = 0
     if WINDOW > 0:
@@ -97,12 +103,16 @@ def _decode_attention_kernel(
     begin = origin + split * segment_len
     offsets = tl.arange(0, BLOCK_N)
     if EAGER:  # requests the first tile, but for what this step's tokens put there
-        pointers = tile_pointers(
-            k_ptr, table_ptr, begin + offsets, begin + offsets < length, BLOCK_SIZE, HEAD_DIM, BLOCK_D
-        )
+        places = find_places(table_ptr, begin + offsets, begin + offsets < length, BLOCK_SIZE)
+        pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
         old = begin + offsets < start
         k = load_tile(pointers, old, HEAD_DIM, BLOCK_D)
         v = load_tile(pointers + kv_stride, old, HEAD_DIM, BLOCK_D)
+        k_scales, v_scales = None, None
+        if SCALES == "token":
+            k_scales_at = token_scales_ptr + places
+            v_scales_at = k_scales_at + kv_stride // HEAD_DIM
+            k_scales, v_scales = load_scales(k_scales_at, old), load_scales(v_scales_at, old)
     # The launch before this one (RoPE and the store of k and v) has waited before it let this one start: rows, tables
     # and, with prefix_ready, all keys before them were complete then.
     if PDL:
@@ -121,6 +131,9 @@ def _decode_attention_kernel(
     q_tokens = (q_start + lanes // GROUP).to(tl.int64)
     q_at = q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
     q = tl.load(q_at, mask=whole, other=0.0)
+    if SCALES != "none":
+        q = prepare_q(q, scales_ptr, kv_head, scale_log2, SCALES)
+        scale_log2 = 1.0
 
     alone = (num_splits == 1) | (segments == 1)
     place = (tile * num_kv_heads + kv_head).to(tl.int64) * num_segments
@@ -129,9 +142,9 @@ def _decode_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if FIXED:
         m, total, acc = attend_range(
-            q, q_positions, k_ptr, kv_stride, table_ptr, tl.maximum(begin, lowest),
+            q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, tl.maximum(begin, lowest),
             tl.minimum(begin + SEGMENT, length), m, total, acc, scale_log2,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
         )  # fmt: skip
         if alone:
             acc += 0.0  # as merged with nothing: no negative zeros
@@ -139,10 +152,10 @@ def _decode_attention_kernel(
             _store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
         for segment in range(split + num_splits, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_range(
-                q, q_positions, k_ptr, kv_stride, table_ptr, origin + segment * SEGMENT,
+                q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, origin + segment * SEGMENT,
                 tl.minimum(origin + (segment + 1) * SEGMENT, length), tl.full([BLOCK_M], LOWEST, tl.float32),
                 tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), scale_log2,
-                BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
+                BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
             )  # fmt: skip
             if alone:
                 m, total, acc = _merge(m, total, acc, segment_m, segment_total, segment_acc)
@@ -158,20 +171,24 @@ def _decode_attention_kernel(
             new = (positions >= start) & (positions < end)
             k = tl.where(new[:, None], load_tile(pointers, new, HEAD_DIM, BLOCK_D), k)
             v = tl.where(new[:, None], load_tile(pointers + kv_stride, new, HEAD_DIM, BLOCK_D), v)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            m, total, acc = softmax_step(
-                scores, v, positions, q_positions, m, total, acc, scale_log2, True, WINDOW, SOFT_CAP
-            )
+            if SCALES == "token":
+                k_scales = tl.where(new, load_scales(k_scales_at, new), k_scales)
+                v_scales = tl.where(new, load_scales(v_scales_at, new), v_scales)
+            m, total, acc = attend_tile(
+                q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
+                True, WINDOW, SOFT_CAP, SCALES,
+            )  # fmt: skip
             begin += BLOCK_N
         m, total, acc = attend_range(
-            q, q_positions, k_ptr, kv_stride, table_ptr, begin, end, m, total, acc, scale_log2,
-            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
+            q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, end, m, total, acc, scale_log2,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
         )  # fmt: skip
         if not alone:
             _store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
 
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     if alone:
+        total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
         out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
         return
@@ -199,6 +216,7 @@ def _decode_attention_kernel(
             m, total, acc = _merge(m, total, acc, other_m, other_total, other_acc)
         sums_at += MERGE * 2 * ROWS
         acc_at += MERGE * ROWS * HEAD_DIM
+    total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
     q_tokens = (q_start + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
     out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
@@ -235,6 +253,7 @@ def decode_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
 ) -> torch.Tensor:
@@ -269,7 +288,7 @@ def decode_attention(
     partial = programs * segments * tile_rows if splits > 1 else 0
     pdl = use_pdl(q)
     _decode_attention_kernel[(num_tiles, num_kv_heads, splits)](
-        q, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
+        q, kv, kv if scales is None else scales, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         torch.empty(partial * head_dim, dtype=torch.float32, device=q.device),
         torch.empty(partial * 2, dtype=torch.float32, device=q.device),
         _counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,
@@ -277,6 +296,7 @@ def decode_attention(
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, GROUP=group, TILE_TOKENS=tile_tokens,
         NUM_ROWS=rows_searched(rows.num_rows) if num_tiles > rows.num_rows else 0,
         SEGMENT=segment, FIXED=deterministic, WINDOW=window, SOFT_CAP=soft_cap,
+        SCALES=scaling(scales),
         ROWS=tile_rows, BLOCK_M=max(tile_rows, _TILE_ROWS), BLOCK_N=block_n, BLOCK_D=block_d,
         MERGE=max(1, min(8, _MERGED_ELEMENTS // (tile_rows * block_d))),
         EAGER=eager, LOWEST=-1e30, PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.kernels._triton import jit, next_power_of_2, tl
+from runtime.kernels.stored_kv import VALUE_UNIT, restore_kv
 
 LOG2_E = 1.4426950408889634
 
@@ -48,6 +49,7 @@ def paged_attention_torch(
     scale: float,
     window: int = 0,  # positions that a token sees, itself included; 0: all
     soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim]
 ) -> torch.Tensor:
     """[num_tokens, num_heads * head_dim] in q's dtype, computed in fp32 or what is wider; one row after another."""
@@ -60,7 +62,10 @@ def paged_attention_torch(
         first, end = edges[row], edges[row + 1]
         length = start + end - first
         blocks = rows.tables[slot, : -(-length // block_size)].long()
-        k, v = kv[:, :, blocks].flatten(2, 3)[:, :, :length].to(wide)
+        own_kv = kv[:, :, blocks].flatten(2, 3)
+        if scales is not None:
+            own_kv = restore_kv(own_kv, scales if scales.dim() == 2 else scales[:, :, blocks].flatten(2))
+        k, v = own_kv[:, :, :length].to(wide)
         own = q[first:end].to(wide).view(end - first, num_kv_heads, group, head_dim)
         scores = torch.einsum("tngd,nsd->ngts", own, k) * scale
         if soft_cap:
@@ -93,15 +98,18 @@ def find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS: tl.constexpr, ROWS: tl.c
 
 
 @jit
-def tile_pointers(
-    k_ptr, table_ptr, positions, inside, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Where the keys at `positions` of one row and kv head are: [len(positions), BLOCK_D] pointers. inside: or None."""
+def find_places(table_ptr, positions, inside, BLOCK_SIZE: tl.constexpr):
+    """The places of a row's positions in a head's cache: block * BLOCK_SIZE + offset. inside: or None."""
     if inside is None:
         blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
     else:
         blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=inside, other=0)
-    places = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+    return blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@jit
+def tile_pointers(k_ptr, places, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where the keys at `places` of one kv head are: [len(places), BLOCK_D] pointers."""
     return k_ptr + (places * HEAD_DIM)[:, None] + tl.arange(0, BLOCK_D)[None, :]
 
 
@@ -121,9 +129,33 @@ def load_tile(pointers, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @jit
+def load_scales(pointers, inside):
+    """Scales of tokens, zeros where not inside, in float32."""
+    scales = tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0.0)
+    return scales.to(tl.float32)
+
+
+@jit
+def attend_tile(
+    q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Absorbs one tile of keys and values, or of their codes."""
+    if SCALES != "none":
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    return softmax_step(
+        scores, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
+        MASKED, WINDOW, SOFT_CAP, SCALES,
+    )  # fmt: skip
+
+
+@jit
 def softmax_step(
     scores,  # [M, N] q k^T
     v,  # [N, D]
+    k_scales,  # [N], with SCALES "token"
+    v_scales,
     positions,  # [N]
     q_positions,  # [M]
     m,  # [M] highest score so far; scores count in log2 units; at first finite and below all
@@ -133,8 +165,11 @@ def softmax_step(
     MASKED: tl.constexpr,  # False: each of q sees all positions
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     """One step of the online softmax (arXiv 1805.02867, 2205.14135). As m is finite, -inf needs no special care."""
+    if SCALES == "token":
+        scores *= k_scales[None, :]
     if SOFT_CAP > 0:  # SOFT_CAP * tanh(score / SOFT_CAP); as 1 - 2 / (e**2x + 1) it cannot overflow
         scores = 1 - 2 / (tl.exp2(scores * (scale_log2 * 2 / SOFT_CAP)) + 1)
         scale_log2 = SOFT_CAP * 1.4426950408889634
@@ -147,25 +182,33 @@ def softmax_step(
     weights = tl.exp2(scores * scale_log2 - top[:, None])
     fade = tl.exp2(m - top)
     total = total * fade + tl.sum(weights, axis=1)
+    if SCALES == "token":
+        weights *= (v_scales * VALUE_UNIT)[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return top, total, acc
 
 
 @jit
 def attend_range(
-    q, q_positions, k_ptr, kv_stride, table_ptr, begin, stop, m, total, acc, scale_log2,
+    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, scale_log2,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Absorbs positions begin..stop, begin at a multiple of BLOCK_N; if not MASKED, stop too."""
     for at in range(begin, stop, BLOCK_N):
         positions = at + tl.arange(0, BLOCK_N)
         inside = positions < stop if MASKED else None
-        pointers = tile_pointers(k_ptr, table_ptr, positions, inside, BLOCK_SIZE, HEAD_DIM, BLOCK_D)
+        places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
+        pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
         k = load_tile(pointers, inside, HEAD_DIM, BLOCK_D)
         v = load_tile(pointers + kv_stride, inside, HEAD_DIM, BLOCK_D)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        m, total, acc = softmax_step(
-            scores, v, positions, q_positions, m, total, acc, scale_log2, MASKED, WINDOW, SOFT_CAP
-        )
+        if SCALES == "token":
+            k_scales = load_scales(scales_ptr + places, inside)
+            v_scales = load_scales(scales_ptr + kv_stride // HEAD_DIM + places, inside)
+        else:
+            k_scales, v_scales = None, None
+        m, total, acc = attend_tile(
+            q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
+            MASKED, WINDOW, SOFT_CAP, SCALES,
+        )  # fmt: skip
     return m, total, acc

@@ -12,12 +12,14 @@ import torch
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.paged_attention import LOG2_E, PagedRows, attend_range, find_row, rows_searched
+from runtime.kernels.stored_kv import finish_total, prepare_q, scaling
 
 
 @jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _prefill_attention_kernel(
     q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
     kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
+    scales_ptr,  # of its codes (stored_kv.py), contiguous; not used without SCALES
     out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
     slots_ptr,
     starts_ptr,
@@ -37,6 +39,7 @@ def _prefill_attention_kernel(
     NUM_ROWS: tl.constexpr,  # power of two, at least num_rows
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    SCALES: tl.constexpr,  # none | head | token
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -62,6 +65,9 @@ def _prefill_attention_kernel(
     whole = (lanes < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     q_tokens = (q_start + lanes // GROUP).to(tl.int64)
     q = tl.load(q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :], mask=whole, other=0.0)
+    if SCALES != "none":
+        q = prepare_q(q, scales_ptr, kv_head, scale_log2, SCALES)
+        scale_log2 = 1.0
     m = tl.full([BLOCK_M], -1e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -72,14 +78,16 @@ def _prefill_attention_kernel(
         begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         seen_by_all = begin  # windows are masked throughout
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
+    token_scales_ptr = scales_ptr + kv_head.to(tl.int64) * (head_stride // HEAD_DIM)
     m, total, acc = attend_range(
-        q, q_positions, k_ptr, kv_stride, table_ptr, begin, seen_by_all, m, total, acc, scale_log2,
-        BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, 0, SOFT_CAP,
+        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, seen_by_all,
+        m, total, acc, scale_log2, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, 0, SOFT_CAP, SCALES,
     )  # fmt: skip
     m, total, acc = attend_range(
-        q, q_positions, k_ptr, kv_stride, table_ptr, seen_by_all, start + count, m, total, acc, scale_log2,
-        BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP,
+        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, seen_by_all, start + count,
+        m, total, acc, scale_log2, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
     )  # fmt: skip
+    total = finish_total(total, scales_ptr, kv_head, NUM_KV_HEADS, SCALES)
     out_at = out_ptr + (q_tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
 
@@ -92,12 +100,15 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
     deterministic: bool = False,
     out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
 ) -> torch.Tensor:
     """`paged_attention_torch` for rows of any number of tokens."""
     if deterministic:
-        return decode_attention(q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, deterministic=True, out=out)
+        return decode_attention(
+            q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, scales=scales, deterministic=True, out=out
+        )
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     if out is None:
@@ -112,10 +123,10 @@ def prefill_attention(
     pdl = use_pdl(q)
     # One dimension of the grid: the others hold no more than 65,535 places each.
     _prefill_attention_kernel[(num_kv_heads * (rows.num_tokens // tile_tokens + rows.num_rows),)](
-        q, kv, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
+        q, kv, kv if scales is None else scales, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows, scale * LOG2_E,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, NUM_KV_HEADS=num_kv_heads, GROUP=group, TILE_TOKENS=tile_tokens,
-        NUM_ROWS=rows_searched(rows.num_rows), WINDOW=window, SOFT_CAP=soft_cap,
+        NUM_ROWS=rows_searched(rows.num_rows), WINDOW=window, SOFT_CAP=soft_cap, SCALES=scaling(scales),
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
         PDL=pdl, **options, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

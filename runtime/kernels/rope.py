@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from runtime.core.decoder_spec import RopeSpec
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.rms_norm import rms_norm_torch
+from runtime.kernels.stored_kv import scaling, store_kv_torch, to_e4m3, to_whole, within
 
 _TILE = 2048  # elements of a program
 
@@ -91,6 +92,7 @@ def rope_store_kv_torch(
     q_norm: torch.Tensor | None = None,  # [head_dim] weight of an RMS norm of each head's q before rotation
     k_norm: torch.Tensor | None = None,  # [head_dim], with q_norm
     eps: float = 0.0,  # of the norms
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
 ) -> torch.Tensor:
     """q, normed and rotated: [num_tokens, num_heads, head_dim], here a view of qkv; k, the same, and v go into the
     cache."""
@@ -104,7 +106,7 @@ def rope_store_kv_torch(
     cos, sin = rope
     rotated = qk.roll(head_dim // 2, -1).mul_(sin)
     qk.mul_(cos).add_(rotated)
-    kv.view(2 * num_kv_heads, -1, head_dim).index_copy_(1, kv_index.long(), qkv[:, num_heads:].transpose(0, 1))
+    store_kv_torch(qkv[:, num_heads:], kv, scales, kv_index.long())
     return qkv[:, :num_heads]
 
 
@@ -118,6 +120,7 @@ def _rope_store_kv_kernel(
     q_norm_ptr,  # [HEAD_DIM]; not read without QK_NORM
     k_norm_ptr,  # [HEAD_DIM]
     q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM] contiguous
+    scales_ptr,  # of the cache's codes (stored_kv.py), contiguous; not used without SCALES
     sin_offset,
     cache_positions,  # of one head's cache
     eps,
@@ -125,6 +128,7 @@ def _rope_store_kv_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     QK_NORM: tl.constexpr,
+    SCALES: tl.constexpr,  # none | head | token
     BLOCK_HEADS: tl.constexpr,  # heads of a program
     BLOCK_HALF: tl.constexpr,  # power of two, at least HEAD_DIM / 2
     PDL: tl.constexpr,
@@ -163,6 +167,19 @@ def _rope_store_kv_kernel(
     at_kv = kv_ptr + place * HEAD_DIM + dims
     tl.store(at_q, turned_low.to(q_ptr.dtype.element_ty), mask=inside & is_q)
     tl.store(at_q + HALF, turned_high.to(q_ptr.dtype.element_ty), mask=inside & is_q)
+    if SCALES == "head":
+        inverse = tl.div_rn(1.0, tl.load(scales_ptr + heads - NUM_HEADS, mask=(heads < TOTAL) & ~is_q, other=1.0))
+        turned_low = to_e4m3(within(turned_low * inverse, 448.0))
+        turned_high = to_e4m3(within(turned_high * inverse, 448.0))
+    if SCALES == "token":
+        largest = tl.max(tl.maximum(tl.abs(turned_low), tl.abs(turned_high)), axis=1)
+        largest += tl.sum((turned_low - turned_low) + (turned_high - turned_high), axis=1)  # NaN if one is not finite
+        scale = (largest / 127.0).to(scales_ptr.dtype.element_ty)[:, None]
+        tl.store(scales_ptr + place, scale, mask=(heads < TOTAL) & ~is_q)
+        scale = scale.to(tl.float32)
+        inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)  # a head of zeros has scale 0
+        turned_low = to_whole(within(turned_low * inverse, 127.0))
+        turned_high = to_whole(within(turned_high * inverse, 127.0))
     tl.store(at_kv, turned_low.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
     tl.store(at_kv + HALF, turned_high.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
 
@@ -175,6 +192,7 @@ def rope_store_kv_triton(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`rope_store_kv_torch` as one kernel; q is a tensor of its own. Tiles have one shape whatever the number of
     tokens, so that a token's bits do not depend on it."""
@@ -188,8 +206,9 @@ def rope_store_kv_triton(
         block_heads = min(next_power_of_2(num_all), max(_TILE // (2 * block_half), 1))
         _rope_store_kv_kernel[(num_tokens, -(-num_all // block_heads))](
             qkv, table, positions, kv, kv_index, *((qkv, qkv) if q_norm is None else (q_norm, k_norm)), q,
-            table.stride(0), kv.shape[2] * kv.shape[3], eps,
+            kv if scales is None else scales, table.stride(0), kv.shape[2] * kv.shape[3], eps,
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, QK_NORM=q_norm is not None,
-            BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            SCALES=scaling(scales), BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, PDL=pdl,
+            num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
     return q

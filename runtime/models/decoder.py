@@ -18,6 +18,7 @@ from runtime.kernels.experts import ExpertLayer
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.rope import rope_table
+from runtime.kernels.stored_kv import KVLayer
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import ReadWeight, draw, read_from
@@ -45,8 +46,8 @@ class Layer:
     k_norm: torch.Tensor | None
     qkv: Linear
     rope: int  # index of its rotary table
-    # Of q, the layer's cache and the step's metadata, with the layer's scale, window and soft cap.
-    attention: Callable[[torch.Tensor, torch.Tensor, AttentionMetadata], torch.Tensor]
+    # Of q, the layer's cache, the step's metadata and the cache's scales, with the layer's scale, window and soft cap.
+    attention: Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
     out: Linear
     ffn_norm: torch.Tensor
     post_ffn_norm: torch.Tensor | None
@@ -165,7 +166,7 @@ class Decoder:
     def forward(
         self,
         batch: ForwardBatch,
-        caches: list[torch.Tensor],  # of each layer, as runtime.worker.kv_cache has them
+        caches: list[KVLayer],
     ) -> torch.Tensor:
         """[num_tokens, hidden] before the final norm; writes the tokens' keys and values."""
         spec, kernels = self.spec, self.kernels
@@ -176,10 +177,11 @@ class Decoder:
             h.mul_(self.embed_scale)
         if self.position_embed is not None:
             h.add_(F.embedding(batch.positions, self.position_embed))
-        for layer, kv in zip(self.layers, caches, strict=True):
+        for layer, (kv, scales) in zip(self.layers, caches, strict=True):
             qkv = layer.qkv.normed(h, layer.attn_norm, eps).view(heads)
-            q = kernels.rope_store_kv(qkv, ropes[layer.rope], kv, batch.kv_index, layer.q_norm, layer.k_norm, eps)
-            layer.out.add_to(h, layer.attention(q, kv, batch.attention), layer.post_attn_norm, eps)
+            norms = layer.q_norm, layer.k_norm
+            q = kernels.rope_store_kv(qkv, ropes[layer.rope], kv, batch.kv_index, *norms, eps, scales)
+            layer.out.add_to(h, layer.attention(q, kv, batch.attention, scales), layer.post_attn_norm, eps)
             if isinstance(layer.feed_forward, Mlp):
                 gate_up, down = layer.feed_forward
                 down.add_to(h, gate_up.gated(h, layer.ffn_norm, eps), layer.post_ffn_norm, eps)

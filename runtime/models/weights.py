@@ -13,6 +13,7 @@ from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.sharding import parts_of
 from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
+from runtime.models.kv_scales import KV_SCALES
 from runtime.models.weight_map import WeightMap
 from runtime.quant.format import Location, TensorSource, Weight
 from runtime.quant.formats import weight_formats
@@ -20,8 +21,6 @@ from runtime.quant.formats import weight_formats
 ReadWeight = Callable[[str], Weight]  # a parameter of `spec.shapes()` by name, on the device
 
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
-# Scales of keys and values that were measured for a KV cache of 8 bits, which is not in use.
-_KV_SCALES = r".*\.(([kvq]|kv|prob)_(scale|zero_point|global_scale)|[kv]_proj\.output_(scale|zero_point))"
 
 
 def locate_parameters(
@@ -64,7 +63,7 @@ def locate_parameters(
         used |= tensors.keys()
         locations[parameter] = location
     short_names = {name.removeprefix(weight_map.base): name for name in names - used}
-    extra = {name for name in short_names if not re.fullmatch(f"{weight_map.ignored}|{_KV_SCALES}", name)}
+    extra = {name for name in short_names if not re.fullmatch(f"{weight_map.ignored}|{KV_SCALES}", name)}
     if spec.quantization:  # some exporters give every map a bias, of zeros
         cpu = torch.device("cpu")
         biases = {name for name in extra if name.endswith(".bias")}

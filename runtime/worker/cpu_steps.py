@@ -45,7 +45,7 @@ class CpuSteps:
             num_kv_heads=cache.num_kv_heads,
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
-            dtype=cache.dtype,
+            dtype=decoder.numerics.dtype,
             device=cache.device,
             exact=decoder.numerics.deterministic,
         )

@@ -5,29 +5,47 @@ from __future__ import annotations
 import torch
 
 from runtime.core.kv_cache_spec import KVCacheSpec
+from runtime.kernels.stored_kv import KVLayer
 
 
 class KVCache:
-    """The blocks of all layers, `layers[i]` those of layer i, as the attention kernels read them:
-
-    [2 (k, v), num_kv_heads, num_blocks, block_size, head_dim]
+    """The blocks of all layers, `layers[i]` those of layer i, as the attention kernels read them.
 
     A block belongs to one group of layers at a time. The i-th layers of all groups lie in the same memory, since a
     block is nobody's but one group's."""
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        head_scales: torch.Tensor | None = None,  # [num_layers, 2, num_kv_heads] of e4m3 codes; None: all are 1
+    ) -> None:
         """Zeros: what is masked must be finite. Block 0 is the null block."""
         self.spec, self.num_blocks, self.block_size, self.device = spec, num_blocks, block_size, device
         group = spec.groups[0]
         shapes = {(g.num_kv_heads, g.head_dim, g.dtype, g.scale_dtype) for g in spec.groups}
-        assert shapes == {(group.num_kv_heads, group.head_dim, group.dtype, None)}, f"no layout for {shapes}"
-        self.num_kv_heads, self.dtype = group.num_kv_heads, getattr(torch, group.dtype)
+        assert len(shapes) == 1, f"no layout for {shapes}"
+        self.num_kv_heads, dtype = group.num_kv_heads, getattr(torch, group.dtype)
         num_layers = max(len(g.layers) for g in spec.groups)
         shape = (num_layers, 2, group.num_kv_heads, num_blocks, block_size, group.head_dim)
-        self._blocks = torch.zeros(shape, dtype=self.dtype, device=device)
-        views = self._blocks.unbind(0)
-        self.layers = [views[spec.place_of(layer)[1]] for layer in range(spec.num_layers)]
+        self._blocks = torch.zeros(shape, dtype=dtype, device=device)
+        self._scales: torch.Tensor | None = None  # those of tokens, in blocks as these are
+        if group.scale_dtype is not None:
+            self._scales = torch.zeros(shape[:-1], dtype=getattr(torch, group.scale_dtype), device=device)
+        elif dtype == torch.float8_e4m3fn and head_scales is None:
+            head_scales = torch.ones(spec.num_layers, 2, group.num_kv_heads)
+        if head_scales is not None:
+            head_scales = head_scales.to(device, torch.float32)
+        self.layers = []
+        for layer in range(spec.num_layers):
+            place = spec.place_of(layer)[1]
+            scales = None if head_scales is None else head_scales[layer]
+            self.layers.append(KVLayer(self._blocks[place], scales if self._scales is None else self._scales[place]))
 
     def clear(self, blocks: torch.Tensor | int) -> None:
         """Zero these blocks in all layers."""
         self._blocks[:, :, :, blocks] = 0
+        if self._scales is not None:
+            self._scales[:, :, :, blocks] = 0

@@ -67,6 +67,7 @@ class ModelRunner:
         for line in weight_report(spec, numerics):
             logger.info("weights: %s", line)
         self.decoder = source.load(spec, numerics, self.memory.max_model_len)
+        self.kv_scales = source.kv_scales() if config.kv_cache_dtype == "fp8" else None
         self.grammar_state = GrammarState(source.spec.vocab_size, is_draft)
         if numerics.backend == "triton" and numerics.device.type == "cuda":
             self._measure_memory()
@@ -83,7 +84,8 @@ class ModelRunner:
     def _describe(self, weights_fingerprint: str) -> ModelInfo:
         numerics, memory, spec = self.numerics, self.memory, self.decoder.spec
         forms = forms_on_device(spec, numerics)
-        identity = (weights_fingerprint, numerics.dtype_name, numerics.backend, numerics.deterministic, forms)
+        of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic
+        identity = (weights_fingerprint, *of_numerics, forms, memory.kv_cache)
         return ModelInfo(
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
             vocab_size=spec.vocab_size,
@@ -100,7 +102,7 @@ class ModelRunner:
 
     def _make_steps(self, num_blocks: int) -> CpuSteps | GpuSteps:
         memory, numerics = self.memory, self.numerics
-        cache = KVCache(memory.kv_cache, num_blocks, memory.block_size, numerics.device)
+        cache = KVCache(memory.kv_cache, num_blocks, memory.block_size, numerics.device, self.kv_scales)
         num_slots, max_len = memory.max_num_seqs, memory.max_model_len
         kind = GpuSteps if numerics.backend == "triton" else CpuSteps
         return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.grammar_state)

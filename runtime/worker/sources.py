@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from runtime.core.config import ModelInfo
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
@@ -14,6 +16,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
 from runtime.models.decoder import Decoder
+from runtime.models.kv_scales import read_kv_scales
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 
@@ -33,6 +36,9 @@ class ModelSource(Protocol):
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
         """Read the weights; `spec` is this source's, perhaps with weights in other forms."""
+
+    def kv_scales(self) -> torch.Tensor | None:
+        """[num_layers, 2 (k, v), num_kv_heads] of an fp8 KV cache; None: all are 1."""
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         """Reads the tokens that grammars choose from, which takes a while. None: the model serves no grammars."""
@@ -59,6 +65,9 @@ class CheckpointSource:
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
         return Decoder.load(self.checkpoint, spec, self.weight_map, numerics, max_model_len)
 
+    def kv_scales(self) -> torch.Tensor | None:
+        return read_kv_scales(self.checkpoint, self.spec)
+
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary]:
         return lambda: Vocabulary.of(Tokenizer.load(self.path), info)
 
@@ -78,6 +87,9 @@ class DummySource:
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
         return Decoder.dummy(spec, numerics, max_model_len, self.seed)
+
+    def kv_scales(self) -> None:
+        return None
 
     def vocabulary_reader(self, info: ModelInfo) -> Callable[[], Vocabulary] | None:
         vocabulary = self.vocabulary

@@ -59,7 +59,7 @@ def with_and_without(runner: ModelRunner, run) -> list[torch.Tensor]:
     finally:
         graph_runner.prefill_graphs = graphs
     for layer in runner.steps.cache.layers:
-        assert torch.isfinite(layer[:, :, 0]).all(), "padding leaves the null block finite"
+        assert torch.isfinite(layer.values[:, :, 0]).all(), "padding leaves the null block finite"
     return results
 
 
@@ -104,7 +104,9 @@ def test_deterministic_bits_of_prompts_around_every_edge(shape, dtype):
             driver.open(0, prompt(length))
             logits = driver.prefill(0, prompt(length)).clone()
             blocks = torch.tensor(driver.tables[0][: -(-length // 16)])
-            kept = [layer[:, :, blocks].flatten(2, 3)[:, :, :length].float() for layer in runner.steps.cache.layers]
+            kept = [
+                layer.values[:, :, blocks].flatten(2, 3)[:, :, :length].float() for layer in runner.steps.cache.layers
+            ]
             return torch.cat([logits.flatten(), *(x.flatten() for x in kept)])
 
         graphed, launched = with_and_without(runner, alone)
@@ -156,7 +158,7 @@ def test_deterministic_bits_of_steps_in_pieces(shape, lengths, monkeypatch):
         for slot, start, count, _ in rows:
             blocks = torch.tensor(driver.tables[slot])
             for layer in runner.steps.cache.layers:
-                kept.append(layer[:, :, blocks].flatten(2, 3)[:, :, : start + count].clone())
+                kept.append(layer.values[:, :, blocks].flatten(2, 3)[:, :, : start + count].clone())
         return kept
 
     graphed, launched = with_and_without(runner, step)

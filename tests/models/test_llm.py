@@ -134,7 +134,7 @@ def test_a_value_that_is_not_finite_fails_one_request(load):
     (expected,) = llm.generate([prompt], params)
     cached = sorted(llm.engine.scheduler.kv_cache.cache._hash_of)
     for layer in llm.runner.steps.cache.layers:
-        layer[:, :, cached[0], 1] = float("nan")
+        layer.values[:, :, cached[0], 1] = float("nan")
     (failed,) = llm.generate([prompt], params)
     assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, [])
     for num_cached in (0, 16):

@@ -47,7 +47,7 @@ def test_help_explains_every_engine_field(command: str, capsys, monkeypatch):
 def test_every_flag_reaches_its_field():
     values = {
         "revision": "main", "generation_config": "none", "chat_template": "t.jinja", "device": "cpu",
-        "dtype": "bfloat16", "kernel_backend": "torch", "deterministic": True,
+        "dtype": "bfloat16", "kv_cache_dtype": "fp8", "kernel_backend": "torch", "deterministic": True,
         "max_model_len": 1024, "max_num_seqs": 5, "max_num_batched_tokens": 2048, "block_size": 32, "num_kv_blocks": 99,
         "kv_cache_memory": 0.5, "gpu_memory_utilization": 0.5, "batching": "static", "kv_layout": "contiguous",
         "chunked_prefill": False, "prefix_cache": False, "policy": "sjf", "pipeline_depth": 1, "packed_weights": False,

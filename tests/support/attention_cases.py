@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from runtime.kernels.paged_attention import PagedRows, paged_attention_torch
+from runtime.kernels.stored_kv import store_kv_torch
 
 
 def paged_case(
@@ -61,11 +62,13 @@ def rows_of(rows: PagedRows, spans: list[tuple[int, int]]) -> tuple[list[int], P
     return [t for start, count in spans for t in range(start, start + count)], part
 
 
-def check(kernel, case: tuple[torch.Tensor, torch.Tensor, PagedRows], **options) -> None:
+def check(kernel, case: tuple[torch.Tensor, torch.Tensor, PagedRows], kind: str = "plain", **options) -> None:
     """The kernel against float64, in both modes; every element of the output must be written."""
     q, kv, rows = case
+    kv, scales = (kv, None) if kind == "plain" else encoded(kind, kv)
+    options["scales"] = scales
     options = {"scale": q.shape[-1] ** -0.5} | options
-    want = paged_attention_torch(q.double(), kv.double(), rows, **options)
+    want = paged_attention_torch(q.double(), kv.double() if scales is None else kv, rows, **options)
     near = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}[q.dtype]
     for deterministic in (False, True):
         out = torch.full(want.shape, torch.nan, dtype=q.dtype, device=q.device)
@@ -73,3 +76,22 @@ def check(kernel, case: tuple[torch.Tensor, torch.Tensor, PagedRows], **options)
         assert got is out
         error = (got.double() - want).norm() / want.norm()
         assert error < near, f"deterministic={deterministic}: {error}"
+
+
+def every_fp8() -> torch.Tensor:
+    """All codes of e4m3, two of them NaN."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+def encoded(kind: str, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's cache as fp8 or int8: (codes, scales)."""
+    heads = kv.shape[1]
+    if kind == "fp8":
+        codes = torch.zeros_like(kv, dtype=torch.float8_e4m3fn)
+        scales = torch.linspace(0.01, 0.1, 2 * heads, device=kv.device).view(2, heads)
+    else:
+        codes = torch.zeros_like(kv, dtype=torch.int8)
+        scales = torch.zeros(kv.shape[:-1], dtype=torch.float16, device=kv.device)
+    tokens = kv.view(2 * heads, -1, kv.shape[-1]).transpose(0, 1)
+    store_kv_torch(tokens, codes, scales, torch.arange(len(tokens), device=kv.device))
+    return codes, scales

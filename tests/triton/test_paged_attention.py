@@ -65,6 +65,16 @@ def test_blocks_window_and_soft_cap(block_size, options):
     check(prefill_attention, case, scale=0.3, **options)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("heads", [(3, 1, 80), (4, 2, 64)])
+def test_codes(kind, heads):
+    q, kv, rows = paged_case([(70, 3), (0, 1), (133, 1)], heads, dtype=torch.float16)
+    check(decode_attention, (q, kv, rows), kind, window=100)
+    rows.prefix_ready = True
+    check(decode_attention, (q, kv, rows), kind, soft_cap=3.0)
+    check(prefill_attention, paged_case([(0, 3), (65, 33)], heads, dtype=torch.float32), kind, window=19)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"window": 19, "soft_cap": 2.0}])
 def test_settled_rows_within_a_window(count, options):

@@ -67,9 +67,9 @@ def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torc
     for slot, start, count, sampled in rows:
         kept.append(steps.tokens[slot, : start + count + sampled].clone())
         blocks = torch.tensor(driver.tables[slot])
-        kv = steps.cache.layers[0][:, :, blocks].flatten(2, 3)[:, :, : start + count]
+        kv = steps.cache.layers[0].values[:, :, blocks].flatten(2, 3)[:, :, : start + count]
         kept.append(kv.clone())
-    assert torch.isfinite(steps.cache.layers[0][:, :, 0]).all(), "padding leaves the null block finite"
+    assert torch.isfinite(steps.cache.layers[0].values[:, :, 0]).all(), "padding leaves the null block finite"
     return tuple(kept)
 
 
@@ -105,7 +105,7 @@ def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch):
         kept = [torch.from_numpy(result.token_ids), driver.runner.steps.tokens[:3, :58].clone()]
         for slot, length in ((0, 12), (1, 50), (2, 57)):
             blocks = torch.tensor(driver.tables[slot])
-            kept.append(driver.runner.steps.cache.layers[0][:, :, blocks].flatten(2, 3)[:, :, :length].clone())
+            kept.append(driver.runner.steps.cache.layers[0].values[:, :, blocks].flatten(2, 3)[:, :, :length].clone())
         return kept
 
     want = step(without_graphs(runner))

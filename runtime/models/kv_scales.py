@@ -1,0 +1,35 @@
+"""Scales of keys and values that a checkpoint brings for a KV cache of 8 bits, as exporters name them."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.types import CallboardError
+from runtime.quant.format import TensorSource
+
+# All that belongs to such a cache. Zero points are those of whole numbers, and queries are never rounded: both unused.
+KV_SCALES = r".*\.(([kvq]|kv|prob)_(scale|zero_point|global_scale)|[kv]_proj\.output_(scale|zero_point))"
+_USED = re.compile(r".*\blayers\.(\d+)\..*?\b(kv|k|v)(?:_scale|_proj\.output_scale)")
+_PLACES = {"kv": [0, 1], "k": [0], "v": [1]}
+
+
+def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | None:
+    """float32 [num_layers, 2, num_kv_heads] on the CPU, 1 where there is none that is above 0; None: there are none.
+
+    Raises CallboardError for a tensor with another number of scales than one, or one a head."""
+    found = [match for match in map(_USED.fullmatch, source.names()) if match]
+    if not found:
+        return None
+    scales = torch.ones(spec.num_layers, 2, spec.num_kv_heads)
+    for match in sorted(found, key=lambda match: match[2] != "kv"):  # one for both gives way to one of each
+        own = source.tensor(match[0], torch.float32, scales.device).flatten()
+        if len(own) not in (1, spec.num_kv_heads):
+            raise CallboardError(
+                f"Tensor {match[0]} has {len(own)} scales, neither one nor one of each of {spec.num_kv_heads} heads of "
+                "keys and values; use kv_cache_dtype=auto or int8, which do not read it."
+            )
+        scales[int(match[1]), _PLACES[match[2]]] = own
+    return torch.where((scales > 0) & scales.isfinite(), scales, 1.0)
