@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, RopeType
@@ -19,6 +19,10 @@ from runtime.quant import METHODS
 from runtime.quant.at_load import quantized_at_load
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
+
+if TYPE_CHECKING:
+    from runtime.kernels.numerics import Numerics
+    from runtime.loading.checkpoint import Checkpoint
 
 _LABEL_WIDTH = 14
 
@@ -61,7 +65,7 @@ def model_report(config: EngineConfig) -> str:
         _line("parameters", _parameters(spec)),
         _line("stored as", stored),
         _line("context", f"{spec.max_positions} tokens; {_positions(spec)}"),
-        *_here(config, spec),
+        *_here(config, spec, checkpoint),
         *_text(config, path),
     ]
     return "\n".join(lines)
@@ -110,7 +114,7 @@ def _positions(spec: DecoderSpec) -> str:
     return text
 
 
-def _here(config: EngineConfig, spec: DecoderSpec) -> list[str]:
+def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None) -> list[str]:
     """How the model would run on this machine; raises CallboardError if its weights cannot have the form asked for."""
     from runtime.quant.formats import check_products
     from runtime.quant.report import weight_report
@@ -129,8 +133,19 @@ def _here(config: EngineConfig, spec: DecoderSpec) -> list[str]:
     return [
         _line("dtype", f"{numerics.dtype_name} on {device}, {numerics.backend} kernels"),
         *(_line("" if i else "weights", line) for i, line in enumerate(weight_report(spec, numerics))),
+        _line("KV cache", _kv_cache(config, spec, numerics, checkpoint)),
         _line("memory plan", plan),
     ]
+
+
+def _kv_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, checkpoint: Checkpoint | None) -> str:
+    from runtime.models.kv_scales import has_kv_scales
+
+    has_scales = checkpoint is not None and has_kv_scales(checkpoint)
+    stored = {"auto": numerics.dtype_name, "int8": "int8 with a scale a token and head"}.get(config.kv_cache_dtype)
+    if stored is None:
+        stored = f"fp8 with {'the scales of the checkpoint' if has_scales else 'scale 1'}"
+    return f"{stored}, {spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype).bytes_per_token:,} bytes a token"
 
 
 def _text(config: EngineConfig, path: Path) -> list[str]:

@@ -105,10 +105,9 @@ class DecoderSpec:
                 f"max_model_len is {config.max_model_len}; the model's context is {self.max_positions} tokens at most."
             )
 
-    def kv_cache(self, dtype: str) -> KVCacheSpec:
-        """The KV cache of this model with values of `dtype`, "bfloat16" or "fp8" say. Sliding layers keep all keys,
-        too."""
-        dtype, scale_dtype = QUANTIZED_DTYPES.get(dtype, (dtype, None))
+    def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto") -> KVCacheSpec:
+        """The KV cache of this model when it computes in `dtype`, "bfloat16" say. Sliding layers keep all keys, too."""
+        dtype, scale_dtype = QUANTIZED_DTYPES.get(kv_cache_dtype, (dtype, None))
         group = KVGroupSpec(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype, scale_dtype)
         return KVCacheSpec((group,))
 

@@ -117,7 +117,7 @@ def prefill_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    block_m, block_n, options = _tile(block_d, q.dtype, min(rows.num_tokens, rows.max_len))
+    block_m, block_n, options = _tile(block_d, q.dtype, min(rows.num_tokens, rows.max_len), scales is not None)
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
     pdl = use_pdl(q)
@@ -133,10 +133,10 @@ def prefill_attention(
     return out
 
 
-def _tile(block_d: int, dtype: torch.dtype, most: int) -> tuple[int, int, dict[str, int]]:
+def _tile(block_d: int, dtype: torch.dtype, most: int, decodes: bool) -> tuple[int, int, dict[str, int]]:
     """(rows of q, positions, launch options), as measured on an H200, for `most` tokens or positions. Two programs on
     an SM take turns at the tensor cores; at head_dim 128 that needs a limit on registers, which costs a few spills
-    outside of the loops."""
+    outside of the loops, and more than that where codes are decoded in registers."""
     short = most <= 1024
     if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
         return 32, 32, {"num_warps": 4, "num_stages": 1}
@@ -144,4 +144,4 @@ def _tile(block_d: int, dtype: torch.dtype, most: int) -> tuple[int, int, dict[s
         return (64, 32, {"num_warps": 4, "num_stages": 3}) if short else (128, 64, {"num_warps": 8, "num_stages": 2})
     if block_d == 128 and short:
         return 64, 64, {"num_warps": 4, "num_stages": 3}
-    return 128, 64, {"num_warps": 8, "num_stages": 3} | ({"maxnreg": 128} if block_d == 128 else {})
+    return 128, 64, {"num_warps": 8, "num_stages": 3} | ({"maxnreg": 128} if block_d == 128 and not decodes else {})

@@ -16,11 +16,20 @@ _USED = re.compile(r".*\blayers\.(\d+)\..*?\b(kv|k|v)(?:_scale|_proj\.output_sca
 _PLACES = {"kv": [0, 1], "k": [0], "v": [1]}
 
 
+def has_kv_scales(source: TensorSource) -> bool:
+    """True if `read_kv_scales` has something to read."""
+    return bool(_found(source))
+
+
+def _found(source: TensorSource) -> list[re.Match[str]]:
+    return [match for match in map(_USED.fullmatch, source.names()) if match]
+
+
 def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | None:
     """float32 [num_layers, 2, num_kv_heads] on the CPU, 1 where there is none that is above 0; None: there are none.
 
     Raises CallboardError for a tensor with another number of scales than one, or one a head."""
-    found = [match for match in map(_USED.fullmatch, source.names()) if match]
+    found = _found(source)
     if not found:
         return None
     scales = torch.ones(spec.num_layers, 2, spec.num_kv_heads)

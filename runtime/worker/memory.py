@@ -62,7 +62,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     assert max_num_seqs is not None, "`config` is not sized for a device"
     assert max_num_tokens is not None, "`config` is not sized for a device"
     weights = weight_bytes(spec, numerics)
-    kv_cache = spec.kv_cache(numerics.dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    kv_cache = spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype)
     token_bytes = kv_cache.bytes_per_token
     wanted = config.max_model_len
     longest = wanted or spec.max_positions

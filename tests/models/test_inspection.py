@@ -51,6 +51,7 @@ def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
     widened = "of float32 as no kernel multiplies with these codes"
     assert told["weights"] == f"1 maps in int4 g32 with minimums: 0.00 GiB, widened to 0.00 GiB {widened}"
     assert "(99 blocks of 16 tokens" in told["memory plan"]
+    assert told["KV cache"] == "float32, 128 bytes a token"
     assert told["tokenizer"] == "262 tokens; begin of text 1; ends 0 <|end|>"
     assert report.endswith("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}\n")
 
@@ -63,6 +64,9 @@ def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):
     config = config | {"architectures": ["MixtralForCausalLM"], "sliding_window": 7, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     told = lines(model_report(EngineConfig(model=str(tmp_path), device="cpu")))
+    for kind, text in (("fp8", "fp8 with scale 1, 288"), ("int8", "int8 with a scale a token and head, 312")):
+        report = model_report(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_dtype=kind))
+        assert lines(report)["KV cache"] == f"{text} bytes a token"
     expert, other = 3 * 48 * 80, 2 * 61 * 48 + 48 + 3 * (2 * 48 * 48 + 2 * 24 * 48 + 2 * 48 + 4 * 48)
     assert told["parameters"] == f"{other + 12 * expert:,}, of which a token meets {other + 6 * expert:,}"
     assert "4 experts, 2 a token" in told["architecture"]

@@ -49,13 +49,16 @@ H200 = SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", total_memo
 
 # (model, what differs from its spec, dtype, deterministic, rows of decode steps): float32 is what SmolLM2's texts are
 # compared in; the last are the head sizes that no benchmarked model has.
-SERVED: list[tuple[str, dict[str, int], torch.dtype, bool, tuple[int, ...]]] = [
+SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", {}, torch.bfloat16, False, (1, 8, 16, 256)),
     ("llama-3.2-3b", {}, torch.bfloat16, False, (1, 8, 16, 256)),
     ("llama-3.1-8b", {}, torch.bfloat16, False, (1, 8, 16, 256)),
     ("qwen3-4b", {}, torch.bfloat16, False, (1, 8, 16, 256)),
     ("llama-3.2-1b", {}, torch.bfloat16, True, (1, 16, 64, 256)),
     ("llama-3.1-8b", {}, torch.bfloat16, True, (1, 16, 64, 256)),
+    ("llama-3.1-8b", {"kv_cache_dtype": "fp8"}, torch.bfloat16, False, (1, 64)),
+    ("llama-3.1-8b", {"kv_cache_dtype": "int8"}, torch.bfloat16, False, (1, 64)),
+    ("llama-3.2-1b", {"kv_cache_dtype": "fp8"}, torch.bfloat16, True, (1,)),
     ("smollm2-135m", {}, torch.float32, False, (1, 8)),
     ("gemma-2-2b", {}, torch.bfloat16, False, (1, 64)),
     ("gpt2", {}, torch.bfloat16, False, (1, 64)),
@@ -130,13 +133,14 @@ def main() -> None:
     torch.cuda.get_device_properties = lambda device=None: H200
 
     for model, changed, dtype, deterministic, batches in SERVED:
-        spec = replace(spec_of(model), num_layers=1, **changed)
+        of_spec = {field: value for field, value in changed.items() if field != "kv_cache_dtype"}
+        spec = replace(spec_of(model), num_layers=1, **of_spec)
         kind = "deterministic" if deterministic else "default"
         name = f"{model} {dtype} {kind}" + "".join(f" {field}={value}" for field, value in changed.items())
         numerics = Numerics(dtype, META, "triton", packed=False, deterministic=deterministic)
         shapes = spec.shapes()
         decoder = Decoder(spec, numerics, 16384, lambda name: (torch.empty(shapes[name], dtype=dtype, device=META),))  # noqa: B023
-        cache = KVCache(spec.kv_cache(numerics.dtype_name), 4096, 16, META)
+        cache = KVCache(spec.kv_cache(numerics.dtype_name, changed.get("kv_cache_dtype", "auto")), 4096, 16, META)
         steps = GpuSteps(decoder, cache, 256, 16384, (), GrammarState(decoder.spec.vocab_size))
         steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
         with torch.inference_mode():
