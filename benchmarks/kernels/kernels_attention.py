@@ -9,6 +9,7 @@ a step; decode launches read different blocks, so that none is in the L2 cache. 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -20,9 +21,12 @@ from torch.nn.attention.bias import causal_lower_right
 from tqdm import tqdm
 
 from benchmarks.library.measure import Results
+from runtime.core.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
 from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.paged_attention import PagedRows
 from runtime.kernels.prefill_attention import prefill_attention
+from runtime.kernels.stored_kv import KVLayer
+from runtime.worker.kv_cache import KVCache
 
 HBM_BYTES_S = 4.45e12  # read, measured on an H200
 BF16_FLOP_S = 788e12  # GEMM 8192^3, measured there
@@ -67,36 +71,42 @@ def decode_seconds(
     block_size: int = 16,
     deterministic: bool = False,
     count: int = 1,
+    kv_cache_dtype: str = "auto",
 ) -> float:
     """Rows of `count` new tokens whose last one sees `length` positions."""
     num_heads, num_kv_heads, head_dim = heads
     row_blocks = -(-length // block_size)
-    row_bytes = 4 * num_kv_heads * head_dim * row_blocks * block_size
-    launches = max(2, min(48, -(-_ROTATION_BYTES // (num_rows * row_bytes))))
-    kv = torch.empty(2, num_kv_heads, 1 + launches * num_rows * row_blocks, block_size, head_dim, device="cuda",
-                     dtype=torch.bfloat16).normal_()  # fmt: skip
+    spec = kv_spec(heads, kv_cache_dtype)
+    launches = max(2, min(48, -(-_ROTATION_BYTES // (num_rows * spec.bytes_per_token * row_blocks * block_size))))
+    kv, scales = random_layer(spec, 1 + launches * num_rows * row_blocks, block_size)
     blocks = 1 + torch.randperm(launches * num_rows * row_blocks, device="cuda", dtype=torch.int32)
     tables = blocks.view(launches, num_rows, row_blocks)
     q = torch.randn(num_rows * count, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     sets = [paged_rows([length - count] * num_rows, count, max(length, 1 << 14), table) for table in tables]
 
     def launch(i: int) -> None:
-        decode_attention(q, kv, sets[i], scale=head_dim**-0.5, deterministic=deterministic)
+        decode_attention(q, kv, sets[i], scale=head_dim**-0.5, scales=scales, deterministic=deterministic)
 
     return graph_seconds(launch, launches)
 
 
 def prefill_seconds(
-    num_tokens: int, cached: int, heads: tuple[int, int, int], block_size: int = 16, deterministic: bool = False
+    num_tokens: int,
+    cached: int,
+    heads: tuple[int, int, int],
+    block_size: int = 16,
+    deterministic: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> float:
     """One row of `num_tokens` new tokens behind `cached` ones."""
-    num_heads, num_kv_heads, head_dim = heads
+    num_heads, _, head_dim = heads
     num_blocks = -(-(num_tokens + cached) // block_size)
-    kv = torch.randn(2, num_kv_heads, 1 + num_blocks, block_size, head_dim, device="cuda", dtype=torch.bfloat16)
+    kv, scales = random_layer(kv_spec(heads, kv_cache_dtype), 1 + num_blocks, block_size)
     table = 1 + torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[None]
     q = torch.randn(num_tokens, num_heads, head_dim, device="cuda", dtype=torch.bfloat16)
     rows = paged_rows([cached], num_tokens, num_tokens + cached, table)
-    return graph_seconds(lambda _: prefill_attention(q, kv, rows, scale=head_dim**-0.5, deterministic=deterministic), 6)
+    options = {"scale": head_dim**-0.5, "scales": scales, "deterministic": deterministic}
+    return graph_seconds(lambda _: prefill_attention(q, kv, rows, **options), 6)
 
 
 def sdpa_seconds(num_rows: int, num_tokens: int, length: int, heads: tuple[int, int, int]) -> float | None:
@@ -119,8 +129,21 @@ def sdpa_seconds(num_rows: int, num_tokens: int, length: int, heads: tuple[int, 
     return min(times, default=None)
 
 
-def decode_bytes(num_rows: int, length: int, heads: tuple[int, int, int]) -> int:
-    return 4 * num_rows * length * heads[1] * heads[2]
+def kv_spec(heads: tuple[int, int, int], kv_cache_dtype: str) -> KVCacheSpec:
+    """Of one layer."""
+    dtype, scale_dtype = QUANTIZED_DTYPES.get(kv_cache_dtype, ("bfloat16", None))
+    return KVCacheSpec((KVGroupSpec((0,), heads[1], heads[2], dtype, scale_dtype),))
+
+
+def random_layer(spec: KVCacheSpec, num_blocks: int, block_size: int) -> KVLayer:
+    """A layer's cache of normal numbers, or of what codes and scales are about as large."""
+    layer = KVCache(spec, num_blocks, block_size, torch.device("cuda")).layers[0]
+    for head in layer.values.flatten(0, 1):  # one by one: copies in float32 are larger
+        numbers = torch.randn(head.shape, device="cuda")
+        head.copy_(numbers.mul_(32).clamp_(-127, 127) if head.dtype == torch.int8 else numbers)
+    if head.dtype == torch.int8:
+        layer.scales.fill_(1 / 32)
+    return layer
 
 
 def prefill_flop(num_tokens: int, cached: int, heads: tuple[int, int, int]) -> int:
@@ -134,21 +157,25 @@ def main() -> None:
     parser.add_argument("--decode", nargs="*", default=cells, metavar="ROWSxLENGTH")
     parser.add_argument("--prefill", nargs="*", default=["512", "2048", "8192", "2048+8192"], metavar="TOKENS[+CACHED]")
     parser.add_argument("--heads", nargs="+", default=["32x8x64", "24x8x128", "32x8x128"], metavar="QxKVxDIM")
+    parser.add_argument("--kv-cache-dtype", nargs="+", default=["auto"], metavar="auto|fp8|int8")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--sdpa", action="store_true", help="time torch's too")
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
     args = parser.parse_args()
     results = Results("kernels_attention", args.out)
-    with tqdm(total=len(args.heads) * (len(args.decode) + len(args.prefill)), unit="cell") as bar:
-        for shape in args.heads:
+    kinds = list(itertools.product(args.heads, args.kv_cache_dtype))
+    with tqdm(total=len(kinds) * (len(args.decode) + len(args.prefill)), unit="cell") as bar:
+        for shape, kind in kinds:
             heads = tuple(int(n) for n in shape.split("x"))
-            common = {"heads": shape, "block_size": args.block_size, "deterministic": args.deterministic}
+            common = {"heads": shape, "kv_cache_dtype": kind, "block_size": args.block_size,
+                      "deterministic": args.deterministic}  # fmt: skip
+            options = args.block_size, args.deterministic
             for cell in args.decode:
                 num_rows, length = (int(n) for n in cell.split("x"))
-                seconds = decode_seconds(num_rows, length, heads, args.block_size, args.deterministic)
+                seconds = decode_seconds(num_rows, length, heads, *options, kv_cache_dtype=kind)
                 sdpa = sdpa_seconds(num_rows, 1, length, heads) if args.sdpa else None
-                rate = decode_bytes(num_rows, length, heads) / seconds
+                rate = num_rows * length * kv_spec(heads, kind).bytes_per_token / seconds
                 results.add(
                     kernel="decode_attention", cell=cell, **common, us=seconds * 1e6, tb_s=rate / 1e12,
                     of_ceiling=rate / HBM_BYTES_S, sdpa_us=sdpa and sdpa * 1e6,
@@ -156,7 +183,7 @@ def main() -> None:
                 bar.update()
             for cell in args.prefill:
                 num_tokens, cached = (int(n) for n in (cell + "+0").split("+")[:2])
-                seconds = prefill_seconds(num_tokens, cached, heads, args.block_size, args.deterministic)
+                seconds = prefill_seconds(num_tokens, cached, heads, *options, kind)
                 sdpa = sdpa_seconds(1, num_tokens, num_tokens + cached, heads) if args.sdpa else None
                 rate = prefill_flop(num_tokens, cached, heads) / seconds
                 results.add(
