@@ -74,7 +74,7 @@ def decode_seconds(
     kv_cache_dtype: str = "auto",
 ) -> float:
     """Rows of `count` new tokens whose last one sees `length` positions."""
-    num_heads, num_kv_heads, head_dim = heads
+    num_heads, _, head_dim = heads
     row_blocks = -(-length // block_size)
     spec = kv_spec(heads, kv_cache_dtype)
     launches = max(2, min(48, -(-_ROTATION_BYTES // (num_rows * spec.bytes_per_token * row_blocks * block_size))))
@@ -135,6 +135,10 @@ def kv_spec(heads: tuple[int, int, int], kv_cache_dtype: str) -> KVCacheSpec:
     return KVCacheSpec((KVGroupSpec((0,), heads[1], heads[2], dtype, scale_dtype),))
 
 
+def decode_bytes(num_rows: int, length: int, heads: tuple[int, int, int], kv_cache_dtype: str = "auto") -> int:
+    return num_rows * length * kv_spec(heads, kv_cache_dtype).bytes_per_token
+
+
 def random_layer(spec: KVCacheSpec, num_blocks: int, block_size: int) -> KVLayer:
     """A layer's cache of normal numbers, or of what codes and scales are about as large."""
     layer = KVCache(spec, num_blocks, block_size, torch.device("cuda")).layers[0]
@@ -175,7 +179,7 @@ def main() -> None:
                 num_rows, length = (int(n) for n in cell.split("x"))
                 seconds = decode_seconds(num_rows, length, heads, *options, kv_cache_dtype=kind)
                 sdpa = sdpa_seconds(num_rows, 1, length, heads) if args.sdpa else None
-                rate = num_rows * length * kv_spec(heads, kind).bytes_per_token / seconds
+                rate = decode_bytes(num_rows, length, heads, kind) / seconds
                 results.add(
                     kernel="decode_attention", cell=cell, **common, us=seconds * 1e6, tb_s=rate / 1e12,
                     of_ceiling=rate / HBM_BYTES_S, sdpa_us=sdpa and sdpa * 1e6,

@@ -64,7 +64,7 @@ def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):
     config = config | {"architectures": ["MixtralForCausalLM"], "sliding_window": 7, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     told = lines(model_report(EngineConfig(model=str(tmp_path), device="cpu")))
-    for kind, text in (("fp8", "fp8 with scale 1, 144"), ("int8", "int8 with a scale a token and head, 156")):
+    for kind, text in (("fp8", "fp8 with scale 1, 144"), ("int8", "int8 with a scale a token and head, 168")):
         report = model_report(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_dtype=kind))
         assert lines(report)["KV cache"] == f"{text} bytes a token"
     expert, other = 3 * 48 * 80, 2 * 61 * 48 + 48 + 3 * (2 * 48 * 48 + 2 * 24 * 48 + 2 * 48 + 4 * 48)
