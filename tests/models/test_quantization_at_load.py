@@ -2,6 +2,7 @@
 planned; and what cannot be asked for."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from runtime.core.config import EngineConfig
 from runtime.core.sharding import Part
-from runtime.core.types import CallboardError
+from runtime.core.types import CallboardError, SamplingParams
 from runtime.inspection import check_model, model_report
+from runtime.llm import LLM
 from runtime.models import load_spec
 from runtime.models.decoder import Decoder
 from runtime.models.weights import random_parameter
@@ -291,3 +293,16 @@ def test_a_draft_has_a_form_of_its_own():
     own = config.draft_config()
     assert (own.quantization, own.head_quantization) == ("fp8", "auto")
     assert EngineConfig(draft="other", quantization="int4").draft_config().quantization == "auto"
+
+
+def test_texts_with_a_quantized_draft_are_the_models_own(tmp_path, write_tiny_gguf, caplog):
+    caplog.set_level(logging.INFO)
+    plain, _ = write_both(tmp_path, "fp8", LLAMA | {"vocab_size": 1000})
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(plain / "tokenizer.json"))
+    params, answers = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True), []
+    for draft in ({}, {"draft": str(plain), "draft_quantization": "fp8", "num_draft_tokens": 2}):
+        llm = LLM(str(plain), dtype="bfloat16", num_kv_blocks=20, **draft)
+        answers.append([answer.token_ids for answer in llm.generate([[5, 9, 33], [7, 8]], params)])
+    assert answers[0] == answers[1]
+    assert llm.engine.scheduler.stats.accepted_draft_tokens > 10
+    assert caplog.text.count("14 maps in fp8 rows: 0.00 GiB, quantized as they are read") == 1
