@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every measurement of RESULTS.md on one GPU, in stages of a few minutes each:
 #
-#   benchmarks/suite.sh OUT tests exactness engine profile kernels soak start serving
+#   benchmarks/suite.sh OUT tests exactness engine quantized profile kernels soak start serving
 #   python -m benchmarks.library.report OUT/*.jsonl
 #
 # The stages up to `start` need torch and Triton; `serving` needs an installed Callboard. MODELS narrows the models.
@@ -43,6 +43,18 @@ for stage in "$@"; do
         bench engine.decode --model llama-3.2-1b --repeats 3 --cells 64x128x256 --set deterministic=true
         bench engine.decode --model llama-3.2-3b --repeats 2 --cells 1x128x256 48x128x256 \
             --sampling temperature=0 temperature=0.8 temperature=0.8,top_p=0.9 temperature=0.7,top_k=20,top_p=0.95
+        ;;
+    quantized)
+        for model in llama-3.1-8b llama-3.2-1b; do
+            for form in fp8 int8 int4; do
+                bench engine.decode --model $model --repeats 3 --cells 1x128x512 8x128x256 64x128x256 256x128x256 \
+                    --set quantization=$form
+                bench engine.prefill --model $model --set quantization=$form
+            done
+        done
+        for form in none fp8 int4; do
+            folder llama-3.1-8b && bench engine.start --folder "$folders/llama-3.1-8b" --set quantization=$form
+        done
         ;;
     profile) for batch in 1 256; do bench engine.profile_step --model llama-3.2-1b --batch $batch --trace "$out/trace-$batch.json.gz"; done ;;
     kernels) for model in $models; do bench kernels --model "$model"; done ;;

@@ -25,12 +25,14 @@ def _peer(benchmark: str, keys: tuple[str, ...], values: tuple[str, ...]) -> dic
     """Figures of the peer, and those asked of Callboard, by key; None where there is none."""
     lines = map(json.loads, (BENCHMARKS / "results" / "peer.jsonl").read_text().splitlines())
     found = [line for line in lines if line["benchmark"] == f"peer {benchmark}"]
-    return {tuple(line[key] for key in keys): tuple(line.get(name) for name in values) for line in found}
+    return {tuple(line.get(key) for key in keys): tuple(line.get(name) for name in values) for line in found}
 
 
-DECODE_1 = _peer("decode", ("model",), ("memory_tok_s", "tok_s", "must_tok_s", "aim_tok_s"))  # batch 1, 128 in, 512 out
-THROUGHPUT = _peer("throughput", ("model", "batch", "input", "output"), ("tok_s",))
-PREFILL = _peer("prefill", ("model", "tokens"), ("ms",))
+DECODE_1 = _peer(
+    "decode", ("model", "quantization"), ("memory_tok_s", "tok_s", "must_tok_s", "aim_tok_s")
+)  # batch 1, 128 in, 512 out
+THROUGHPUT = _peer("throughput", ("model", "quantization", "batch", "input", "output"), ("tok_s",))
+PREFILL = _peer("prefill", ("model", "quantization", "tokens"), ("ms",))
 SERVING = _peer("serving", ("model", "workload"), ("tok_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms"))
 ((START_S,),) = _peer("start", (), ("must_s",)).values()
 _MOST_BARS = 64  # of a plot; longer tables have none
@@ -81,23 +83,33 @@ def settings(line: Line) -> str:
     return ", ".join(f"{name}={value}" for name, value in line["config"].items()) or "default"
 
 
+def of_weights(line: Line) -> tuple[str, str | None]:
+    """The model, and the form of its weights if it is one that the settings name."""
+    return line["model"], line["config"].get("quantization")
+
+
+def named(*parts: str | None) -> str:
+    return " ".join(filter(None, parts))
+
+
 def is_greedy(line: Line) -> bool:
     return line.get("sampling", "temperature=0") == "temperature=0"
 
 
 def decode(line: Line) -> Row | None:
-    model, ours, bars = line["model"], line["decode_tok_s"], DECODE_1.get((line["model"],))
+    model, ours, bars = line["model"], line["decode_tok_s"], DECODE_1.get(of_weights(line))
     if (line["batch"], line["prompt_len"], line["output_len"]) != (1, 128, 512) or bars is None or not is_greedy(line):
         return None
     cells = [model, number(ours), span(line["decode_range"]), twice(line["step_ms"]), *map(number, bars)]
-    return Row([*cells, f"{ours / bars[0]:.0%}", verdict(ours, bars[2]), settings(line)], model, ours, bars[1])
+    share = f"{ours / bars[0]:.0%}"
+    return Row([*cells, share, verdict(ours, bars[2]), settings(line)], named(*of_weights(line)), ours, bars[1])
 
 
 def throughput(line: Line) -> Row | None:
     model, batch, inputs, outputs = (line[name] for name in ("model", "batch", "prompt_len", "output_len"))
     if batch == 1 or not is_greedy(line):
         return None
-    ours, peer = line["output_tok_s"], THROUGHPUT.get((model, batch, inputs, outputs), (None,))[0]
+    ours, peer = line["output_tok_s"], THROUGHPUT.get((*of_weights(line), batch, inputs, outputs), (None,))[0]
     cell = f"{batch} x ({inputs}, {outputs})"
     cells = [model, cell, number(ours), span(line["output_range"]), number(line["decode_tok_s"]), number(peer)]
     label = f"{model} {cell}" + (f" {settings(line)}" if line["config"] else "")
@@ -114,10 +126,10 @@ def sampled(line: Line) -> Row | None:
 
 def prefill(line: Line) -> Row:
     model, tokens, ours = line["model"], line["prompt_len"], line["first_token_ms"]
-    peer = PREFILL.get((model, tokens), (None,))[0]
+    peer = PREFILL.get((*of_weights(line), tokens), (None,))[0]
     cells = [model, number(tokens), number(ours), span(line["range"]), number(line["tok_s"]), number(peer)]
     last = [number(peer and ours / peer), verdict(ours, peer, less=True), settings(line)]
-    return Row([*cells, *last], f"{model} {tokens}", ours, peer)
+    return Row([*cells, *last], named(*of_weights(line), str(tokens)), ours, peer)
 
 
 def serving(line: Line) -> Row:
@@ -147,8 +159,9 @@ def agreement(line: Line) -> Row:
 
 def start(line: Line) -> Row:
     must = START_S if "8b" in line["model"] else None
-    cells = [line["model"], *(number(s) for s in (line["imports_s"], line["ready_s"], must))]
-    return Row([*cells, verdict(line["ready_s"], must, less=True)], line["model"], line["ready_s"])
+    label = named(*of_weights(line))
+    cells = [label, *(number(s) for s in (line["imports_s"], line["ready_s"], must))]
+    return Row([*cells, verdict(line["ready_s"], must, less=True)], label, line["ready_s"])
 
 
 def soak(line: Line) -> Row:
