@@ -19,7 +19,7 @@ from runtime.quant.scheme import Scheme
 
 # Numbers that are widened or encoded at once: what is in float32 meanwhile is small beside the weight.
 _AT_ONCE = 1 << 20
-_AT_ONCE_ON_GPU = 1 << 22  # fewer launches
+_AT_ONCE_ON_GPU = 1 << 23  # fewer launches
 _SMALLEST = 2.0**-100  # of scales that `encode` divides by, for blocks of zeros
 
 
@@ -146,7 +146,7 @@ class Integer8(Form):
         if not self.has_minimum:
             return (_scale(low, high, (1 << self.bits - 1) - 1),)
         low, high = low.clamp_max(0), high.clamp_min(0)
-        return ((high - low) / ((1 << self.bits) - 1)).clamp_min(_SMALLEST), -low
+        return _divided(high - low, (1 << self.bits) - 1).clamp_min(_SMALLEST), -low
 
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers.round_().to(torch.uint8 if self.has_minimum else torch.int8)
@@ -175,7 +175,8 @@ class Table(Form):
 
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         between, order = _nearest_in(self.table, numbers.device)
-        return order[torch.bucketize(numbers, between, out_int32=True)]
+        places = torch.bucketize(numbers, between, out_int32=True)
+        return order.index_select(0, places.flatten()).view(places.shape)
 
 
 @cache  # a copy to a GPU would wait for all that runs there
@@ -193,7 +194,12 @@ def _nearest_in(table: tuple[float, ...], device: torch.device) -> tuple[torch.T
 
 def _scale(low: torch.Tensor, high: torch.Tensor, largest: float) -> torch.Tensor:
     """The scale with which the number that is farthest from zero is the code `largest`."""
-    return (torch.maximum(high, -low) / largest).clamp_min(_SMALLEST)
+    return _divided(torch.maximum(high, -low), largest).clamp_min(_SMALLEST)
+
+
+def _divided(numbers: torch.Tensor, by: float) -> torch.Tensor:
+    """A quotient that is rounded alike everywhere: by a number, GPUs multiply with the reciprocal."""
+    return numbers / numbers.new_full((), by)
 
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
