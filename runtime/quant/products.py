@@ -6,11 +6,11 @@ from typing import Protocol
 
 import torch
 
-from runtime.kernels import Kernels
+from runtime.kernels import Kernels, cpu_quantized
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.quant.format import Shape, Weight
-from runtime.quant.forms import Form
+from runtime.quant.forms import Form, Integer4, Integer8
 
 
 class Products(Protocol):
@@ -35,6 +35,60 @@ class Products(Protocol):
         """The product with a packed weight, and what surrounds it in a decoder."""
 
 
+class CpuProducts:
+    """Products of bfloat16 inputs on a CPU with AVX-512: with int8 codes that have a scale a row, and with int4."""
+
+    experts = True
+
+    def __init__(self, deterministic: bool) -> None:
+        self._deterministic = deterministic
+
+    def takes(self, form: Form) -> bool:
+        if form.rows > 1 or not isinstance(form, Integer8):
+            return False
+        return isinstance(form, Integer4) or not (form.columns or form.has_minimum)
+
+    def fits(self, form: Form, shape: Shape) -> bool:
+        if form.bits == 8:
+            return shape[1] % cpu_quantized.INT8_COLUMNS == 0
+        return shape[0] % cpu_quantized.INT4_ROWS == 0 and _group(form, shape) > 0
+
+    def packed(self, form: Form, weight: Weight) -> Weight:
+        codes, scale, *minimum = weight
+        if form.bits == 8:
+            return codes.contiguous(), scale.to(torch.bfloat16)
+        codes = codes if minimum else (codes + 8).view(torch.uint8)
+        zero = 8 * scale - minimum[0] if minimum else torch.zeros_like(scale)
+        repeats = codes.shape[1] // _group(form, tuple(codes.shape)) // scale.shape[1]
+        both = torch.stack((scale, zero), -1).to(torch.bfloat16).repeat_interleave(repeats, 1)
+        return codes[:, ::2] | codes[:, 1::2] << 4, both
+
+    def device_bytes(self, form: Form, shape: Shape) -> int:
+        if form.bits == 8:
+            return shape[0] * (shape[1] + 2)
+        return shape[0] * (shape[1] // 2 + 4 * (shape[1] // _group(form, shape)))
+
+    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+        codes, scale = weight
+        if form.bits == 8:
+            product = cpu_quantized.int8_product(codes, scale.view(-1), bias, self._deterministic)
+        else:
+            by_group = scale.transpose(0, 1).contiguous()
+            product = cpu_quantized.int4_product(cpu_quantized.pack_int4(codes), by_group, bias, self._deterministic)
+        return Linear(product, kernels.norm, kernels.activate)
+
+
+def _group(form: Form, shape: Shape) -> int:
+    """The columns that share a scale on a CPU: as many of the form's as there are operations for; 0: none."""
+    columns = form.columns or shape[1]
+    if shape[1] % columns:
+        return 0
+    return next((group for group in cpu_quantized.INT4_GROUPS if columns % group == 0), 0)
+
+
 def products_of(numerics: Numerics) -> Products | None:
     """The products of a backend; None: it has none, so that all weights are widened."""
+    on_cpu = numerics.backend == "torch" and numerics.device.type == "cpu"
+    if on_cpu and numerics.dtype == torch.bfloat16 and cpu_quantized.has_vector_code():
+        return CpuProducts(numerics.deterministic)
     return None

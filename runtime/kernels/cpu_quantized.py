@@ -1,0 +1,129 @@
+"""Products with weights that are codes, on a CPU: torch's operations with AVX-512 code for bfloat16 inputs.
+
+They are made for few rows, where reading the weight is what takes time. With many they take three to four times as long
+as a product with a bfloat16 weight, and a piece of the weight after another becomes one, which then multiplies.
+
+A row's bits do not depend on the other rows of these operations, as was measured: deterministic mode uses them for all
+numbers of rows. The calls are private to torch, so a build without them has no such products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from runtime.kernels.linear import Product
+
+INT4_GROUPS = (256, 128, 64, 32)  # columns that may share a scale
+INT4_ROWS = 64  # of the weight, which lie together once it is packed
+INT8_COLUMNS = 16  # that the vector code reads at once
+_FEW_INT8_ROWS = 16  # of the input; with more, bfloat16 pieces are faster
+_FEW_INT4_ROWS = 96
+_PIECE = 1 << 20  # weights; 2 MB in bfloat16 stay in a core's cache
+
+
+def has_vector_code() -> bool:
+    """True if this build of torch has the operations, and vector code for them on this CPU."""
+    names = ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_convert_weight_to_int4pack_for_cpu")
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and all(hasattr(torch.ops.aten, name) for name in names)
+
+
+def int8_product(
+    codes: torch.Tensor,  # int8 [out, in]
+    scale: torch.Tensor,  # bfloat16 [out]
+    bias: torch.Tensor | None,
+    deterministic: bool,
+) -> Product:
+    """x @ (codes * scale).T + bias, for bfloat16 x."""
+
+    def few_rows(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, codes, scale)
+        return y
+
+    def piece(x: torch.Tensor, rows: slice) -> torch.Tensor:
+        return F.linear(x, codes[rows].to(x.dtype)).mul_(scale[rows])
+
+    return _by_rows(few_rows, piece, codes.shape, bias, None if deterministic else _FEW_INT8_ROWS)
+
+
+def int4_product(
+    packed: torch.Tensor,  # of `pack_int4`
+    scales_and_zeros: torch.Tensor,  # bfloat16 [in / group, out, 2]
+    bias: torch.Tensor | None,
+    deterministic: bool,
+) -> Product:
+    """x @ ((codes - 8) * scale + zero).T + bias, for bfloat16 x."""
+    shape = torch.Size((len(packed), 2 * packed.shape[1]))
+    group = shape[1] // len(scales_and_zeros)
+
+    def few_rows(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales_and_zeros)
+        return y
+
+    def piece(x: torch.Tensor, rows: slice) -> torch.Tensor:
+        return x @ _widened(packed[rows], scales_and_zeros[:, rows])
+
+    most = _FEW_INT4_ROWS if _is_known_layout() and not deterministic else None
+    return _by_rows(few_rows, piece, shape, bias, most)
+
+
+def _by_rows(
+    few_rows: Product,
+    piece: Callable[[torch.Tensor, slice], torch.Tensor],
+    shape: torch.Size,
+    bias: torch.Tensor | None,
+    most: int | None,
+) -> Product:
+    """`few_rows` for at most so many rows of the input; for more, all pieces of the weight's rows side by side."""
+    step = max(1, _PIECE // (shape[1] * INT4_ROWS)) * INT4_ROWS
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if most is None or len(x) <= most:
+            y = few_rows(x.contiguous())
+        else:
+            y = x.new_empty(len(x), shape[0])
+            for start in range(0, shape[0], step):
+                rows = slice(start, start + step)
+                y[:, rows] = piece(x, rows)
+        return y if bias is None else y.add_(bias)
+
+    return product
+
+
+def pack_int4(nibbles: torch.Tensor) -> torch.Tensor:
+    """uint8 [out, in / 2], codes from 0 to 15, the low nibble first -> the operation's layout, in the same memory."""
+    step = max(1, _PIECE // (2 * nibbles.shape[1] * INT4_ROWS)) * INT4_ROWS
+    for start in range(0, len(nibbles), step):
+        piece = nibbles[start : start + step]
+        codes = torch.stack((piece & 15, piece >> 4), -1).flatten(1).int()
+        nibbles[start : start + step] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
+    return nibbles
+
+
+def _widened(packed: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
+    """The numbers of a piece of a weight, transposed: bfloat16 [in, rows]."""
+    num_groups, num_rows, _ = scales_and_zeros.shape
+    # A block of 64 rows has 32 bytes for each column, whose low nibbles are the first 32 rows.
+    blocks = packed.view(num_rows // INT4_ROWS, -1, INT4_ROWS // 2)
+    codes = torch.stack((blocks & 15, blocks >> 4), 2).to(torch.bfloat16)
+    scale, zero = scales_and_zeros.float().view(num_groups, len(blocks), 1, INT4_ROWS, 2).transpose(0, 1).unbind(-1)
+    groups = codes.view(len(blocks), num_groups, -1, INT4_ROWS)
+    torch.addcmul(_half(zero - 8 * scale), groups, _half(scale), out=groups)
+    return codes.flatten(2).transpose(0, 1).reshape(-1, num_rows)
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16, memory_format=torch.contiguous_format)
+
+
+@cache
+def _is_known_layout() -> bool:
+    """True if `pack_int4` gives the layout that `_widened` reads, which is torch's own affair."""
+    codes = torch.arange(2 * INT4_ROWS * 32).mul_(7).view(2 * INT4_ROWS, 32) % 61 % 16
+    pairs = codes[:, ::2] | codes[:, 1::2] << 4
+    ones = torch.ones(1, 2 * INT4_ROWS, dtype=torch.bfloat16)
+    widened = _widened(pack_int4(pairs.to(torch.uint8)), torch.stack((ones, 8 * ones), -1))
+    return torch.equal(widened.t(), codes.to(torch.bfloat16))
