@@ -59,7 +59,7 @@ class EngineConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs; auto takes a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "compute dtype; auto is bfloat16 on a GPU and float32 on a CPU"
+        "auto", "compute dtype; auto is bfloat16 on a GPU, and on a CPU with quantization int8 or int4, else float32"
     )
     kv_cache_dtype: Literal["auto", "fp8", "int8"] = setting(
         "auto",

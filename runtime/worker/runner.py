@@ -175,7 +175,9 @@ def choose_numerics(config: EngineConfig) -> Numerics:
     if config.kernel_backend == "triton" and not (on_gpu or INTERPRETED):
         raise CallboardError("kernel_backend is triton, which needs a GPU; use kernel_backend=torch on a CPU.")
     backend = "triton" if on_gpu and config.kernel_backend == "auto" else config.kernel_backend
-    dtype = getattr(torch, ("bfloat16" if on_gpu else "float32") if config.dtype == "auto" else config.dtype)
+    # The products with codes on a CPU take bfloat16; that plain ones are in it, too, follows from what is asked for.
+    in_half = on_gpu or not {config.quantization, config.head_quantization}.isdisjoint(("int8", "int4"))
+    dtype = getattr(torch, ("bfloat16" if in_half else "float32") if config.dtype == "auto" else config.dtype)
     return Numerics(
         dtype=dtype,
         device=device,

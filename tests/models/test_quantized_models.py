@@ -61,7 +61,7 @@ def logits(runner) -> torch.Tensor:
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_are_those_of_the_dense_model(tmp_path, name):
     quantized, dense = write(tmp_path, FORMATS[name])
-    runner = open_runner(quantized, dtype="bfloat16")
+    runner = open_runner(quantized, dtype="bfloat16", quantization="none")
     assert torch.equal(logits(runner), logits(open_runner(dense, dtype="bfloat16")))
     named = runner.decoder.format_of("layers.0.q.weight").name
     assert named == FORMATS[name].form
@@ -90,14 +90,14 @@ def test_texts_are_those_of_the_dense_model(tmp_path, write_tiny_gguf):
 def test_inspect_and_the_runner_tell_what_becomes_of_weights(tmp_path, write_tiny_gguf):
     folder, _ = write(tmp_path, FORMATS["gptq"], LLAMA | {"num_hidden_layers": 3, "intermediate_size": 1 << 14})
     Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
-    report = model_report(EngineConfig(model=str(folder), device="cpu", dtype="bfloat16"))
+    report = model_report(EngineConfig(model=str(folder), device="cpu", dtype="float32"))
     spec, _ = load_spec(open_checkpoint(folder).config)
     shapes = {name: shape for name, shape in spec.shapes().items() if name in spec.quantization}
-    dense = sum(2 * rows * columns for rows, columns in shapes.values())
-    codes = dense / 4 + sum(4 * rows * columns // 32 for rows, columns in shapes.values())
-    widened = f"widened to {dense / (1 << 30):.2f} GiB of bfloat16 as no kernel multiplies with these codes"
+    dense = sum(4 * rows * columns for rows, columns in shapes.values())
+    codes = dense / 8 + sum(4 * rows * columns // 32 for rows, columns in shapes.values())
+    widened = f"widened to {dense / (1 << 30):.2f} GiB of float32 as no kernel multiplies with these codes"
     assert f"\nweights        21 maps in int4 g32: {codes / (1 << 30):.2f} GiB, {widened}\n" in report
     assert "\n               embed, head, norms and biases are plain numbers in the checkpoint\n" in report
-    runner = open_runner(folder, dtype="bfloat16")
+    runner = open_runner(folder, dtype="float32")
     assert runner.info.weight_formats == "int4 g32, dense"
     assert f"weights {weight_bytes(spec, runner.numerics) / (1 << 30):.2f} GiB" in report
