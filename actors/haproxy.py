@@ -65,6 +65,9 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
         config = re.sub(r"^ *server .* check backup\n", "", config, flags=re.MULTILINE)
         # A backend without a server answers 503; Serve's would answer 404 until there is an application.
         config = re.sub(r"(?<=^backend default_backend\n) *http-request return .*\n", "", config, flags=re.MULTILINE)
+        # The front itself notices when a client leaves; Serve's replicas would do so by two more tasks a request.
+        no_watch = "    http-request set-header x-request-disconnect-disabled ?1\n"
+        config = re.sub(r"(?<=^frontend http_frontend\n)( *bind .*\n)", rf"\1{no_watch}", config, flags=re.MULTILINE)
     if bind:
         config = re.sub(r"(?<=^frontend http_frontend\n) *bind .*", f"    bind {bind}", config, flags=re.MULTILINE)
     return config

@@ -28,7 +28,8 @@ _PARTS = {  # what a histogram of the server adds up, by its name
     "front": "callboard:ingress_seconds",
     "queue": "vllm:request_queue_time_seconds",
     "step": "vllm:request_prefill_time_seconds",
-    "server": "vllm:time_to_first_token_seconds",
+    "server": "vllm:time_to_first_token_seconds",  # until the engine has it
+    "back": "callboard:delivery_lag_seconds",  # of the last token, whose way is that of the first
 }
 
 
@@ -100,11 +101,12 @@ def main() -> None:
                      "measure a server that nobody else uses.")  # fmt: skip
         parts[part] = (sum_after - sum_before) / args.requests * 1e3
     rows = [
-        ("client, HAProxy, the front's reading of the request", mean(whole) - parts["server"]),
-        ("front: check, tokens, submission", parts["front"]),
-        ("link to the engine, and waiting there", parts["queue"]),
-        ("engine, step channel, runner and device", parts["step"]),
-        ("link back, text, the first event", parts["server"] - parts["front"] - parts["queue"] - parts["step"]),
+        ("client, HAProxy, HTTP of the front, there and back", mean(whole) - parts["server"] - parts["back"]),
+        ("front: body, check, tokens", parts["front"]),
+        ("submission, link to the engine", parts["server"] - parts["front"] - parts["queue"] - parts["step"]),
+        ("engine: queue and plan", parts["queue"]),
+        ("step channel, runner and device", parts["step"]),
+        ("link back, text, event", parts["back"]),
     ]
     for name, ms in [*rows, ("the whole", mean(whole))]:
         print(f"{name:54}{ms:8.2f} ms", file=sys.stderr)

@@ -208,7 +208,8 @@ class _Generation:
 
         try:
             async with deadline(self._settings.request_timeout_s):
-                new = await self._first(deltas, partial(write, _KEEP_ALIVE))
+                async with _kept_alive(self._settings.keep_alive_s, partial(write, _KEEP_ALIVE)):
+                    new = await anext(deltas)
                 await write(stream.first() + await self._events(stream, new))
                 async for new in deltas:
                     if events := await self._events(stream, new) if may_be_long else stream.events(new):
@@ -227,19 +228,21 @@ class _Generation:
         """Deltas as events; for a reader that was away, or of a prompt, there may be many."""
         return await beside_the_loop_if(num_scores(new) > _MANY_SCORES, partial(stream.events, new))
 
-    async def _first(
-        self, deltas: AsyncGenerator[list[Delta], None], keep_alive: Callable[[], Awaitable[None]]
-    ) -> list[Delta]:
-        """The first deltas, however long they take: proxies and clients see meanwhile that the request is alive."""
-        first = asyncio.ensure_future(anext(deltas))
-        try:
-            while not (await asyncio.wait((first,), timeout=self._settings.keep_alive_s))[0]:
-                await keep_alive()
-        finally:
-            if not first.done():
-                first.cancel()
-                await asyncio.wait((first,))  # a generator can be closed only when nobody is in it
-        return first.result()
+
+@asynccontextmanager
+async def _kept_alive(period_s: float, write: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Writes something again and again while its body takes long: proxies and clients see that the request is alive."""
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(period_s)
+            await write()
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()
 
 
 @asynccontextmanager

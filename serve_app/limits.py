@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from runtime.output.fields import invalid, shortened
@@ -52,15 +51,17 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
         raise too_long
-    body = bytearray()
+    body, has_more = bytearray(), True
     try:
         async with asyncio.timeout(timeout_s):
-            async for part in Request(scope, receive).stream():
-                body += part
+            while has_more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
                 if len(body) > max_bytes:
                     raise too_long
-    except ClientDisconnect:
-        return None
+                has_more = message.get("more_body", False)
     except TimeoutError:
         text = f"The request body took longer than {timeout_s:g} seconds (body_timeout_s); send it faster or send less."
         raise ApiError(408, text, code="body_timeout") from None

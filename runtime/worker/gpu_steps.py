@@ -158,15 +158,10 @@ class GpuSteps:
         slots, index, blocks = plan.block_table_writes
         # A block may be replaced in the plan that wrote it: the last one counts, and kernels know no order.
         tables = dict(zip((slots * self.stride + self.table_at + index).tolist(), blocks.tolist(), strict=True))
-        places: list[int] = []
-        lengths: list[int] = []
-        for place in tables:
-            if places and place == places[-1] + lengths[-1]:  # neighbours are one write
-                lengths[-1] += 1
-            else:
-                places.append(place)
-                lengths.append(1)
-        values = [np.fromiter(tables.values(), np.int32, len(tables))]
+        at, values = np.fromiter(tables, np.int32, len(tables)), [np.fromiter(tables.values(), np.int32, len(tables))]
+        first = np.flatnonzero(np.diff(at, prepend=-2) != 1)  # neighbours are one write
+        places: list[int] = at[first].tolist()
+        lengths: list[int] = np.diff(first, append=len(at)).tolist()
         for new in plan.new:
             row = new.slot * self.stride
             places += (row, row + self.params_at)

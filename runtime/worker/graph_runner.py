@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -191,7 +192,8 @@ class GraphRunner:
 
     def _smallest(self, own: StepShape) -> CapturedGraph | None:
         """The smallest graph of a step with prompts that has room, unless its padding takes longer than launches."""
-        for graph in self.prefill_graphs:
+        first = bisect_left(self.prefill_graphs, own.num_tokens, key=lambda g: g.bucket.num_tokens)
+        for graph in islice(self.prefill_graphs, first, None):
             if isinstance(graph.bucket, StepShape) and graph.bucket.has_room(own):
                 size = graph.bucket.num_tokens
                 return graph if size <= max(own.num_tokens + _MOST_PADDING, _FEW_TOKENS) else None

@@ -111,10 +111,11 @@ ESTABLISHED = "01"
 
 
 class Healthy(BaseHTTPRequestHandler):
-    """A front that is ready."""
+    """A front that is ready, and says what it was asked with."""
 
     def do_GET(self) -> None:
         self.send_response(200)
+        self.send_header("asked-with", str(self.headers.get("x-request-disconnect-disabled")))
         self.send_header("content-length", "0")
         self.end_headers()
 
@@ -141,6 +142,19 @@ def test_one_that_others_share_keeps_serves_pages(haproxy):
     running, port = haproxy([], private=False)
     assert ("0.0.0.0", port) in running.ports()
     assert len(running.ports()) == 3
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_only_replicas_of_a_server_of_its_own_do_not_watch_for_clients_that_leave(haproxy, private):
+    """Serve's replicas, by this header; Callboard's fronts do, but other applications may rely on Serve."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as front:
+        threading.Thread(target=front.serve_forever, daemon=True).start()
+        _, port = haproxy([front.server_port], private=private)
+        end = time.monotonic() + 10
+        while (response := httpx.get(f"http://127.0.0.1:{port}/v1/models")).status_code != 200:
+            assert time.monotonic() < end
+        assert response.headers["asked-with"] == ("?1" if private else "None")
+        front.shutdown()
 
 
 @pytest.mark.parametrize("path", ["/ready", "/health", "/v1/models", "/nonsense"])
