@@ -282,7 +282,7 @@ def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
         monkeypatch.setattr("runtime.quant.formats.products_of", products)
         for field, form in (("quantization", "nf4"), ("head_quantization", "int8")):
             with pytest.raises(CallboardError) as error:
-                tiny_runner(**{field: form})
+                tiny_runner(dtype="float32", **{field: form})
             assert str(error.value) == (
                 f"{field} is {form}, which nothing multiplies with in float32 on cpu (torch kernels); {refusal}"
             )
