@@ -96,28 +96,42 @@ class GroupedExperts:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
         """residual += the mixture of x, both [num_tokens, hidden], x normed and contiguous."""
-        num_tokens, hidden = x.shape
-        num_experts, top_k = self.spec.num_experts, self.spec.top_k
-        num_choices, pdl = num_tokens * top_k, use_pdl(x)
-        launch = {"PDL": pdl, "launch_pdl": pdl}
-        ids = torch.empty(num_choices, dtype=torch.int32, device=x.device)
-        order = torch.empty_like(ids)
-        weights = torch.empty(num_choices, dtype=torch.float32, device=x.device)
-        starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
-        _route_kernel[(num_tokens,)](
-            self.router(x), ids, weights, num_experts,
-            TOP_K=top_k, NORMALIZED=self.spec.normalized, EXPERTS=next_power_of_2(num_experts),
-            LANES=next_power_of_2(top_k), num_warps=1, **launch,
-        )  # fmt: skip
-        _sort_kernel[(num_experts,)](ids, starts, order, num_choices, BLOCK=_ROUND, num_warps=4, **launch)
+        num_choices, hidden = len(x) * self.spec.top_k, x.shape[1]
+        ids, weights = self._route(x)
+        starts, order = self._sort(ids)
         inner = x.new_empty(num_choices, self.down.shape[2])
         results = x.new_empty(num_choices, hidden)
-        tile = choose_tile(num_choices, num_experts, x.dtype, self.deterministic)
-        self._product(x, self.gate_up, inner, starts, order, tile, self.activation, launch)
-        self._product(inner, self.down, results, starts, order, tile, None, launch)
+        tile = choose_tile(num_choices, self.spec.num_experts, x.dtype, self.deterministic)
+        self._product(x, self.gate_up, inner, starts, order, tile, self.activation)
+        self._product(inner, self.down, results, starts, order, tile, None)
+        self._combine(results, weights, residual)
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token's choices the expert, int32 [num_tokens * top_k], and its weight in float32."""
+        num_experts, top_k, pdl = self.spec.num_experts, self.spec.top_k, use_pdl(x)
+        ids = torch.empty(len(x) * top_k, dtype=torch.int32, device=x.device)
+        weights = torch.empty(len(x) * top_k, dtype=torch.float32, device=x.device)
+        _route_kernel[(len(x),)](
+            self.router(x), ids, weights, num_experts,
+            TOP_K=top_k, NORMALIZED=self.spec.normalized, EXPERTS=next_power_of_2(num_experts),
+            LANES=next_power_of_2(top_k), PDL=pdl, num_warps=1, launch_pdl=pdl,
+        )  # fmt: skip
+        return ids, weights
+
+    def _sort(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each expert's choices begin, with their number at the end; and the choices by expert."""
+        num_experts, pdl = self.spec.num_experts, use_pdl(ids)
+        starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+        order = torch.empty_like(ids)
+        _sort_kernel[(num_experts,)](ids, starts, order, len(ids), BLOCK=_ROUND, PDL=pdl, num_warps=4, launch_pdl=pdl)
+        return starts, order
+
+    def _combine(self, results: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor) -> None:
+        (num_tokens, hidden), pdl = residual.shape, use_pdl(residual)
         _combine_kernel[(num_tokens, -(-hidden // _ROUND))](
-            results, weights, residual, hidden, TOP_K=top_k, BLOCK=_ROUND, num_warps=4, **launch
-        )
+            results, weights, residual, hidden,
+            TOP_K=self.spec.top_k, BLOCK=_ROUND, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
 
     def _product(
         self,
@@ -128,16 +142,15 @@ class GroupedExperts:
         order: torch.Tensor,
         tile: Tile,
         activation: Activation | None,
-        launch: dict[str, bool],
     ) -> None:
-        num_experts, _, size_in = weight.shape
+        (num_experts, _, size_in), pdl = weight.shape, use_pdl(x)
         num_choices, size_out = out.shape
         most_tiles = (num_choices + min(num_experts, num_choices) * (tile.block_m - 1)) // tile.block_m
         _grouped_product_kernel[(most_tiles, -(-size_out // tile.block_n))](
             x, weight, out, starts, order, num_experts, size_out,
             K=size_in, TOP_K=self.spec.top_k, ACTIVATION=activation, EXPERTS=next_power_of_2(num_experts),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-            num_warps=tile.num_warps, num_stages=tile.num_stages, **launch,
+            PDL=pdl, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ class FusedLinear(Linear):
         gated: bool = True,
         norm: Norm = rms_norm_triton,
     ) -> None:
-        super().__init__(self._product, norm, partial(gated_activation_triton, activation=activation, gated=gated))
+        super().__init__(self._any_product, norm, partial(gated_activation_triton, activation=activation, gated=gated))
         self.weight, self.bias, self.deterministic = weight, bias, deterministic
         self.folded = activation if gated else None  # what the skinny kernel can do after the product
         self.skinny_gemm = partial(skinny_gemm_triton, weight=weight, bias=bias, fixed_order=deterministic)
@@ -41,6 +41,9 @@ class FusedLinear(Linear):
             return self.skinny_gemm(x, norm_weight=norm_weight, eps=eps, **options)
         return self.skinny_gemm(self.norm(x, norm_weight, eps), **options)
 
+    def _any_product(self, x: torch.Tensor) -> torch.Tensor:
+        return self.skinny_gemm(x) if self._is_skinny(x) else self._product(x)
+
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.deterministic:
             return batch_invariant_linear_triton(x, self.weight, self.bias)
@@ -50,7 +53,7 @@ class FusedLinear(Linear):
         self, residual: torch.Tensor, x: torch.Tensor, post_norm: torch.Tensor | None = None, eps: float = 0.0
     ) -> None:
         if post_norm is not None:
-            self.norm(self.skinny_gemm(x) if self._is_skinny(x) else self._product(x), post_norm, eps, residual)
+            self.norm(self.product(x), post_norm, eps, residual)
         elif self._is_skinny(x):
             self.skinny_gemm(x, residual=residual)
         elif self.deterministic:

@@ -63,6 +63,17 @@ class Linear:
         Where there is no gate, activation(up)."""
         return self.activate(self.normed(x, norm_weight, eps))
 
+    def gated_into(
+        self,
+        down: Linear,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        post_norm: torch.Tensor | None = None,
+    ) -> None:
+        """The feed-forward layer whose gate and up this is: `down.add_to` of the `gated` residual."""
+        down.add_to(residual, self.gated(residual, norm_weight, eps), post_norm, eps)
+
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -184,7 +184,7 @@ class Decoder:
             layer.out.add_to(h, layer.attention(q, kv, batch.attention, scales), layer.post_attn_norm, eps)
             if isinstance(layer.feed_forward, Mlp):
                 gate_up, down = layer.feed_forward
-                down.add_to(h, gate_up.gated(h, layer.ffn_norm, eps), layer.post_ffn_norm, eps)
+                gate_up.gated_into(down, h, layer.ffn_norm, eps, layer.post_ffn_norm)
             else:
                 layer.feed_forward.add_to(h, kernels.norm(h, layer.ffn_norm, eps))
         return h

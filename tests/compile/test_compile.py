@@ -51,6 +51,8 @@ def test_nothing_spills_beyond_its_budget(compiled):
     [
         ("_prefill_attention_kernel", ["wgmma"]),
         ("_product_kernel", ["wgmma"]),
+        ("_fp8_product_kernel", ["wgmma"]),
+        ("_fp8_experts_kernel", ["wgmma"]),
         ("_decode_attention_kernel", ["mma", "wgmma"]),  # eight rows of eight heads a KV head fill a whole group
         ("_tile_kernel", ["mma", "wgmma"]),  # wgmma where a program has 64 rows of the weight
         ("_quantized_tile_kernel", ["mma"]),

@@ -11,8 +11,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +30,15 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels.tune_quantized import FORMS, NF4  # noqa: E402
 from benchmarks.library.models import spec_of  # noqa: E402
+from runtime.core.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
 from runtime.kernels import _triton  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
+from runtime.kernels.fp8_experts import Fp8Experts  # noqa: E402
+from runtime.kernels.fp8_linear import fp8_linear_triton  # noqa: E402
+from runtime.kernels.fp8_rows import fp8_rows_triton  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
 from runtime.kernels.quantized_linear import QuantizedLinear  # noqa: E402
 from runtime.kernels.quantized_weight import E2M1, quantized_weight  # noqa: E402
@@ -111,6 +116,33 @@ def quantized_layers() -> Iterator[tuple[str, QuantizedLinear]]:
             yield f"{name} {size_out}x{size_in}", QuantizedLinear(weight, None, "silu", deterministic=False)
 
 
+def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Products of rows that are codes: few and many rows of the weight, scales of rows and of blocks. Then mixtures of
+    Qwen3-30B-A3B's shape, with fewer experts."""
+
+    def weight(size_out: int, size_in: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.empty((size_out, size_in), dtype=torch.float8_e4m3fn, device=META)
+        return codes, torch.empty((size_out // 128, size_in // 128) if block else (size_out, 1), device=META)
+
+    def inputs(rows: int, size: int) -> torch.Tensor:
+        return torch.empty((rows, size), dtype=torch.bfloat16, device=META)
+
+    for size_out, size_in, block in ((4096, 14336, 0), (4096, 4096, 128)):
+        whole = quantized_weight("fp8", *weight(size_out, size_in, block), group=block, scale_rows=block or 1)
+        for rows in (16, 32, 64, 256, 512):
+            x, residual = fp8_rows_triton(inputs(rows, size_in)), inputs(rows, size_out)
+            name = f"fp8 rows, {size_out}x{size_in} block {block} torch.bfloat16, {rows} rows"
+            yield name, partial(fp8_linear_triton, x, whole, residual=residual)
+    spec, hidden, ffn = ExpertsSpec(16, 8, True), 2048, 768
+    router = partial(torch.nn.functional.linear, weight=inputs(16, hidden))
+    for block in (0, 128):
+        pairs = [(weight(2 * ffn, hidden, block), weight(hidden, ffn, block)) for _ in range(16)]
+        mixture = Fp8Experts(spec, router, pairs, "silu", False)
+        for rows in (1, 16, 256):
+            name = f"fp8 mixture, block {block} torch.bfloat16, {rows} rows"
+            yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(rows, hidden))
+
+
 def main() -> None:
     seen: set[str] = set()
     case = ""
@@ -171,6 +203,9 @@ def main() -> None:
             case = f"{name} torch.bfloat16, {rows} rows"
             x = torch.empty((rows, size_in), dtype=torch.bfloat16, device=META)
             layer.normed(x, norm, 1e-5)
+
+    for case, run in fp8_products():  # noqa: B007
+        run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""Products of fp8 rows with fp8 weights on a GPU, and mixtures of experts of them, against their torch twins."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime.core.decoder_spec import ExpertsSpec
+from runtime.kernels.experts import Experts
+from runtime.kernels.fp8_experts import Fp8Experts
+from runtime.kernels.fp8_linear import Fp8Linear, fp8_linear_torch, fp8_linear_triton
+from runtime.kernels.fp8_rows import fp8_rows_torch, fp8_rows_triton
+from runtime.kernels.gated_activation import gated_activation_torch
+from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1000, 1168)]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def some_weight(size_out: int, size_in: int, block: int = 0) -> QuantizedWeight:
+    codes = (torch.randn(size_out, size_in, device="cuda") * 64).to(torch.float8_e4m3fn)
+    if not block:
+        return quantized_weight("fp8", codes, torch.rand(size_out, 1, device="cuda") * size_in**-0.5 / 32)
+    scales = torch.rand(-(-size_out // block), -(-size_in // block), device="cuda") * size_in**-0.5 / 32
+    return quantized_weight("fp8", codes, scales, group=block, scale_rows=block)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def test_rows_are_those_of_the_twin():
+    norm = torch.rand(4096, device="cuda").bfloat16()
+    for width, options in ((4096, {}), (4096, {"norm_weight": norm, "eps": 1e-5}), (28672, {"activation": "silu"})):
+        x = torch.cat((randn(40, width), torch.zeros(1, width, device="cuda").bfloat16()))
+        got, want = fp8_rows_triton(x, **options), fp8_rows_torch(x, **options)
+        assert torch.allclose(got.scales, want.scales, rtol=1e-5)
+        assert (got.codes.float() != want.codes.float()).float().mean() < 0.005
+        assert (got.codes[-1].float() == 0).all()
+
+
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize(("size_out", "size_in"), SHAPES)
+def test_products_are_those_of_the_twin(size_out, size_in, block):
+    weight, bias = some_weight(size_out, size_in, block), randn(size_out)
+    for num_rows in (2, 17, 64, 200, 700):
+        rows = fp8_rows_triton(randn(num_rows, size_in))
+        residual = randn(num_rows, size_out)
+        want = fp8_linear_torch(rows, weight, bias, dtype=torch.float32)
+        assert error(fp8_linear_triton(rows, weight, bias, dtype=torch.float32), want) < 5e-4, num_rows
+        want = residual.float() + fp8_linear_torch(rows, weight, dtype=torch.float32)
+        assert error(fp8_linear_triton(rows, weight, residual=residual), want) < 5e-3, num_rows
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_a_feed_forward_layer_is_near_its_dense_numbers_and_goes_row_by_row(block):
+    hidden, ffn = 2048, 8192
+    gate_up, down = some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)
+    layers = [Fp8Linear(weight, None, "silu") for weight in (gate_up, down)]
+    norm = torch.rand(hidden, device="cuda").bfloat16()
+    for num_rows in (1, 2, 16, 64, 128, 256, 1100):
+        h = randn(num_rows, hidden)
+        got = h.clone()
+        layers[0].gated_into(layers[1], got, norm, 1e-5)
+        wide = F.rms_norm(h.float(), (hidden,), norm.float(), 1e-5)
+        gate, up = F.linear(wide, dequantize(gate_up)).chunk(2, -1)
+        added = F.linear(F.silu(gate) * up, dequantize(down))
+        assert error(got, h.float() + added) < 0.05, num_rows
+        others = torch.cat((randn(num_rows - 1, hidden) * 100, h[-1:]))
+        layers[0].gated_into(layers[1], others, norm, 1e-5)
+        assert torch.equal(others[-1], got[-1]), num_rows
+
+
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_mixtures_are_near_their_dense_numbers(deterministic, block):
+    spec, hidden, ffn = ExpertsSpec(16, 4, True), 1024, 768
+    pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(16)]
+    stored = [tuple((w.codes, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair) for pair in pairs]
+    router = randn(16, hidden)
+    mixture = Fp8Experts(spec, lambda x: F.linear(x, router), stored, "silu", deterministic)
+    dense = [tuple(dequantize(w) for w in pair) for pair in pairs]
+    twin = Experts(
+        spec, lambda x: F.linear(x.bfloat16(), router), dense,
+        lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
+    )  # fmt: skip
+    alone = None
+    for num_rows in (1, 8, 9, 70, 900):
+        x = torch.cat((randn(num_rows - 1, hidden), randn(1, hidden) if alone is None else alone[0]))
+        got, want = randn(num_rows, hidden).mul_(0), torch.zeros(num_rows, hidden, device="cuda")
+        mixture.add_to(got, x)
+        twin.add_to(want, x.float())
+        assert error(got, want) < 0.06, num_rows
+        if alone is None:
+            alone = x, got
+        elif deterministic:
+            assert torch.equal(got[-1:], alone[1]), num_rows

@@ -1,0 +1,121 @@
+"""Rows as fp8 codes, their products and mixtures of experts against their torch twins; in float16, as the interpreter
+truncates to bfloat16."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime.core.decoder_spec import ExpertsSpec
+from runtime.kernels.experts import Experts
+from runtime.kernels.fp8_experts import Fp8Experts
+from runtime.kernels.fp8_linear import Fp8Linear, Fp8Tiling, fp8_linear_torch, fp8_linear_triton
+from runtime.kernels.fp8_rows import fp8_rows_torch, fp8_rows_triton
+from runtime.kernels.gated_activation import gated_activation_torch
+from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
+
+ROWS, SIZE = 21, 272
+OPERATIONS = {
+    "plain": (SIZE, {}),
+    "norm": (SIZE, {"norm_weight": True, "eps": 1e-5}),
+    "gated": (2 * SIZE, {"activation": "silu"}),
+    "ungated": (SIZE, {"activation": "gelu_tanh", "gated": False}),
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def some_weight(size_out: int, size_in: int, block: int = 0) -> QuantizedWeight:
+    codes = (torch.randn(size_out, size_in) * 64).to(torch.float8_e4m3fn)
+    if not block:
+        return quantized_weight("fp8", codes, torch.rand(size_out, 1) * 2e-3)
+    scales = torch.rand(-(-size_out // block), -(-size_in // block)) * 2e-3
+    return quantized_weight("fp8", codes, scales, group=block, scale_rows=block)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_rows_are_those_of_the_twin(operation):
+    width, options = OPERATIONS[operation]
+    x = torch.randn(ROWS, width + 8).half()[:, :width]
+    x[3] = 0
+    if "norm_weight" in options:
+        options = options | {"norm_weight": torch.randn(SIZE).half()}
+    got, want = fp8_rows_triton(x, **options), fp8_rows_torch(x, **options)
+    assert torch.allclose(got.scales, want.scales, rtol=1e-5)
+    assert (got.codes.float() != want.codes.float()).float().mean() < 0.005  # the numbers between two codes
+    assert (got.codes[3].float() == 0).all()
+    assert torch.allclose(got.dequantize(torch.float32), want.dequantize(torch.float32), rtol=0.13, atol=1e-3)
+
+
+def test_numbers_become_the_nearest_codes():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].sort().values
+    between = (codes[1:] + codes[:-1]) / 2
+    x = torch.cat((codes, between, between * 1.001, between * 0.999))[None]  # 448 is among them: the scale is 1
+    assert torch.equal(fp8_rows_triton(x).codes.float(), x.to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        Fp8Tiling(16, 64, 256, 4, 2, swap=True),
+        Fp8Tiling(32, 64, 128, 4, 2, split=2, swap=True),
+        Fp8Tiling(16, 32, 64, 4, 2),
+    ],
+    ids=str,
+)
+def test_products_are_those_of_the_twin(tiling, block):
+    size_out, rows = 136, fp8_rows_triton(torch.randn(ROWS, SIZE).half())
+    weight, bias = some_weight(size_out, SIZE, block), torch.randn(size_out).half()
+    want = fp8_linear_torch(rows, weight, bias, dtype=torch.float32)
+    got = fp8_linear_triton(rows, weight, bias, dtype=torch.float32, tiling=tiling)
+    assert (got - want).norm() < 1e-5 * want.norm()
+    residual = torch.randn(ROWS, size_out).half()
+    want = fp8_linear_torch(rows, weight, residual=residual.clone())
+    got = fp8_linear_triton(rows, weight, residual=residual.clone(), tiling=tiling)
+    assert (got.float() - want.float()).norm() < 3e-3 * want.float().norm()
+
+
+def test_a_layer_is_near_its_dense_numbers_and_goes_row_by_row():
+    hidden, ffn = 128, 160
+    gate_up, down = (some_weight(*shape) for shape in ((2 * ffn, hidden), (hidden, ffn)))
+    layers = [Fp8Linear(weight, None, "silu") for weight in (gate_up, down)]
+    h, norm = torch.randn(ROWS, hidden).half(), torch.rand(hidden).half()
+    got = h.clone()
+    layers[0].gated_into(layers[1], got, norm, 1e-5)
+    wide = F.rms_norm(h.float(), (hidden,), norm.float(), 1e-5)
+    gate, up = F.linear(wide, dequantize(gate_up)).chunk(2, -1)
+    want = h.float() + F.linear(F.silu(gate) * up, dequantize(down))
+    assert (got.float() - want).norm() < 0.05 * (want - h.float()).norm()
+    separate = h.clone()  # each verb on its own: the activation is rounded to bfloat16 between
+    layers[1].add_to(separate, layers[0].gated(h, norm, 1e-5))
+    assert (got.float() - separate.float()).norm() < 0.02 * (want - h.float()).norm()
+    others = torch.cat((torch.randn(ROWS - 1, hidden).half() * 100, h[-1:]))
+    layers[0].gated_into(layers[1], others, norm, 1e-5)
+    assert torch.equal(others[-1], got[-1])
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_mixtures_are_near_their_dense_numbers(block):
+    spec, hidden, ffn = ExpertsSpec(5, 2, True), 256, 128
+    pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(5)]
+    stored = [tuple((w.codes, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair) for pair in pairs]
+    router = torch.randn(5, hidden).half()
+    twin = Experts(
+        spec, lambda x: F.linear(x.half(), router), [tuple(dequantize(w) for w in pair) for pair in pairs],
+        lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
+    )  # fmt: skip
+    x = torch.randn(20, hidden).half()
+    for deterministic in (False, True):
+        mixture = Fp8Experts(spec, lambda x: F.linear(x, router), stored, "silu", deterministic)
+        firsts = []
+        for num_rows in (1, 20):  # of one choice a program, if not deterministic, and of sorted ones
+            got, want = torch.zeros(num_rows, hidden).half(), torch.zeros(num_rows, hidden)
+            mixture.add_to(got, x[:num_rows])
+            twin.add_to(want, x[:num_rows].float())
+            assert (got.float() - want).norm() < 0.06 * want.norm()
+            firsts.append(got[0])
+        assert not deterministic or torch.equal(*firsts)
