@@ -36,9 +36,11 @@ print(json.dumps({"cuda": torch.version.cuda, "usable": torch.cuda.is_available(
 _FORMS_PROBE = """
 import json
 from runtime.core.config import EngineConfig
+from runtime.quant.at_load import GROUPS
 from runtime.quant.formats import forms_at_load
 from runtime.worker.runner import choose_numerics
-print(json.dumps([forms_at_load(choose_numerics(EngineConfig(dtype=dtype))) for dtype in ("auto", "bfloat16")]))
+numerics = {form: choose_numerics(EngineConfig(quantization=form)) for form in GROUPS}
+print(json.dumps([form for form in GROUPS if form in forms_at_load(numerics[form])]))
 """
 
 
@@ -120,9 +122,8 @@ def gpus(nvidia_smi: str | None, ask_torch: Callable[[], dict]) -> Iterator[Find
 
 def quantization(answer: str | None) -> Finding:
     """The forms that weights are multiplied with in 8 and 4 bits here; `answer`: what _FORMS_PROBE prints."""
-    usual, in_half = json.loads(answer) if answer else ([], [])
-    text = ", ".join(usual or in_half) or "none: quantized weights are widened as they are read"
-    return Finding("ok", "quantization", f"{text} with --dtype bfloat16" if in_half and not usual else text)
+    forms = json.loads(answer) if answer else []
+    return Finding("ok", "quantization", ", ".join(forms) or "none: quantized weights are widened as they are read")
 
 
 def memory(available: int) -> Finding:
