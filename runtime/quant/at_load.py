@@ -16,8 +16,8 @@ from runtime.core.types import CallboardError
 from runtime.quant.scheme import Scheme
 
 PLAIN = "plain"  # the layout of weights that are encoded as they are read
-# Of each form, the columns that share a scale: the first number that divides those of a rank. 0: all, on all ranks.
-GROUPS = {"fp8": (0,), "int8": (0,), "int4": (128, 64, 32), "nf4": (64, 32)}
+GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "nf4": 64}  # of each form, the columns that share a scale; 0: all
+_WHOLE, _SMALL = 128, 32  # columns that groups of any size divide, and the size where they do not
 
 
 def quantized_at_load(spec: DecoderSpec, config: EngineConfig) -> DecoderSpec:
@@ -53,17 +53,16 @@ def _check_stored(field: str, form: str, stored: Mapping[str, Scheme]) -> None:
 
 
 def _schemes(spec: DecoderSpec, names: list[str], form: str, world_size: int) -> dict[str, Scheme]:
-    """Schemes with the largest groups that divide the columns of a rank; all experts of a layer have the same."""
+    """Schemes with groups that divide the columns of a rank; those of all experts of a layer are alike."""
     shapes, schemes = {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes(), dict[str, Scheme]()
     columns = defaultdict[str, int](int)
     for name in names:
         parts = parts_of(spec, name, 0, world_size)
         own = next((part.stop - part.start for part in parts if part.dim == 1), shapes[name][1])
         columns[_together(name)] = gcd(columns[_together(name)], own)
-    *groups, smallest = GROUPS[form]
     for name in names:
-        group = next((group for group in groups if columns[_together(name)] % group == 0), smallest)
-        schemes[name] = Scheme(PLAIN, form, columns=group)
+        is_whole = columns[_together(name)] % _WHOLE == 0
+        schemes[name] = Scheme(PLAIN, form, columns=GROUPS[form] if is_whole else min(GROUPS[form], _SMALL))
     return schemes
 
 

@@ -130,7 +130,7 @@ def forms_on_device(spec: DecoderSpec, numerics: Numerics) -> dict[str, str]:
 def forms_at_load(numerics: Numerics) -> list[str]:
     """The forms that plain weights can become as they are read, as something multiplies with them on this device."""
     products = products_of(numerics)
-    forms = {name: form_of(Scheme(PLAIN, name, columns=groups[0])) for name, groups in GROUPS.items()}
+    forms = {name: form_of(Scheme(PLAIN, name, columns=group)) for name, group in GROUPS.items()}
     return [name for name, form in forms.items() if products is not None and products.takes(form)]
 
 

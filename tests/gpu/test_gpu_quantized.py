@@ -61,7 +61,7 @@ def test_blocks_of_gguf(name):
 @pytest.mark.parametrize("form", GROUPS)
 def test_plain_weights_become_the_same_codes(form):
     dense, _ = random_weight((1000, 1024))
-    layout = LAYOUTS["plain"](Scheme("plain", form, columns=GROUPS[form][0]))
+    layout = LAYOUTS["plain"](Scheme("plain", form, columns=GROUPS[form]))
     source, location = Tensors({"weight": dense.bfloat16()}), Location("weight", (1000, 1024))
     got, want = (layout.read(source, location, torch.device(device)) for device in ("cuda", "cpu"))
     for what, mine, theirs in zip(("codes", "scales"), got, want, strict=True):

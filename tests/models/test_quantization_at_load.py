@@ -36,6 +36,7 @@ from tests.support.quantized import FORMATS
 from tests.support.runner_driver import TINY, tiny_runner
 
 WIDE = {"hidden_size": 96, "intermediate_size": 256}  # groups of 32, and of 128 in down but that of experts
+WHOLE = {"hidden_size": 128, "intermediate_size": 256}
 ROWS = {"strategy": "channel", "symmetric": True}
 GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
 
@@ -118,7 +119,7 @@ def write_both(folder: Path, form: str, config: dict) -> tuple[Path, Path]:
 @pytest.mark.parametrize("form", CONFIGS)
 @pytest.mark.parametrize("family", [LLAMA, MIXTRAL, PHI], ids=lambda config: config["architectures"][0])
 def test_a_model_has_the_bits_of_a_quantized_checkpoint(tmp_path, form, family):
-    plain, quantized = write_both(tmp_path, form, family | ({"intermediate_size": 192} if form == "nf4" else WIDE))
+    plain, quantized = write_both(tmp_path, form, family | (WHOLE if form == "nf4" else WIDE))
     got, want = open_runner(plain, dtype="bfloat16", quantization=form), open_runner(quantized, dtype="bfloat16")
     assert got.info.weight_formats == want.info.weight_formats
     assert form in got.info.weight_formats
@@ -175,7 +176,7 @@ def test_ranks_have_parts_of_the_whole_ones_codes():
     spec, _ = load_spec(LLAMA | {"hidden_size": 256})
     for form in CONFIGS:
         schemes = quantized_at_load(spec, EngineConfig(quantization=form, tensor_parallel_size=4)).quantization
-        assert schemes["layers.0.out.weight"].columns == {"int4": 64, "nf4": 64}.get(form, 0)
+        assert schemes["layers.0.out.weight"].columns == {"int4": 32, "nf4": 32}.get(form, 0)
         assert schemes["layers.0.q.weight"].columns == {"int4": 128, "nf4": 64}.get(form, 0)
         layout = LAYOUTS["plain"](schemes["layers.0.out.weight"])
         codes, scale = layout.read(source, location, CPU)
