@@ -42,17 +42,19 @@ class KVView:
     def read(self, kv: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
         """[2, num_rows, num_kv_heads, length, head_dim]: a view, or a gathered copy; of codes, their numbers in
         float32."""
-        stored = self._read(kv)
+        stored = self._read(kv, 2)
         if scales is None:
             return stored
-        return restore_kv(stored, scales if scales.dim() == 2 else self._read(scales.unsqueeze(-1)).squeeze(-1))
+        return restore_kv(stored, scales if scales.dim() == 2 else self._read(scales[None], 1)[0])
 
-    def _read(self, blocks: torch.Tensor) -> torch.Tensor:
+    def _read(self, blocks: torch.Tensor, count: int) -> torch.Tensor:
+        """Of [count, num_kv_heads, num_blocks, block_size, size], count being 1 or 2."""
         num_kv_heads, size = blocks.shape[1], blocks.shape[4]
         if self.tiles is None:
-            return blocks.view(2, 1, num_kv_heads, -1, size).narrow(3, self.run, self.length)
-        gathered = blocks.view(-1, self.tile_size * size).index_select(0, self.tiles)
-        return gathered.view(2, self.num_rows, num_kv_heads, -1, size)[:, :, :, : self.length]
+            return blocks.view(count, 1, num_kv_heads, -1, size).narrow(3, self.run, self.length)
+        tiles = self.tiles[: len(self.tiles) * count // 2]
+        gathered = blocks.view(-1, self.tile_size * size).index_select(0, tiles)
+        return gathered.view(count, self.num_rows, num_kv_heads, -1, size)[:, :, :, : self.length]
 
 
 @dataclass(slots=True)

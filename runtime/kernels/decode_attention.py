@@ -28,6 +28,7 @@ from runtime.kernels.paged_attention import (
     load_tile,
     rows_searched,
     tile_pointers,
+    token_scales,
 )
 from runtime.kernels.stored_kv import finish_total, prepare_q, scaling
 
@@ -87,7 +88,7 @@ def _decode_attention_kernel(
     start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
     table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
-    token_scales_ptr = scales_ptr + kv_head.to(tl.int64) * (head_stride // HEAD_DIM)
+    token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, HEAD_DIM, SCALES)
     length = start + count
     lowest = 0
     if WINDOW > 0:
@@ -110,9 +111,7 @@ def _decode_attention_kernel(
         v = load_tile(pointers + kv_stride, old, HEAD_DIM, BLOCK_D)
         k_scales, v_scales = None, None
         if SCALES == "token":
-            k_scales_at = token_scales_ptr + places
-            v_scales_at = k_scales_at + kv_stride // HEAD_DIM
-            k_scales, v_scales = load_scales(k_scales_at, old), load_scales(v_scales_at, old)
+            k_scales, v_scales = load_scales(token_scales_ptr + places, old)
     # The launch before this one (RoPE and the store of k and v) has waited before it let this one start: rows, tables
     # and, with prefix_ready, all keys before them were complete then.
     if PDL:
@@ -172,8 +171,8 @@ def _decode_attention_kernel(
             k = tl.where(new[:, None], load_tile(pointers, new, HEAD_DIM, BLOCK_D), k)
             v = tl.where(new[:, None], load_tile(pointers + kv_stride, new, HEAD_DIM, BLOCK_D), v)
             if SCALES == "token":
-                k_scales = tl.where(new, load_scales(k_scales_at, new), k_scales)
-                v_scales = tl.where(new, load_scales(v_scales_at, new), v_scales)
+                new_k_scales, new_v_scales = load_scales(token_scales_ptr + places, new)
+                k_scales, v_scales = tl.where(new, new_k_scales, k_scales), tl.where(new, new_v_scales, v_scales)
             m, total, acc = attend_tile(
                 q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
                 True, WINDOW, SOFT_CAP, SCALES,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.kernels._triton import jit, next_power_of_2, tl
-from runtime.kernels.stored_kv import VALUE_UNIT, restore_kv
+from runtime.kernels.stored_kv import VALUE_UNIT, decode, decode_pairs, restore_kv
 
 LOG2_E = 1.4426950408889634
 
@@ -64,7 +64,7 @@ def paged_attention_torch(
         blocks = rows.tables[slot, : -(-length // block_size)].long()
         own_kv = kv[:, :, blocks].flatten(2, 3)
         if scales is not None:
-            own_kv = restore_kv(own_kv, scales if scales.dim() == 2 else scales[:, :, blocks].flatten(2))
+            own_kv = restore_kv(own_kv, scales if scales.dim() == 2 else scales[:, blocks].flatten(1, 2))
         k, v = own_kv[:, :, :length].to(wide)
         own = q[first:end].to(wide).view(end - first, num_kv_heads, group, head_dim)
         scores = torch.einsum("tngd,nsd->ngts", own, k) * scale
@@ -129,10 +129,19 @@ def load_tile(pointers, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @jit
+def token_scales(scales_ptr, kv_head, head_stride, HEAD_DIM: tl.constexpr, SCALES: tl.constexpr):
+    """Where a head's scales of tokens are: a key's and a value's are read as one number, of a size to be read ahead."""
+    if SCALES == "token":
+        scales_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        scales_ptr += kv_head.to(tl.int64) * (head_stride // HEAD_DIM)
+    return scales_ptr
+
+
+@jit
 def load_scales(pointers, inside):
-    """Scales of tokens, zeros where not inside, in float32."""
-    scales = tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0.0)
-    return scales.to(tl.float32)
+    """Keys' and values' scales of tokens, zeros where not inside."""
+    both = tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0)
+    return both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @jit
@@ -144,32 +153,32 @@ def attend_tile(
     if SCALES != "none":
         k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    return softmax_step(
-        scores, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
-        MASKED, WINDOW, SOFT_CAP, SCALES,
-    )  # fmt: skip
+    m, total, weights, fade = softmax_step(
+        scores, k_scales, v_scales, positions, q_positions, m, total, scale_log2, MASKED, WINDOW, SOFT_CAP, SCALES
+    )
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return m, total, acc
 
 
 @jit
 def softmax_step(
     scores,  # [M, N] q k^T
-    v,  # [N, D]
     k_scales,  # [N], with SCALES "token"
     v_scales,
     positions,  # [N]
     q_positions,  # [M]
     m,  # [M] highest score so far; scores count in log2 units; at first finite and below all
     total,  # [M] sum of 2**(score - m)
-    acc,  # [M, D] sum of 2**(score - m) * v
     scale_log2,  # scale * log2(e), positive
     MASKED: tl.constexpr,  # False: each of q sees all positions
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """One step of the online softmax (arXiv 1805.02867, 2205.14135). As m is finite, -inf needs no special care."""
+    """One step of the online softmax (arXiv 1805.02867, 2205.14135): (m, total, weights of the values [M, N], what sums
+    so far are multiplied with). As m is finite, -inf needs no special care."""
     if SCALES == "token":
-        scores *= k_scales[None, :]
+        scores *= k_scales.to(tl.float32)[None, :]
     if SOFT_CAP > 0:  # SOFT_CAP * tanh(score / SOFT_CAP); as 1 - 2 / (e**2x + 1) it cannot overflow
         scores = 1 - 2 / (tl.exp2(scores * (scale_log2 * 2 / SOFT_CAP)) + 1)
         scale_log2 = SOFT_CAP * 1.4426950408889634
@@ -183,9 +192,8 @@ def softmax_step(
     fade = tl.exp2(m - top)
     total = total * fade + tl.sum(weights, axis=1)
     if SCALES == "token":
-        weights *= (v_scales * VALUE_UNIT)[None, :]
-    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return top, total, acc
+        weights *= (v_scales.to(tl.float32) * VALUE_UNIT)[None, :]
+    return top, total, weights, fade
 
 
 @jit
@@ -195,20 +203,53 @@ def attend_range(
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Absorbs positions begin..stop, begin at a multiple of BLOCK_N; if not MASKED, stop too."""
+    if SCALES == "none":
+        for at in range(begin, stop, BLOCK_N):
+            positions = at + tl.arange(0, BLOCK_N)
+            inside = positions < stop if MASKED else None
+            places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
+            pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
+            k = load_tile(pointers, inside, HEAD_DIM, BLOCK_D)
+            v = load_tile(pointers + kv_stride, inside, HEAD_DIM, BLOCK_D)
+            m, total, acc = attend_tile(
+                q, k, v, None, None, positions, q_positions, m, total, acc, scale_log2, MASKED, WINDOW, SOFT_CAP, SCALES
+            )
+    else:
+        m, total, acc = _attend_codes(
+            q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, WINDOW, SOFT_CAP, SCALES,
+        )  # fmt: skip
+    return m, total, acc
+
+
+@jit
+def _attend_codes(
+    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """`attend_range` of codes. A product takes values by pairs of positions, and shared memory turns pairs of bytes
+    round: so two neighbouring dimensions are read as one number, and even and odd ones are summed apart."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    HALF_BLOCK: tl.constexpr = BLOCK_D // 2
+    even, odd = tl.split(tl.reshape(acc, (acc.shape[0], HALF_BLOCK, 2)))
+    v_ptr = (k_ptr + kv_stride).to(tl.pointer_type(tl.int16), bitcast=True)
     for at in range(begin, stop, BLOCK_N):
         positions = at + tl.arange(0, BLOCK_N)
         inside = positions < stop if MASKED else None
         places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
-        pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
-        k = load_tile(pointers, inside, HEAD_DIM, BLOCK_D)
-        v = load_tile(pointers + kv_stride, inside, HEAD_DIM, BLOCK_D)
+        k = decode(load_tile(tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D), inside, HEAD_DIM, BLOCK_D), q.dtype)
+        pairs = load_tile(tile_pointers(v_ptr, places, HALF, HALF_BLOCK), inside, HALF, HALF_BLOCK)
+        v_even, v_odd = decode_pairs(pairs, k_ptr.dtype.element_ty, q.dtype)
         if SCALES == "token":
-            k_scales = load_scales(scales_ptr + places, inside)
-            v_scales = load_scales(scales_ptr + kv_stride // HEAD_DIM + places, inside)
+            k_scales, v_scales = load_scales(scales_ptr + places, inside)
         else:
             k_scales, v_scales = None, None
-        m, total, acc = attend_tile(
-            q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
-            MASKED, WINDOW, SOFT_CAP, SCALES,
-        )  # fmt: skip
-    return m, total, acc
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        m, total, weights, fade = softmax_step(
+            scores, k_scales, v_scales, positions, q_positions, m, total, 1.0, MASKED, WINDOW, SOFT_CAP, SCALES
+        )
+        weights = weights.to(q.dtype)
+        even = tl.dot(weights, v_even, even * fade[:, None], input_precision="ieee")
+        odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+    return m, total, tl.interleave(even, odd)

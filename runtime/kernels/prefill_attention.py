@@ -11,7 +11,7 @@ import torch
 
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.paged_attention import LOG2_E, PagedRows, attend_range, find_row, rows_searched
+from runtime.kernels.paged_attention import LOG2_E, PagedRows, attend_range, find_row, rows_searched, token_scales
 from runtime.kernels.stored_kv import finish_total, prepare_q, scaling
 
 
@@ -78,7 +78,7 @@ def _prefill_attention_kernel(
         begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         seen_by_all = begin  # windows are masked throughout
     k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
-    token_scales_ptr = scales_ptr + kv_head.to(tl.int64) * (head_stride // HEAD_DIM)
+    token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, HEAD_DIM, SCALES)
     m, total, acc = attend_range(
         q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, seen_by_all,
         m, total, acc, scale_log2, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, 0, SOFT_CAP, SCALES,

@@ -175,7 +175,8 @@ def _rope_store_kv_kernel(
         largest = tl.max(tl.maximum(tl.abs(turned_low), tl.abs(turned_high)), axis=1)
         largest += tl.sum((turned_low - turned_low) + (turned_high - turned_high), axis=1)  # NaN if one is not finite
         scale = (largest / 127.0).to(scales_ptr.dtype.element_ty)[:, None]
-        tl.store(scales_ptr + place, scale, mask=(heads < TOTAL) & ~is_q)
+        of_key = place - tl.where(is_v, NUM_KV_HEADS * cache_positions, 0)
+        tl.store(scales_ptr + of_key * 2 + is_v, scale, mask=(heads < TOTAL) & ~is_q)
         scale = scale.to(tl.float32)
         inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)  # a head of zeros has scale 0
         turned_low = to_whole(within(turned_low * inverse, 127.0))

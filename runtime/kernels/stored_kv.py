@@ -16,6 +16,28 @@ from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl
 
 # Weights times the scales of values are float16: in this unit scales of 1e-6 to 1,000 have all their digits.
 VALUE_UNIT = constexpr(64.0)
+# Instructions for codes in four bytes, which become two pairs of float16. A whole number, 128 added, becomes the low
+# bits of a float16 from 1,024 on, of which 1,152 is taken off.
+_INT8 = """{
+.reg .b32 x, a, b, m;
+mov.b32 m, 0x64806480;
+xor.b32 x, $2, 0x80808080;
+prmt.b32 a, x, 0x64646464, FIRST;
+prmt.b32 b, x, 0x64646464, SECOND;
+sub.rn.f16x2 $0, a, m;
+sub.rn.f16x2 $1, b, m;
+}"""
+_INT8_PAIRS = constexpr(_INT8.replace("FIRST", "0x4240").replace("SECOND", "0x4341"))
+_INT8 = constexpr(_INT8.replace("FIRST", "0x4140").replace("SECOND", "0x4342"))
+_E4M3_PAIRS = constexpr("""{
+.reg .b16 a, b;
+.reg .b32 x;
+prmt.b32 x, $2, 0, 0x3120;
+mov.b32 {a, b}, x;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+_TWO = constexpr("=r,=r,r")
 _INTERPRETED = constexpr(INTERPRETED)
 MAX_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
@@ -24,7 +46,7 @@ class KVLayer(NamedTuple):
     """One layer's cache."""
 
     values: torch.Tensor  # [2 (k, v), num_kv_heads, num_blocks, block_size, head_dim]
-    # Of e4m3 codes float32 [2, num_kv_heads]; of int8 codes float16 [2, num_kv_heads, num_blocks, block_size].
+    # Of e4m3 codes float32 [2, num_kv_heads]; of int8 codes float16 [num_kv_heads, num_blocks, block_size, 2].
     scales: torch.Tensor | None = None
 
 
@@ -50,7 +72,7 @@ def store_kv_torch(
             wide = wide * (1 / scales.view(heads, 1, 1))
         else:
             own = (wide.abs().amax(-1) / largest).to(scales.dtype)
-            scales.view(heads, -1).index_copy_(1, kv_index, own)
+            scales.view(kv.shape[1], -1, 2)[:, kv_index] = own.view(2, kv.shape[1], -1).permute(1, 2, 0)
             inverse = torch.where(own > 0, 1 / own.float(), 0.0)  # a head of zeros has scale 0
             wide = (wide * inverse.unsqueeze(-1)).round()
         codes, stored = wide.clamp(-largest, largest).to(kv.dtype).view(torch.int8), stored.view(torch.int8)
@@ -58,11 +80,11 @@ def store_kv_torch(
 
 
 def restore_kv(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [2, ..., head_dim] of codes read from a cache, and of their scales as they are beside it: of all
-    dimensions but the last, or [2, num_kv_heads], the latter at the dimension before those of positions."""
+    """float32 [2, ..., num_kv_heads, length, head_dim] of codes read from a cache, and of their scales, [2,
+    num_kv_heads] or [..., num_kv_heads, length, 2]."""
     if scales.dim() == 2:
-        scales = scales.view(2, *(1,) * (codes.dim() - 4), -1, 1)
-    return codes.float() * scales.unsqueeze(-1)
+        return codes.float() * scales.view(2, *(1,) * (codes.dim() - 4), -1, 1, 1)
+    return codes.float() * scales.movedim(-1, 0).unsqueeze(-1)
 
 
 @jit
@@ -85,6 +107,30 @@ def to_e4m3(x):
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)  # 1.5 * 2 ** 14: steps of 2 ** -9
     return x.to(tl.float8e4nv)
+
+
+@jit
+def decode(codes, DTYPE: tl.constexpr):
+    """Codes as numbers of the type."""
+    if codes.dtype == tl.int8 and tl.float16 == DTYPE and not _INTERPRETED:
+        numbers = tl.inline_asm_elementwise(_INT8, _TWO, [codes], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        numbers = codes.to(DTYPE)
+    return numbers
+
+
+@jit
+def decode_pairs(pairs, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """The low and the high bytes of int16, codes of the type CODE, as numbers of another."""
+    if tl.float16 == DTYPE and not _INTERPRETED:
+        low, high = tl.inline_asm_elementwise(
+            _INT8_PAIRS if tl.int8 == CODE else _E4M3_PAIRS, _TWO, [pairs], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low = pairs.to(tl.int8).to(CODE, bitcast=True).to(DTYPE)
+        high = (pairs >> 8).to(tl.int8).to(CODE, bitcast=True).to(DTYPE)
+    return low, high
 
 
 @jit

@@ -33,7 +33,8 @@ class KVCache:
         self._blocks = torch.zeros(shape, dtype=dtype, device=device)
         self._scales: torch.Tensor | None = None  # those of tokens, in blocks as these are
         if group.scale_dtype is not None:
-            self._scales = torch.zeros(shape[:-1], dtype=getattr(torch, group.scale_dtype), device=device)
+            of_tokens = (num_layers, *shape[2:-1], 2)
+            self._scales = torch.zeros(of_tokens, dtype=getattr(torch, group.scale_dtype), device=device)
         elif dtype == torch.float8_e4m3fn and head_scales is None:
             head_scales = torch.ones(spec.num_layers, 2, group.num_kv_heads)
         if head_scales is not None:
@@ -48,4 +49,4 @@ class KVCache:
         """Zero these blocks in all layers."""
         self._blocks[:, :, :, blocks] = 0
         if self._scales is not None:
-            self._scales[:, :, :, blocks] = 0
+            self._scales[:, :, blocks] = 0

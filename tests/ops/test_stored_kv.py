@@ -26,16 +26,20 @@ def test_every_e4m3_code_survives_and_larger_numbers_become_the_largest():
 def test_int8_scales_follow_a_tokens_head():
     numbers = torch.randn(4, 6, 32) * torch.tensor([1e-5, 0.1, 1.0, 300.0])[:, None, None]
     numbers[1, 2] = 0
-    kv, scales = torch.zeros(2, 3, 2, 4, 32, dtype=torch.int8), torch.zeros(2, 3, 2, 4, dtype=torch.float16)
+    kv, scales = torch.zeros(2, 3, 2, 4, 32, dtype=torch.int8), torch.zeros(3, 2, 4, 2, dtype=torch.float16)
     places = torch.tensor([5, 0, 7, 2])
     store_kv_torch(numbers, kv, scales, places)
-    got = restore_kv(kv, scales).view(6, 8, 32)[:, places].transpose(0, 1)
+
+    def read() -> torch.Tensor:
+        return restore_kv(kv.flatten(2, 3), scales.flatten(1, 2)).view(6, 8, 32)
+
+    got = read()[:, places].transpose(0, 1)
     largest = numbers.abs().amax(-1, keepdim=True)
     assert ((got - numbers).abs() <= largest * 0.0041 + 4e-6).all()
     assert got[1, 2].eq(0).all()
-    assert restore_kv(kv, scales).view(6, 8, 32)[:, [1, 3, 4, 6]].eq(0).all()
+    assert read()[:, [1, 3, 4, 6]].eq(0).all()
     store_kv_torch(torch.full((1, 6, 32), torch.nan), kv, scales, torch.tensor([1]))
-    assert restore_kv(kv, scales).view(6, 8, 32)[:, 1].isnan().all(), "a fault is seen"
+    assert read()[:, 1].isnan().all(), "a fault is seen"
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
@@ -44,7 +48,7 @@ def test_attention_reads_the_numbers_of_codes(kind, dtype):
     """The bits of a plain cache that holds them: one run of blocks, gathered ones, and several rows."""
     generator = torch.Generator().manual_seed(0)
     kv, scales = encoded(kind, torch.randn(2, 2, 12, 8, 24, generator=generator))
-    flat = restore_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(2))
+    flat = restore_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2))
     plain = flat.view(kv.shape).to(dtype)
     tables = np.array([[3, 4, 5, 6], [9, 1, 8, 0], [2, 7, 11, 10]], np.int32)
     starts, counts = np.array([20, 11, 3], np.int32), np.array([1, 1, 25], np.int32)

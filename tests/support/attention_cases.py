@@ -91,7 +91,7 @@ def encoded(kind: str, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = torch.linspace(0.01, 0.1, 2 * heads, device=kv.device).view(2, heads)
     else:
         codes = torch.zeros_like(kv, dtype=torch.int8)
-        scales = torch.zeros(kv.shape[:-1], dtype=torch.float16, device=kv.device)
+        scales = torch.zeros((*kv.shape[1:-1], 2), dtype=torch.float16, device=kv.device)
     tokens = kv.view(2 * heads, -1, kv.shape[-1]).transpose(0, 1)
     store_kv_torch(tokens, codes, scales, torch.arange(len(tokens), device=kv.device))
     return codes, scales

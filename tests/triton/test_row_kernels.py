@@ -70,11 +70,11 @@ def test_codes_of_keys_and_values(kind):
     index, caches = torch.tensor([7, 0, 3, 11, 5], dtype=torch.int32), []
     for store, rows in ((rope_store_kv_triton, rope_rows_triton), (rope_store_kv_torch, rope_rows_torch)):
         kv = torch.ones(2, kv_heads, 3, 4, dim).to(dtype)
-        scales = torch.full((2, kv_heads, 3, 4), 0.5, dtype=torch.float16)
+        scales = torch.full((kv_heads, 3, 4, 2), 0.5, dtype=torch.float16)
         if kind == "fp8":
             scales = torch.tensor([[0.5, 1.0], [0.25, 3.0]])
         store(qkv.clone(), rows(table, positions), kv, index, scales=scales)
-        caches.append((kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(2)))
+        caches.append((kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2)))
     got, want = (restore_kv(*cache) for cache in caches)
     step = 2.0**-3 if kind == "fp8" else 1 / 120  # of a number, or of the largest one
     allowed = want.abs() * step + 0.01 if kind == "fp8" else want.abs().amax(-1, keepdim=True) * step + 1e-5

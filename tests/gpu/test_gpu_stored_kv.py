@@ -1,0 +1,116 @@
+"""The compiled kernels of a KV cache of 8 bits: what is stored, every code as attention reads it, bits."""
+
+import pytest
+import torch
+
+from runtime.core.decoder_spec import RopeSpec
+from runtime.kernels.decode_attention import decode_attention
+from runtime.kernels.paged_attention import paged_attention_torch
+from runtime.kernels.prefill_attention import prefill_attention
+from runtime.kernels.rope import (
+    rope_rows_torch,
+    rope_rows_triton,
+    rope_store_kv_torch,
+    rope_store_kv_triton,
+    rope_table,
+)
+from runtime.kernels.stored_kv import restore_kv
+from tests.support.attention_cases import check, encoded, every_fp8, paged_case, rows_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+KINDS = pytest.mark.parametrize("kind", ["fp8", "int8"])
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(9, 3, 64), (6, 2, 80), (32, 8, 128), (4, 1, 256)])
+def test_attention(heads, dtype, kind):
+    lengths = [0, 62, 63, 64, 133, 700, 2047, 5000]
+    for options in ({}, {"window": 100, "soft_cap": 2.0}):
+        check(decode_attention, paged_case([(n, 1) for n in lengths], heads, 16, dtype, "cuda"), kind, **options)
+        q, kv, rows = paged_case([(70, 4), (1021, 3), (0, 4)], heads, 16, dtype, "cuda")
+        rows.prefix_ready = True
+        check(decode_attention, (q, kv, rows), kind, **options)
+        spans = [(0, 71), (65, 333), (129, 1), (1500, 260)]
+        check(prefill_attention, paged_case(spans, heads, 16, dtype, "cuda"), kind, **options)
+    check(prefill_attention, paged_case([(0, 1500)], heads, 64, dtype, "cuda"), kind)
+
+
+@pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("attend", [decode_attention, prefill_attention])
+def test_every_code(code, attend):
+    """A row of one position gives its value: each code in each dimension. Keys are read alike: of two positions, the
+    one whose key is code c in one dimension weighs 2 ** c as much."""
+    numbers = every_fp8() if code == torch.float8_e4m3fn else torch.arange(-128, 128).to(torch.int8)
+    finite = torch.where(numbers.float().isfinite(), numbers.float(), 0.0).to(code)
+    kv = torch.zeros(2, 1, 258, 16, 64, dtype=code, device="cuda")
+    for dim in range(64):
+        kv[1, 0, 1:257, 0, dim] = finite.roll(dim).cuda()
+    scales = torch.ones(2, 1) if code == torch.float8_e4m3fn else torch.ones(1, 258, 16, 2, dtype=torch.float16)
+    _, _, rows = paged_case([(0, 1)] * 256, (1, 1, 64), 16, torch.bfloat16, "cuda")
+    rows.slots = torch.arange(256, dtype=torch.int32, device="cuda")
+    rows.tables = 1 + torch.arange(256, dtype=torch.int32, device="cuda")[:, None].repeat(1, 4)
+    q = torch.zeros(256, 1, 64, dtype=torch.bfloat16, device="cuda")
+    got = attend(q, kv, rows, scale=1.0, scales=scales.cuda())
+    assert torch.equal(got.float(), kv[1, 0, 1:257, 0].float().bfloat16().float())
+
+    kv.zero_()
+    kv[0, 0, 1:257, 0, 5] = finite.cuda()
+    kv[1, 0, 1:257, 0] = 1
+    rows.starts, rows.max_len = rows.starts + 1, 2
+    q[:, :, 5] = 1 / 64
+    got = attend(q, kv, rows, scale=1.0, scales=scales.cuda())[:, 0].double()
+    want = (finite.double() / 64).sigmoid().cuda()
+    torch.testing.assert_close(got, want, rtol=5e-3, atol=1e-4)
+
+
+@KINDS
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (6, 2, 80)])
+def test_codes_that_are_written(heads, qk_norm, kind):
+    num_heads, kv_heads, dim = heads
+    torch.manual_seed(0)
+    qkv = (
+        torch.randn(200, num_heads + 2 * kv_heads, dim, device="cuda")
+        * torch.logspace(-4, 2.5, 200).cuda()[:, None, None]
+    )
+    qkv[7] = 0
+    norms = (torch.rand(2, dim, device="cuda").unbind(0), 1e-6) if qk_norm else ((None, None), 0.0)
+    table = rope_table(RopeSpec(), dim, 256, torch.float32).cuda()
+    positions = torch.arange(200, dtype=torch.int32, device="cuda")
+    index, caches = torch.randperm(256, device="cuda")[:200].int(), []
+    for store, rows in ((rope_store_kv_triton, rope_rows_triton), (rope_store_kv_torch, rope_rows_torch)):
+        kv, scales = encoded(kind, torch.ones(2, kv_heads, 16, 16, dim, device="cuda"))
+        store(qkv.clone(), rows(table, positions), kv, index, *norms[0], norms[1], scales)
+        caches.append(restore_kv(kv.flatten(2, 3), scales if kind == "fp8" else scales.flatten(1, 2)))
+    got, want = caches
+    allowed = want.abs() / 8 + 1e-3 if kind == "fp8" else want.abs().amax(-1, keepdim=True) / 100 + 1e-5
+    assert ((got - want).abs() <= allowed).all()
+    assert (got != want).float().mean() < 0.02
+
+
+@KINDS
+@pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128)])
+def test_deterministic_bits_depend_on_nothing_but_the_token(heads, kind):
+    total = 1700
+    q, kv, rows = paged_case([(0, total)], heads, 16, torch.bfloat16, "cuda")
+    kv, scales = encoded(kind, kv.nan_to_num(3.0))
+
+    def attend(kernel, spans: list[tuple[int, int]], settled: bool = False) -> torch.Tensor:
+        tokens, part = rows_of(rows, spans)
+        part.prefix_ready = settled
+        return kernel(q[tokens], kv, part, scale=heads[2] ** -0.5, scales=scales, deterministic=True)
+
+    want = attend(prefill_attention, [(0, total)])
+    exact = paged_attention_torch(q.double(), kv, rows, scale=heads[2] ** -0.5, scales=scales)
+    assert (want.double() - exact).norm() / exact.norm() < 8e-3
+    for chunk in (7, 513):
+        spans = [(a, min(chunk, total - a)) for a in range(0, total, chunk)]
+        assert torch.equal(attend(prefill_attention, spans), want), chunk
+    for batch in (1, 32, 256):
+        for count in (1, 4):
+            spans = [(total - 8 - 6 * i, count) for i in range(batch)]
+            tokens, _ = rows_of(rows, spans)
+            for settled in (False, True):
+                assert torch.equal(attend(decode_attention, spans, settled), want[tokens]), (batch, count, settled)
