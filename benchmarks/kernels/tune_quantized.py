@@ -27,11 +27,11 @@ import torch
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
 from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.quantized_linear import QuantizedTiling, quantized_linear_triton
-from runtime.kernels.quantized_skinny_gemm import QuantizedConfig, quantized_skinny_gemm_triton
+from runtime.kernels.quantized_configs import QuantizedConfig, QuantizedTiling, quantized_sum_order
+from runtime.kernels.quantized_linear import quantized_linear_triton
+from runtime.kernels.quantized_skinny_gemm import quantized_skinny_gemm_triton
 from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, dequantize, plane_of
 from runtime.kernels.skinny_gemm import MAX_ROWS
-from runtime.kernels.sum_order import sum_order
 
 MEMORY_TBPS = 4.44
 LAYERS = 8  # that candidates are compared over
@@ -63,42 +63,20 @@ Config = QuantizedConfig | QuantizedTiling | None  # None: the rule's
 
 
 def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
-    """What is tried; the first ones of the three numbers of chunks belong together, and so on."""
-    c = QuantizedConfig
+    """What is tried for a weight whose columns are summed in so many chunks."""
     if rows > MAX_ROWS:
         t, split = QuantizedTiling, rows <= 64
         wide: list[Config] = [t(64, 128, 128, 8, 3, split), t(64, 64, 128, 4, 5, split), t(64, 64, 128, 4, 4, split)]
         if rows > 64:
             wide = [t(64, 128, 128, 8, 3), t(64, 64, 128, 4, 4)]
         return [None, *wide, t(32, 32, 128, 2, 5, split)]
-    if form.code in ("fp8", "int8"):
-        tiles: dict[int, list[Config]] = {
-            1: [
-                c(32, 128, 2, 5, 2),
-                c(64, 128, 2, 4, 2),
-                c(16, 128, 1, 6, 2),
-                c(32, 128, 1, 6, 2),
-                c(32, 128, 2, 5, 2, early_x=False),
-            ],
-            2: [
-                c(16, 128, 2, 6, 2),
-                c(32, 128, 2, 4, 2),
-                c(16, 128, 2, 6, 2, early_x=False),
-                c(16, 128, 2, 8, 4),
-                c(16, 128, 2, 6, 1),
-            ],
-            4: [c(16, 128, 4, 5, 2), c(32, 128, 4, 4, 2), c(16, 128, 4, 3, 2), c(16, 128, 4, 4, 1), c(16, 64, 4, 6, 2)],
-        }
-        fma = [c(4, 1024, 1, 1, 1, True), c(4, 1024, 2, 2, 1, True), c(4, 2048, 4, 1, 1, True)]
-        return tiles[num_chunks] + (fma if rows == 1 and form.code == "fp8" else [])
-    return {
-        1: [c(32, 128, 2, 6, 2, early_x=False), c(32, 128, 2, 6, 2), c(64, 128, 2, 6, 2, early_x=False),
-            c(16, 128, 1, 10, 4), c(32, 128, 1, 8, 2, unroll=2, early_x=False), c(32, 128, 2, 6, 4, early_x=False)],
-        2: [c(16, 128, 2, 6, 2, early_x=False), c(16, 128, 2, 8, 2), c(32, 128, 2, 6, 2, early_x=False),
-            c(16, 128, 2, 8, 4), c(16, 128, 2, 8, 2, unroll=2, early_x=False), c(16, 128, 2, 8, 4, early_x=False)],
-        4: [c(16, 128, 4, 5, 2, early_x=False), c(16, 128, 4, 5, 2), c(32, 128, 4, 5, 2, early_x=False),
-            c(16, 128, 4, 4, 4), c(16, 128, 4, 4, 2, unroll=2, early_x=False), c(16, 128, 4, 4, 4, early_x=False)],
-    }[num_chunks]  # fmt: skip
+    c, found = QuantizedConfig, list[Config]()
+    for block_n, warps in ((16, num_chunks // 2), (16, num_chunks), (32, num_chunks)):
+        found += [c(block_n, 128, max(warps, 1), stages, ahead, unroll=unroll)
+                  for stages, ahead, unroll in ((3, 1, 1), (5, 2, 1), (3, 2, 2))]  # fmt: skip
+    if rows == 1 and form.code in ("fp8", "int8"):
+        found += [c(4, 1024, 1, 1, 1, True), c(4, 1024, 2, 2, 1, True), c(4, 2048, 4, 1, 1, True)]
+    return [None, *found]
 
 
 def weight_of(form: Form, size_out: int, size_in: int, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
@@ -192,7 +170,8 @@ def check(name: str, form: Form, shapes: list[Product], rows: list[int], codes: 
                 got = quantized_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32)
                 fixed = quantized_skinny_gemm_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
             else:
-                got = fixed = quantized_linear_triton(x[:n], weight, out_dtype=torch.float32)
+                got = quantized_linear_triton(x[:n], weight, out_dtype=torch.float32)
+                fixed = quantized_linear_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
             errors[n] = round(((got - want[:n]).norm() / want[:n].norm()).item(), 7)
             same[n] = torch.equal(fixed[:16], reference[:n])
         right = all(error < 2e-5 for error in errors.values())
@@ -241,7 +220,7 @@ def measure(model: str, name: str, form: Form, rows: int, codes: torch.Tensor, s
             {"us": round(us, 1), "tbps": round(tbps, 3), "floor": round(tbps / MEMORY_TBPS, 3)} if us < math.inf else {}
         )
 
-    of_chunks = {n: candidates(form, rows, n) for n in (1, 2, 4)}
+    of_chunks = {n: candidates(form, rows, n) for n in (1, 2, 4, 8)}
     chosen: dict[Product, Config] = {}
     best = math.inf
     for i in range(max(map(len, of_chunks.values()))):
@@ -268,7 +247,7 @@ def measure(model: str, name: str, form: Form, rows: int, codes: torch.Tensor, s
 
 
 def chunks_of(p: Product) -> int:
-    return sum_order(p.size_out, p.size_in).num_chunks
+    return quantized_sum_order(p.size_out, p.size_in).num_chunks
 
 
 def report(**fields: Any) -> None:

@@ -26,6 +26,8 @@ from runtime.kernels.linear import Activate, Linear, Norm, Product, cpu_product
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.paged_attention import PagedBatch
 from runtime.kernels.prefill_attention import prefill_attention
+from runtime.kernels.quantized_linear import QuantizedLinear
+from runtime.kernels.quantized_weight import QuantizedWeight
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
 
@@ -81,6 +83,9 @@ class Kernels:
     rope_rows: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # of rotary table, positions
     rope_store_kv: RopeStoreKV
     attention: Attention
+    quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = (
+        None  # GPU: of one that is codes
+    )
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
@@ -88,14 +93,16 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
     deterministic, activation, gated = numerics.deterministic, spec.activation, spec.gated
     if numerics.backend == "triton":
         norm: Norm = rms_norm_triton if spec.norm == "rms" else layer_norm_triton
+        around: dict[str, Any] = {"activation": activation, "gated": gated, "norm": norm}
         return Kernels(
             norm,
             partial(gated_activation_triton, activation=activation, gated=gated),
-            partial(FusedLinear, activation=activation, deterministic=deterministic, gated=gated, norm=norm),
+            partial(FusedLinear, deterministic=deterministic, **around),
             partial(GroupedExperts, activation=activation, deterministic=deterministic),
             rope_rows_triton,
             rope_store_kv_triton,
             partial(_attend, deterministic=deterministic),
+            partial(QuantizedLinear, deterministic=deterministic, **around),
         )
     norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
     activate = partial(

@@ -1,15 +1,15 @@
 """Products of more than 16 rows with weights that are codes, decoded in registers just before the matrix units; of many
 rows, with a dense copy that is made anew each time.
 
-The weight's rows are those of the matrix instruction, as with few rows, and the order of sums is the weight's own
-(`sum_order`): a row has the bits that `quantized_skinny_gemm` with `fixed_order` gives it. Where too few programs would
-read the weight, its chunks are computed side by side, and the last program adds them.
+The weight's rows are those of the matrix instruction, as with few rows, and the order of chunks is the weight's own
+(`quantized_sum_order`): with `fixed_order` a row has the bits that `quantized_skinny_gemm` gives it. Where too few
+programs would read the weight, its chunks are computed side by side, and the last program adds them.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,31 +19,19 @@ from runtime.kernels.batch_invariant_linear import MAX_SPLIT_TILES, _counters
 from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.gated_activation import Activation
 from runtime.kernels.linear import Norm
+from runtime.kernels.quantized_configs import QuantizedTiling, quantized_sum_order, quantized_tiling, step_columns
 from runtime.kernels.quantized_skinny_gemm import (
     _add_step,
     _load_codes,
     _load_scales,
     _load_x,
     quantized_skinny_gemm_triton,
-    step_columns,
 )
 from runtime.kernels.quantized_weight import QuantizedWeight, decode, decode_planes, dequantize, kernel_options
 from runtime.kernels.rms_norm import rms_norm_triton
-from runtime.kernels.sum_order import sum_order
+from runtime.kernels.sum_order import SumOrder
 
 MAX_TILE_ROWS = 256  # above, products take so long that a dense copy of the weight costs less than decoding in tiles
-_NUM_SMS = 132
-
-
-class QuantizedTiling(NamedTuple):
-    """How tiles are laid over a product. It does not affect the order of any sum."""
-
-    block_m: int  # rows of x
-    block_n: int  # of the weight
-    block_k: int  # columns a step, where the form leaves a choice
-    num_warps: int
-    stages: int
-    split: bool = False  # chunks side by side
 
 
 def quantized_linear_torch(
@@ -99,7 +87,7 @@ def _quantized_product_kernel(
     tokens = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
     row_of = tl.minimum(rows, N - 1).to(tl.int64)
-    ROW_BYTES: tl.constexpr = (K + 2 * PLANE - 1) // (2 * PLANE) * PLANE if PLANE else K
+    ROW_BYTES: tl.constexpr = K // 2 if PLANE else K
     WIDTH: tl.constexpr = PLANE if PLANE else BLOCK_K
     cols = tl.arange(0, WIDTH)[None, :]
     codes = codes_ptr + row_of[:, None] * ROW_BYTES + cols
@@ -168,9 +156,10 @@ def quantized_linear_triton(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    fixed_order: bool = False,  # a row has the bits that few rows of that order have
     tiling: QuantizedTiling | None = None,
 ) -> torch.Tensor:
-    """`quantized_linear_torch` with fp32 sums in an order that only the weight decides."""
+    """`quantized_linear_torch` with fp32 sums."""
     num_rows, (size_out, size_in) = len(x), weight.shape
     if residual is not None:
         out = residual
@@ -178,9 +167,11 @@ def quantized_linear_triton(
         out = torch.empty((num_rows, size_out), dtype=out_dtype or x.dtype, device=x.device)
     if not num_rows:
         return out
-    order, pdl = sum_order(size_out, size_in), use_pdl(x)
-    tiling = tiling or quantized_tiling(weight, num_rows)
+    tiling, pdl = tiling or quantized_tiling(weight, num_rows, fixed_order), use_pdl(x)
     num_tiles = -(-num_rows // tiling.block_m) * -(-size_out // tiling.block_n)
+    order = SumOrder(1, -(-size_in // 128) * 128)
+    if fixed_order or tiling.split:
+        order = quantized_sum_order(size_out, size_in)
     split = tiling.split and order.num_chunks > 1 and num_tiles <= MAX_SPLIT_TILES
     sums, counters = out, out  # the kernel needs pointers, but does not use them without SPLIT
     if split:
@@ -219,8 +210,9 @@ def _dequantize_kernel(
     """Program (i, j): rows i * BLOCK_N and on, columns j * BLOCK_K and on."""
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_of = tl.minimum(rows, N - 1).to(tl.int64)[:, None]
-    ROW_BYTES: tl.constexpr = (K + 2 * PLANE - 1) // (2 * PLANE) * PLANE if PLANE else K
+    ROW_BYTES: tl.constexpr = K // 2 if PLANE else K
     WIDTH: tl.constexpr = PLANE if PLANE else BLOCK_K
+    OFFSET: tl.constexpr = 136 if FORM == "int4" else 128
     start = tl.program_id(1) * BLOCK_K
     cols = tl.arange(0, WIDTH)[None, :]
     place = (start // 2 if PLANE else start) + cols
@@ -229,6 +221,8 @@ def _dequantize_kernel(
     out, inside = out_ptr + row_of * K, (rows < N)[:, None]
     if PLANE:
         low, high = decode_planes(w, FORM, TABLE, ASM, tl.float32)
+        if FORM == "int4" or FORM == "uint4":
+            low, high = low.to(tl.float32) - OFFSET, high.to(tl.float32) - OFFSET
         _store_numbers(low, start + cols, scales, minimums, out, inside, K, GROUP, SCALE_STRIDE, MINIMUMS)
         _store_numbers(high, start + PLANE + cols, scales, minimums, out, inside, K, GROUP, SCALE_STRIDE, MINIMUMS)
     else:
@@ -276,10 +270,11 @@ class QuantizedLinear(FusedLinear):
         super().__init__(weight.codes, bias, activation, deterministic, gated, norm)
         self.quantized = weight
         self.skinny_gemm = partial(quantized_skinny_gemm_triton, weight=weight, bias=bias, fixed_order=deterministic)
+        self.tiled = partial(quantized_linear_triton, weight=weight, bias=bias, fixed_order=deterministic)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_tiled(x):
-            return quantized_linear_triton(x, self.quantized, self.bias)
+            return self.tiled(x)
         return F.linear(x, dequantize_triton(self.quantized, x.dtype), self.bias)
 
     def _is_tiled(self, x: torch.Tensor) -> bool:
@@ -291,7 +286,7 @@ class QuantizedLinear(FusedLinear):
         if post_norm is not None or self._is_skinny(x):
             super().add_to(residual, x, post_norm, eps)
         elif self._is_tiled(x):
-            quantized_linear_triton(x, self.quantized, self.bias, residual=residual)
+            self.tiled(x, residual=residual)
         else:
             residual.add_(self._product(x))
 
@@ -301,15 +296,4 @@ class QuantizedLinear(FusedLinear):
         """In float32, whatever the number of rows: a head is asked for the last rows of prompts alone."""
         if self._is_skinny(x):
             return super().logits(x, norm_weight, eps, out)
-        return quantized_linear_triton(self.norm(x, norm_weight, eps), self.quantized, self.bias, torch.float32, out)
-
-
-def quantized_tiling(weight: QuantizedWeight, num_rows: int) -> QuantizedTiling:
-    """A rule's tiling, for shapes without a measurement: one tile over all rows while its sums fit the registers, so
-    that weights are decoded once."""
-    size_out, size_in = weight.shape
-    chunked = sum_order(size_out, size_in).num_chunks > 1
-    if num_rows > 64:  # with chunks there are two tiles of sums, for which large ones leave no registers
-        return QuantizedTiling(64 if chunked else 128, 128, 128, 8, 3)
-    few = chunked and 2 * -(-size_out // 64) <= _NUM_SMS
-    return QuantizedTiling(32 if num_rows <= 32 else 64, 64, 128, 4, 4, split=few)
+        return self.tiled(self.norm(x, norm_weight, eps), out_dtype=torch.float32, out=out)

@@ -8,36 +8,23 @@ instructions for products on the FMA units. Codes of 8 bits have that form too, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.gated_activation import Activation
+from runtime.kernels.quantized_configs import QuantizedConfig, quantized_config, quantized_sum_order, step_columns
 from runtime.kernels.quantized_weight import (
     QuantizedWeight,
     decode,
     decode_planes,
     dequantize,
     kernel_options,
-    ones_like,
+    negative_offset,
 )
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.skinny_gemm import _finish, _weight_rows, skinny_gemm_torch
-from runtime.kernels.sum_order import sum_order
-
-
-class QuantizedConfig(NamedTuple):
-    """How a product of few rows is cut."""
-
-    block_n: int  # rows of the weight of a program
-    block_k: int  # columns a step; fixed by the form where codes have 4 bits or groups
-    num_warps: int
-    stages: int = 1  # of the software pipeline; on FMA units, steps in flight, 1 or 2
-    ahead: int = 1  # steps, 1, 2 or 4, whose weights are requested before the wait for the previous kernel
-    vector: bool = False  # one row on the FMA units, codes of 8 bits
-    unroll: int = 1  # steps between two waits for loads
-    early_x: bool = True  # x, too, of those steps is read before the loop, right after the wait
 
 
 def quantized_skinny_gemm_torch(
@@ -75,17 +62,16 @@ def _quantized_tile_kernel(
     MINIMUMS: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,  # of one row only
-    NORM_BLOCK: tl.constexpr,  # columns whose squares are summed at once
+    ROW: tl.constexpr,  # power of two, at least K
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,  # 1, 2 or 4; of several, each is summed by a warp of its own
+    NUM_CHUNKS: tl.constexpr,  # 1, 2, 4 or 8
     CHUNK: tl.constexpr,  # columns; a multiple of BLOCK_K
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # columns of a step, in each chunk; 2 * PLANE if there are planes, else a group if there are
     NUM_TOKENS: tl.constexpr,  # 8 or 16, at least num_rows
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # steps, 1, 2 or 4
-    EARLY_X: tl.constexpr,  # read x of these steps before the loop; registers for latency
+    AHEAD: tl.constexpr,  # steps, 1 or 2
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -93,7 +79,7 @@ def _quantized_tile_kernel(
     rows = _weight_rows(N, ACTIVATION, BLOCK_N)
     tokens = tl.arange(0, NUM_TOKENS)
     row_of = tl.minimum(rows, N - 1).to(tl.int64)
-    ROW_BYTES: tl.constexpr = (K + 2 * PLANE - 1) // (2 * PLANE) * PLANE if PLANE else K
+    ROW_BYTES: tl.constexpr = K // 2 if PLANE else K
     WIDTH: tl.constexpr = PLANE if PLANE else BLOCK_K  # columns of a product
     PER_BYTE: tl.constexpr = 2 if PLANE else 1
     if NUM_CHUNKS == 1:
@@ -120,71 +106,73 @@ def _quantized_tile_kernel(
     minimums = minimums_ptr + groups * SCALE_STRIDE + scale_rows
 
     TAIL: tl.constexpr = CHUNK - AHEAD * BLOCK_K
-    THIRD: tl.constexpr = CHUNK - 3 * BLOCK_K
     SECOND: tl.constexpr = CHUNK - 2 * BLOCK_K
     LAST: tl.constexpr = CHUNK - BLOCK_K
     WHOLE: tl.constexpr = K == NUM_CHUNKS * CHUNK
     # The last steps' weights come first, so that neither they nor the loop's loads wait for one another.
     last_w = _load_codes(codes, place, LAST // PER_BYTE, ROW_BYTES, WHOLE)
     last_scales = _load_scales(scales, minimums, groups, LAST, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
-    if AHEAD >= 2:
+    if AHEAD == 2:
         second_w = _load_codes(codes, place, SECOND // PER_BYTE, ROW_BYTES, WHOLE)
         second_scales = _load_scales(scales, minimums, groups, SECOND, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
-    if AHEAD == 4:
-        third_w = _load_codes(codes, place, THIRD // PER_BYTE, ROW_BYTES, WHOLE)
-        third_scales = _load_scales(scales, minimums, groups, THIRD, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
-        fourth_w = _load_codes(codes, place, TAIL // PER_BYTE, ROW_BYTES, WHOLE)
-        fourth_scales = _load_scales(scales, minimums, groups, TAIL, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if EARLY_X:
+    if NORM:  # used after the loop, so that nothing here waits for it
+        at = tl.arange(0, ROW)
+        row = tl.load(x_ptr + at, mask=at < K, other=0.0)
+    else:
         last_x = _load_x(xs, norms, cols, live, LAST, K, PLANE, NORM, WHOLE)
-        if AHEAD >= 2:
+        if AHEAD == 2:
             second_x = _load_x(xs, norms, cols, live, SECOND, K, PLANE, NORM, WHOLE)
-        if AHEAD == 4:
-            third_x = _load_x(xs, norms, cols, live, THIRD, K, PLANE, NORM, WHOLE)
-            fourth_x = _load_x(xs, norms, cols, live, TAIL, K, PLANE, NORM, WHOLE)
-    squares = 0.0
-    if NORM:
-        for start in tl.static_range(0, K, NORM_BLOCK):
-            at = start + tl.arange(0, NORM_BLOCK)
-            wide = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
-            squares += tl.sum(wide * wide)
     for start in tl.range(0, TAIL, BLOCK_K, num_stages=STAGES, loop_unroll_factor=UNROLL):
         w = _load_codes(codes, place, start // PER_BYTE, ROW_BYTES, WHOLE)
         x = _load_x(xs, norms, cols, live, start, K, PLANE, NORM, WHOLE)
         step_scales = _load_scales(scales, minimums, groups, start, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
         acc = _add_step(w, x, step_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
-    if not EARLY_X:
+    if NORM:
         last_x = _load_x(xs, norms, cols, live, LAST, K, PLANE, NORM, WHOLE)
-        if AHEAD >= 2:
+        if AHEAD == 2:
             second_x = _load_x(xs, norms, cols, live, SECOND, K, PLANE, NORM, WHOLE)
-        if AHEAD == 4:
-            third_x = _load_x(xs, norms, cols, live, THIRD, K, PLANE, NORM, WHOLE)
-            fourth_x = _load_x(xs, norms, cols, live, TAIL, K, PLANE, NORM, WHOLE)
-    if AHEAD == 4:
-        acc = _add_step(fourth_w, fourth_x, fourth_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
-        acc = _add_step(third_w, third_x, third_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
-    if AHEAD >= 2:
+    if AHEAD == 2:
         acc = _add_step(second_w, second_x, second_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
     acc = _add_step(last_w, last_x, last_scales, acc, FORM, TABLE, ASM, PLANE, GROUP, MINIMUMS, NUM_CHUNKS)
-    if NUM_CHUNKS == 2:
-        first, second = tl.split(tl.permute(acc, (1, 2, 0)))
-        acc = first + second
-    elif NUM_CHUNKS == 4:
-        even, odd = tl.split(tl.permute(tl.reshape(acc, (2, 2, BLOCK_N, NUM_TOKENS)), (2, 3, 0, 1)))
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        acc = ((first + second) + third) + fourth
+    acc = _sum_chunks(acc, NUM_CHUNKS)
     if not GROUP:
         acc *= tl.load(scales_ptr + row_of)[:, None]
     if NORM:
-        acc *= tl.rsqrt(squares / K + eps)
+        wide = row.to(tl.float32)
+        acc *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
     _finish(
         acc, tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION, NUM_TOKENS,
         BLOCK_N,
     )  # fmt: skip
+
+
+@jit
+def _sum_chunks(acc, NUM_CHUNKS: tl.constexpr):
+    """The sums of chunks [NUM_CHUNKS, BLOCK_N, NUM_TOKENS] added in ascending order."""
+    if NUM_CHUNKS == 1:
+        total = acc
+    elif NUM_CHUNKS == 2:
+        first, second = tl.split(tl.permute(acc, (1, 2, 0)))
+        total = first + second
+    elif NUM_CHUNKS == 4:
+        even, odd = tl.split(tl.permute(tl.reshape(acc, (2, 2, acc.shape[1], acc.shape[2])), (2, 3, 0, 1)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        total = ((first + second) + third) + fourth
+    else:
+        parts = tl.permute(tl.reshape(acc, (2, 2, 2, acc.shape[1], acc.shape[2])), (3, 4, 0, 1, 2))
+        even, odd = tl.split(parts)
+        low_even, high_even = tl.split(even)  # 0 and 4, 2 and 6
+        low_odd, high_odd = tl.split(odd)
+        first, fifth = tl.split(low_even)
+        third, seventh = tl.split(high_even)
+        second, sixth = tl.split(low_odd)
+        fourth, eighth = tl.split(high_odd)
+        total = ((((((first + second) + third) + fourth) + fifth) + sixth) + seventh) + eighth
+    return total
 
 
 @jit
@@ -225,17 +213,18 @@ def _load_scales(
     K: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE_STRIDE: tl.constexpr, MINIMUMS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A step's scale and minimum, then those of the high plane where planes are of two groups."""
-    scale, minimum, high_scale, high_minimum = 1.0, 0.0, 1.0, 0.0
+    """A step's scale and minimum, then those of the high plane."""
+    scale, minimum = 1.0, 0.0
     if GROUP:
         group = start // GROUP
         scale = _load_group(scales, groups, group, K, GROUP, SCALE_STRIDE, WHOLE)
         if MINIMUMS:
             minimum = _load_group(minimums, groups, group, K, GROUP, SCALE_STRIDE, WHOLE)
-        if GROUP == PLANE:
-            high_scale = _load_group(scales, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
-            if MINIMUMS:
-                high_minimum = _load_group(minimums, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
+    high_scale, high_minimum = scale, minimum
+    if GROUP == PLANE and GROUP:
+        high_scale = _load_group(scales, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
+        if MINIMUMS:
+            high_minimum = _load_group(minimums, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
     return scale, minimum, high_scale, high_minimum
 
 
@@ -255,36 +244,33 @@ def _add_step(
     MINIMUMS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """acc plus the product of a step's codes with x, of `_load_x`, scaled by what `_load_scales` gives."""
-    if PLANE:
+    if PLANE:  # planes of one group are scaled each, too: two short sums take less time than one long one
         low, high = decode_planes(w, FORM, TABLE, ASM, x[0].dtype)
-        if GROUP == PLANE:
-            acc = _add_group(low, x[0], scales[0], scales[1], acc, ASM, MINIMUMS, NUM_CHUNKS)
-            acc = _add_group(high, x[1], scales[2], scales[3], acc, ASM, MINIMUMS, NUM_CHUNKS)
-        elif GROUP:
-            part = _product(high, x[1], _product(low, x[0], tl.zeros_like(acc), NUM_CHUNKS), NUM_CHUNKS)
-            acc = tl.fma(part, tl.broadcast_to(scales[0], part.shape), acc)
-            if MINIMUMS:
-                ones = ones_like(low, ASM)
-                part = _product(ones, x[1], _product(ones, x[0], tl.zeros_like(acc), NUM_CHUNKS), NUM_CHUNKS)
-                acc = tl.fma(part, tl.broadcast_to(-scales[1], part.shape), acc)
-        else:
-            acc = _product(high, x[1], _product(low, x[0], acc, NUM_CHUNKS), NUM_CHUNKS)
-    elif GROUP:
-        acc = _add_group(decode(w, ASM, x[0].dtype), x[0], scales[0], scales[1], acc, ASM, MINIMUMS, NUM_CHUNKS)
+        acc = _add_plane(low, x[0], scales[0], scales[1], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
+        acc = _add_plane(high, x[1], scales[2], scales[3], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
     else:
-        acc = _product(decode(w, ASM, x[0].dtype), x[0], acc, NUM_CHUNKS)
+        w = decode(w, ASM, x[0].dtype)
+        acc = _add_plane(w, x[0], scales[0], scales[1], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
     return acc
 
 
 @jit
-def _add_group(w, x, scale, minimum, acc, ASM: tl.constexpr, MINIMUMS: tl.constexpr, NUM_CHUNKS: tl.constexpr):
-    """acc plus one group's product; its minimums multiply the sum of x, which a product with ones leaves in place."""
-    part = _product(w, x, tl.zeros_like(acc), NUM_CHUNKS)
-    acc = tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
+def _add_plane(
+    w, x, scale, minimum, acc,
+    FORM: tl.constexpr, ASM: tl.constexpr, GROUP: tl.constexpr, MINIMUMS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """acc plus the product of decoded columns of one group, if there are groups. What whole numbers are decoded to is
+    too large by an offset: the sum begins with that many times the negative sum of x, which minimums multiply, too."""
+    OFFSET: tl.constexpr = FORM == "int4" or FORM == "uint4"
+    part = tl.zeros_like(acc) if GROUP else acc
+    if OFFSET or MINIMUMS:
+        sums = _product(negative_offset(w, FORM, ASM), x, part if OFFSET else tl.zeros_like(acc), NUM_CHUNKS)
+    part = _product(w, x, sums if OFFSET else part, NUM_CHUNKS)
+    if GROUP:
+        part = tl.fma(part, tl.broadcast_to(scale, part.shape), acc)
     if MINIMUMS:
-        part = _product(ones_like(w, ASM), x, tl.zeros_like(acc), NUM_CHUNKS)
-        acc = tl.fma(part, tl.broadcast_to(-minimum, part.shape), acc)
-    return acc
+        part = tl.fma(sums, tl.broadcast_to(minimum / 128, sums.shape), part)
+    return part
 
 
 @jit
@@ -418,32 +404,14 @@ def quantized_skinny_gemm_triton(
         return out
     if norm_weight is not None and not one_row:
         x, norm_weight = rms_norm_triton(x, norm_weight, eps), None
-    num_chunks, chunk = sum_order(size_out, size_in)
+    num_chunks, chunk = quantized_sum_order(size_out, size_in)
     block_k = step_columns(weight, config.block_k)
     _quantized_tile_kernel[grid](
         x, weight.codes, weight.scales, minimums, bias_of, x if norm_weight is None else norm_weight, out, out,
         x.stride(0), num_rows, size_out, eps, NORM=norm_weight is not None, NUM_CHUNKS=num_chunks, CHUNK=chunk,
         BLOCK_K=block_k, NUM_TOKENS=8 if num_rows <= 8 else 16,
-        NORM_BLOCK=min(next_power_of_2(size_in), 4096), STAGES=config.stages,
-        AHEAD=min(config.ahead, 1 << (chunk // block_k).bit_length() - 1),
-        EARLY_X=config.early_x, UNROLL=config.unroll,
+        ROW=next_power_of_2(size_in), STAGES=config.stages,
+        AHEAD=min(config.ahead, chunk // block_k), UNROLL=config.unroll,
         **constants, **options,
     )  # fmt: skip
     return out
-
-
-def step_columns(weight: QuantizedWeight, block_k: int) -> int:
-    """Columns of a step of a product: those of two planes, or of a group, or as many as wanted."""
-    return 2 * weight.plane or weight.group or block_k
-
-
-def quantized_config(weight: QuantizedWeight, num_rows: int) -> QuantizedConfig:
-    """A rule's configuration, for shapes without a measurement."""
-    num_chunks = sum_order(*weight.shape).num_chunks
-    if num_rows == 1 and weight.form == "fp8":
-        return QuantizedConfig(block_n=4, block_k=1024, num_warps=1, vector=True)
-    return {
-        1: QuantizedConfig(32, 128, num_warps=2, stages=5, ahead=2, early_x=weight.minimums is None),
-        2: QuantizedConfig(block_n=16, block_k=128, num_warps=2, stages=6, ahead=2),
-        4: QuantizedConfig(block_n=16, block_k=128, num_warps=4, stages=5, ahead=2),
-    }[num_chunks]

@@ -28,7 +28,7 @@ class QuantizedWeight:
 
     shape: tuple[int, int]
     form: str  # fp8 | int8 | uint4 | int4 | e2m1 | table: what codes are (int4: from 0 on, 8 stands for 0)
-    codes: torch.Tensor  # [N, K] float8_e4m3fn or int8; uint8 [N, K / 2 rounded up to whole planes]
+    codes: torch.Tensor  # [N, K] float8_e4m3fn or int8; uint8 [N, K / 2], of `pack_planes`
     scales: torch.Tensor  # float32 [groups, at least N / scale_rows], or [1, N] of whole rows
     minimums: torch.Tensor | None = None  # like scales: number = code * scale - minimum
     group: int = 0  # columns that share a scale, 32, 64 or 128; 0: all
@@ -51,33 +51,25 @@ def plane_of(group: int) -> int:
 
 def quantized_weight(
     form: str,
-    codes: torch.Tensor,  # [N, K], one a byte: float8_e4m3fn, int8 or uint8; int4 from 0 to 15
+    codes: torch.Tensor,  # as `QuantizedWeight` has them
     scales: torch.Tensor,  # float32 [ceil(N / scale_rows), ceil(K / group) or 1]
     minimums: torch.Tensor | None = None,
     *,
-    group: int = 0,
+    group: int = 0,  # 32, 64 or a multiple of 128; 0: all
     scale_rows: int = 1,
     table: tuple[float, ...] = (),
 ) -> QuantizedWeight:
     """A weight as kernels read it."""
-    num_rows, size_in = codes.shape
-    if group and (group < 32 or (group > MAX_GROUP and group % MAX_GROUP) or (group < MAX_GROUP and MAX_GROUP % group)):
-        raise ValueError(f"kernels have no groups of {group} columns; widen the weight")
-    if scale_rows > 1 and not group:
-        raise ValueError("blocks of scales need a number of columns")
-    if minimums is not None and not group:  # minimums multiply sums of x, which products have for groups alone
-        num_groups, group = -(-size_in // MAX_GROUP), MAX_GROUP
-        scales, minimums = scales.expand(-1, num_groups), minimums.expand(-1, num_groups)
-    if group > MAX_GROUP:
-        num_groups, repeats = -(-size_in // MAX_GROUP), group // MAX_GROUP
-        scales = scales.repeat_interleave(repeats, 1)[:, :num_groups]
-        minimums = None if minimums is None else minimums.repeat_interleave(repeats, 1)[:, :num_groups]
+    num_rows, size_in = len(codes), codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
+    shared = [scales] if minimums is None else [scales, minimums]
+    if group > MAX_GROUP or (minimums is not None and not group):  # which multiply sums of x, that groups alone have
+        num_groups = -(-size_in // MAX_GROUP)
+        repeats = group // MAX_GROUP or num_groups
+        shared = [tensor.repeat_interleave(repeats, 1)[:, :num_groups] for tensor in shared]
         group = MAX_GROUP
-    if form in ("uint4", "int4", "e2m1", "table"):
-        codes = pack_planes(codes, plane_of(group))
+    scales, *more = map(_beside, shared)
     return QuantizedWeight(
-        (num_rows, size_in), form, codes.contiguous(), _beside(scales),
-        None if minimums is None else _beside(minimums), group, scale_rows, table,
+        (num_rows, size_in), form, codes, scales, more[0] if more else None, group, scale_rows, table
     )  # fmt: skip
 
 
@@ -91,23 +83,22 @@ def _beside(scales: torch.Tensor) -> torch.Tensor:
 
 
 def pack_planes(codes: torch.Tensor, plane: int) -> torch.Tensor:
-    """uint8 [N, K] from 0 to 15 -> uint8 [N, K / 2], K rounded up to a multiple of 2 * plane."""
-    padded = F.pad(codes, (0, -codes.shape[1] % (2 * plane)))
-    low, high = padded.view(len(codes), -1, 2, plane).unbind(2)
+    """uint8 [N, K] from 0 to 15 -> uint8 [N, K / 2]; K is a multiple of 2 * plane."""
+    low, high = codes.reshape(len(codes), -1, 2, plane).unbind(2)
     packed: torch.Tensor = (low | high << 4).reshape(len(codes), -1)
     return packed
 
 
-def unpack_planes(packed: torch.Tensor, plane: int, size_in: int) -> torch.Tensor:
+def unpack_planes(packed: torch.Tensor, plane: int) -> torch.Tensor:
     """`pack_planes`, undone."""
     blocks = packed.view(len(packed), -1, 1, plane)
-    return torch.cat((blocks & 15, blocks >> 4), 2).reshape(len(packed), -1)[:, :size_in]
+    return torch.cat((blocks & 15, blocks >> 4), 2).reshape(len(packed), -1)
 
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """The numbers [N, K] in float32: decoded as kernels do, and scaled."""
     num_rows, size_in = weight.shape
-    codes = unpack_planes(weight.codes, weight.plane, size_in) if weight.plane else weight.codes
+    codes = unpack_planes(weight.codes, weight.plane) if weight.plane else weight.codes
     if weight.form in ("table", "e2m1"):
         values = torch.tensor(weight.table, device=codes.device).bfloat16().float()[codes.int()]
     else:
@@ -152,21 +143,17 @@ lop3.b32 s, b, 0x00800080, 0xC300C300, 0xEA;
 lop3.b32 b, b, 0x007F007F, 0x43004300, 0xEA;
 add.rn.bf16x2 $1, b, s;
 }"""
+# Of a nibble n, 128 + n: sums begin with what this adds too much (`negative_offset`).
 _NIBBLES = """{
-.reg .b32 a, b, c, d, m;
-mov.b32 m, BIAS;
+.reg .b32 a, b, c, d;
 prmt.b32 a, $4, 0, 0x4140;
 prmt.b32 b, $4, 0, 0x4342;
 shr.u32 c, a, 4;
 shr.u32 d, b, 4;
-lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 b, b, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 c, c, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 d, d, 0x000F000F, 0x43004300, 0xEA;
-sub.rn.bf16x2 $0, a, m;
-sub.rn.bf16x2 $1, b, m;
-sub.rn.bf16x2 $2, c, m;
-sub.rn.bf16x2 $3, d, m;
+lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $3, d, 0x000F000F, 0x43004300, 0xEA;
 }"""
 # Sign, exponent and mantissa go where bfloat16 has them; 2 ** 126 makes up for the exponents' distance.
 _E2M1 = """{
@@ -220,7 +207,7 @@ def instructions(weight: QuantizedWeight) -> str | None:
         case "int8":
             return _INT8
         case "uint4" | "int4":
-            return _NIBBLES.replace("BIAS", "0x43004300" if weight.form == "uint4" else "0x43084308")
+            return _NIBBLES
         case "e2m1":
             return _E2M1
         case "table":
@@ -229,8 +216,8 @@ def instructions(weight: QuantizedWeight) -> str | None:
 
 
 ONE_OUTPUT = constexpr("=r,=r,r")
-ONES = constexpr("mov.b32 $0, 0x3F803F80;")
-ONES_OUTPUT = constexpr("=r,r")
+OFFSETS = constexpr(("mov.b32 $0, 0xC308C308;", "mov.b32 $0, 0xC300C300;"))  # -136 and -128, twice each
+OFFSET_OUTPUT = constexpr("=r,r")
 TWO_OUTPUTS = constexpr("=r,=r,=r,=r,r")
 
 
@@ -258,22 +245,21 @@ def decode_planes(packed, FORM: tl.constexpr, TABLE: tl.constexpr, ASM: tl.const
 
 
 @jit
-def ones_like(numbers, ASM: tl.constexpr):
-    """Ones that a product takes in the layout of `numbers`: of constants it chooses another, and then x has two and is
-    no longer read ahead."""
+def negative_offset(numbers, FORM: tl.constexpr, ASM: tl.constexpr):
+    """-136 for int4, else -128, in the layout in which a product takes `numbers`: of constants it chooses another, and
+    then x has two and is no longer read ahead."""
     if ASM is not None:
-        ones = tl.inline_asm_elementwise(ONES, ONES_OUTPUT, [numbers], dtype=tl.bfloat16, is_pure=True, pack=2)
+        MOVE: tl.constexpr = OFFSETS[0] if FORM == "int4" else OFFSETS[1]
+        filled = tl.inline_asm_elementwise(MOVE, OFFSET_OUTPUT, [numbers], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
-        ones = tl.full(numbers.shape, 1.0, numbers.dtype)
-    return ones
+        filled = tl.full(numbers.shape, -136.0 if FORM == "int4" else -128.0, numbers.dtype)
+    return filled
 
 
 @jit
 def _decode_nibbles(nibbles, FORM: tl.constexpr, TABLE: tl.constexpr):
-    if FORM == "uint4":
-        values = nibbles.to(tl.float32)
-    elif FORM == "int4":
-        values = nibbles.to(tl.float32) - 8
+    if FORM == "uint4" or FORM == "int4":
+        values = nibbles.to(tl.float32) + 128
     else:
         values = tl.zeros(nibbles.shape, tl.float32)
         for i in tl.static_range(16):

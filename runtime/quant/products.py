@@ -7,10 +7,12 @@ from typing import Protocol
 import torch
 
 from runtime.kernels import Kernels, cpu_quantized
+from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.quantized_weight import E2M1, MAX_GROUP, pack_planes, plane_of, quantized_weight
 from runtime.quant.format import Shape, Weight
-from runtime.quant.forms import Form, Integer4, Integer8
+from runtime.quant.forms import Float8, Form, Integer4, Integer8, Table
 
 
 class Products(Protocol):
@@ -86,9 +88,53 @@ def _group(form: Form, shape: Shape) -> int:
     return next((group for group in cpu_quantized.INT4_GROUPS if columns % group == 0), 0)
 
 
+class TritonProducts:
+    """Those of runtime.kernels.quantized_linear, in bfloat16."""
+
+    experts = False
+
+    def takes(self, form: Form) -> bool:
+        known = isinstance(form, Float8 | Integer8 | Table)
+        has_groups = form.columns in (32, 64) or (form.columns > 0 and form.columns % MAX_GROUP == 0)
+        return known and (has_groups or (form.columns == 0 and form.rows == 1))
+
+    def fits(self, form: Form, shape: Shape) -> bool:
+        return shape[1] % (2 * plane_of(form.columns) if form.bits == 4 else 16) == 0
+
+    def packed(self, form: Form, weight: Weight) -> Weight:
+        codes, *more = weight
+        if isinstance(form, Integer4 | Table):
+            codes = codes if codes.dtype == torch.uint8 else (codes + 8).view(torch.uint8)
+            return pack_planes(codes, plane_of(form.columns)), *more
+        return ((codes ^ 128).view(torch.int8) if codes.dtype == torch.uint8 else codes), *more
+
+    def device_bytes(self, form: Form, shape: Shape) -> int:
+        return form.device_bytes(shape)
+
+    def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
+        codes, scales, *more = weight
+        minimums = more[0] if more else None
+        table: tuple[float, ...] = ()
+        name = "fp8"
+        if isinstance(form, Table):
+            name, table = "e2m1" if form.table == E2M1 else "table", form.table
+        elif isinstance(form, Integer8):
+            name = "int8" if form.bits == 8 else "int4" if minimums is None else "uint4"
+            if minimums is not None and form.bits == 8:
+                minimums = minimums - 128 * scales  # of codes that were made signed
+        packed = quantized_weight(name, codes, scales, minimums, group=form.columns, scale_rows=form.rows, table=table)
+        assert kernels.quantized_linear is not None
+        return kernels.quantized_linear(packed, bias)
+
+
+_TRITON = TritonProducts()
+
+
 def products_of(numerics: Numerics) -> Products | None:
     """The products of a backend; None: it has none, so that all weights are widened."""
     on_cpu = numerics.backend == "torch" and numerics.device.type == "cpu"
     if on_cpu and numerics.dtype == torch.bfloat16 and cpu_quantized.has_vector_code():
         return CpuProducts(numerics.deterministic)
+    if numerics.backend == "triton" and (numerics.dtype == torch.bfloat16 or INTERPRETED):
+        return _TRITON
     return None

@@ -30,15 +30,16 @@ def on_the_device():
 @forms
 def test_every_code_is_decoded_exactly(form):
     """Each row of x picks out one column: a sum of one number is exact."""
-    eye = torch.eye(16).bfloat16()
     weight = some_weight(form, 512, 16)
+    eye = torch.eye(16, weight.shape[1]).bfloat16()
     got = quantized_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, fixed_order=True)
-    torch.testing.assert_close(got, dequantize(weight).t(), rtol=3e-7, atol=1e-7)
+    torch.testing.assert_close(got, dequantize(weight)[:, :16].t(), rtol=3e-7, atol=1e-7)
 
 
 @cases
 def test_layers_against_float64(form, size_out, size_in):
     weight = some_weight(form, size_out, size_in)
+    size_in = weight.shape[1]
     dense = dequantize(weight)
     torch.testing.assert_close(dequantize_triton(weight, torch.float32), dense, rtol=1e-6, atol=1e-7)
     ones, dense = torch.ones(size_in).bfloat16(), dense.double()
@@ -58,6 +59,7 @@ def test_layers_against_float64(form, size_out, size_in):
 @cases
 def test_every_form_of_a_deterministic_layer_gives_a_row_the_same_bits(form, size_out, size_in):
     weight = some_weight(form, size_out, size_in)
+    size_in = weight.shape[1]
     x = torch.randn(300, size_in) * torch.randint(-6, 7, (300, size_in)).float().exp2()
     x, norm, start = x.bfloat16(), torch.ones(size_in).bfloat16(), torch.randn(300, size_out).bfloat16()
     layer = QuantizedLinear(weight, None, "silu", deterministic=True)

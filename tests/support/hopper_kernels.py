@@ -99,21 +99,24 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(words["REG"]), "stack": int(words["STACK"])}
 
 
-def quantized_layers() -> Iterator[tuple[str, QuantizedLinear]]:
-    """A layer of each form, and more shapes of two: sums of one, two and four chunks."""
-    for size_out, size_in, names in ((28672, 4096, list(FORMS)), (4096, 14336, ["fp8", "int4"]),
-                                     (2048, 2048, ["fp8", "int4"])):  # fmt: skip
+def quantized_layers() -> Iterator[tuple[str, QuantizedLinear, tuple[int, ...]]]:
+    """Layers of the forms whose decoding differs, with numbers of rows."""
+    for size_out, size_in, names, rows in (
+        (28672, 4096, ["fp8", "int4", "int4-minimums", "nf4"], (1, 64)),
+        (4096, 14336, ["int8", "int4"], (16, 512)),
+    ):
         for name in names:
             form = FORMS[name]
             dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form.code, torch.uint8)
-            codes = torch.empty((size_out, size_in), dtype=dtype, device=META)
+            row_bytes = size_in // 2 if dtype == torch.uint8 else size_in
+            codes = torch.empty((size_out, row_bytes), dtype=dtype, device=META)
             groups = -(-size_in // form.group) if form.group else 1
             scales = torch.empty((-(-size_out // form.scale_rows), groups), device=META)
             weight = quantized_weight(
                 form.code, codes, scales, scales if form.minimums else None, group=form.group,
                 scale_rows=form.scale_rows, table={"table": NF4, "e2m1": E2M1}.get(form.code, ()),
             )  # fmt: skip
-            yield f"{name} {size_out}x{size_in}", QuantizedLinear(weight, None, "silu", deterministic=False)
+            yield f"{name} {size_out}x{size_in}", QuantizedLinear(weight, None, "silu", False), rows
 
 
 def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -196,10 +199,10 @@ def main() -> None:
             mask_states_triton(logits, *automata)
             advance_states_triton(token_ids, *automata)
 
-    for name, layer in quantized_layers():
+    for name, layer, numbers in quantized_layers():
         size_in = layer.quantized.shape[1]
         norm = torch.empty(size_in, dtype=torch.bfloat16, device=META)
-        for rows in (1, 16, 64, 256, 512):
+        for rows in numbers:
             case = f"{name} torch.bfloat16, {rows} rows"
             x = torch.empty((rows, size_in), dtype=torch.bfloat16, device=META)
             layer.normed(x, norm, 1e-5)

@@ -4,14 +4,13 @@ rows."""
 import pytest
 import torch
 
+from runtime.kernels.quantized_configs import QuantizedConfig, QuantizedTiling
 from runtime.kernels.quantized_linear import (
-    QuantizedTiling,
     dequantize_triton,
     quantized_linear_torch,
     quantized_linear_triton,
 )
 from runtime.kernels.quantized_skinny_gemm import (
-    QuantizedConfig,
     quantized_skinny_gemm_torch,
     quantized_skinny_gemm_triton,
 )
@@ -20,6 +19,7 @@ from runtime.kernels.quantized_weight import (
     QuantizedWeight,
     dequantize,
     pack_planes,
+    plane_of,
     quantized_weight,
     unpack_planes,
 )
@@ -45,8 +45,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_weight(form: tuple[str, int, int], size_out: int, size_in: int) -> QuantizedWeight:
-    """All codes in turn; scales of many magnitudes, some of them zero."""
+    """All codes in turn; scales of many magnitudes, some of them zero. Of 4 bits, with whole planes of columns."""
     (name, *more), group, scale_rows = form[0].split(), *form[1:]
+    if name not in ("fp8", "int8"):
+        size_in = -(-size_in // (2 * plane_of(group))) * 2 * plane_of(group)
     order = torch.arange(size_in) + 37 * torch.arange(size_out)[:, None]
     match name:
         case "fp8":
@@ -56,6 +58,8 @@ def some_weight(form: tuple[str, int, int], size_out: int, size_in: int) -> Quan
             codes = order.to(torch.int8)
         case _:
             codes = (order + order // 16).to(torch.uint8) & 15
+    if name not in ("fp8", "int8"):
+        codes = pack_planes(codes, plane_of(group))
     shape = -(-size_out // scale_rows), -(-size_in // group) if group else 1
     scales = torch.rand(shape) * 0.02
     scales[-1, 0] = 0
@@ -67,7 +71,7 @@ def some_weight(form: tuple[str, int, int], size_out: int, size_in: int) -> Quan
 def check(got: torch.Tensor, want: torch.Tensor, *what: object) -> None:
     assert not got.isnan().any(), what
     error = ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)).item()
-    assert error < 1e-5, (error, *what)
+    assert error < 3e-5, (error, *what)
 
 
 OPTIONS = (
@@ -81,18 +85,20 @@ OPTIONS = (
 
 
 def test_planes_are_packed_and_unpacked():
-    for plane, size in ((32, 64), (64, 100), (64, 257)):
+    for plane, size in ((32, 192), (64, 128), (64, 256)):
         codes = torch.randint(16, (3, size), dtype=torch.uint8)
-        assert torch.equal(unpack_planes(pack_planes(codes, plane), plane, size), codes)
+        assert torch.equal(unpack_planes(pack_planes(codes, plane), plane), codes)
+
+
+SIZES = [(1, 34, 96, True), (1, 34, 200, False), (3, 18, 264, False), (12, 130, 128, False), (2, 34, 2080, False)]
 
 
 @forms
-@pytest.mark.parametrize(
-    ("rows", "size_out", "size_in", "vector"),
-    [(1, 34, 96, True), (1, 34, 200, False), (3, 18, 264, False), (12, 130, 128, False), (2, 34, 1100, False)],
-)
-def test_few_rows(form, rows, size_out, size_in, vector):
+@pytest.mark.parametrize("shift", [0, 2])
+def test_few_rows(form, shift):
+    rows, size_out, size_in, vector = SIZES[(FORMS.index(form) + shift) % len(SIZES)]
     weight = some_weight(form, size_out, size_in)
+    size_in = weight.shape[1]
     config = QuantizedConfig(16, 128, 2, 1, 1 + rows % 2, vector=vector and not weight.plane)
     for option in OPTIONS:
         x = torch.randn(rows, size_in + 3)[:, :size_in]
@@ -109,30 +115,29 @@ def test_few_rows(form, rows, size_out, size_in, vector):
 
 @forms
 def test_a_row_has_the_same_bits_whatever_the_number_of_rows(form):
-    weight = some_weight(form, 40, 1100)
+    weight = some_weight(form, 20, 600)
     # Sums that are exact: the interpreter's own order depends on the tile. tests/gpu has the order of a card.
     weight.scales.copy_(2.0 ** torch.randint(-3, 1, weight.scales.shape))
     if weight.minimums is not None:
         weight.minimums.copy_(torch.randint(0, 16, weight.scales.shape) / 8)
-    x = torch.zeros(16, 1100).scatter_(1, torch.randint(1100, (16, 4)), torch.randint(-2, 3, (16, 4)).float())
+    x = torch.zeros(16, weight.shape[1]).scatter_(1, torch.randint(600, (16, 4)), torch.randint(-2, 3, (16, 4)).float())
     all_rows = quantized_skinny_gemm_triton(x, weight, fixed_order=True, config=QuantizedConfig(16, 128, 2, 1, 2))
     for rows, config in ((1, QuantizedConfig(32, 128, 2, 1, 1)), (2, QuantizedConfig(16, 64, 1, 1, 2)),
-                         (9, QuantizedConfig(64, 128, 4, 1, 4, early_x=False))):  # fmt: skip
+                         (9, QuantizedConfig(64, 128, 4, 1, 2))):  # fmt: skip
         got = quantized_skinny_gemm_triton(x[:rows], weight, fixed_order=True, config=config)
         assert torch.equal(got, all_rows[:rows]), rows
     for tiling in (QuantizedTiling(16, 16, 128, 4, 1), QuantizedTiling(32, 64, 64, 4, 1, split=True)):
-        assert torch.equal(quantized_linear_triton(x, weight, tiling=tiling), all_rows), tiling
+        got = quantized_linear_triton(x, weight, fixed_order=True, tiling=tiling)
+        assert torch.equal(got, all_rows), tiling
 
 
 @forms
 def test_many_rows(form):
-    for rows, size_out, size_in, split in ((17, 34, 200, False), (20, 18, 1100, True)):
+    for rows, size_out, size_in, split in ((17, 34, 200, False), (20, 18, 600, True)):
         weight = some_weight(form, size_out, size_in)
-        x, bias, residual = (
-            torch.randn(rows, size_in + 3)[:, :size_in],
-            torch.randn(size_out),
-            torch.randn(rows, size_out),
-        )
+        size_in = weight.shape[1]
+        x = torch.randn(rows, size_in + 3)[:, :size_in]
+        bias, residual = torch.randn(size_out), torch.randn(rows, size_out)
         want = quantized_linear_torch(x.double(), weight, bias.double())
         check(quantized_linear_triton(x, weight, bias, tiling=QuantizedTiling(16, 32, 128, 4, 1, split)), want, form)
         want = quantized_linear_torch(x.double(), weight, residual=residual.double())
@@ -142,23 +147,16 @@ def test_many_rows(form):
 
 def test_every_code_is_decoded_exactly():
     """Each row of x picks out one column: a sum of one number is exact."""
-    eye = torch.eye(16)
     for form in FORMS:
         if form[1] in (0, 32, 64) or "fp8" in form[0]:
             weight = some_weight(form, 64, 16)
+            eye = torch.eye(16, weight.shape[1])
             got = quantized_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, config=QuantizedConfig(64, 32, 4))
-            torch.testing.assert_close(got, dequantize(weight).t(), rtol=2e-7, atol=0)
+            torch.testing.assert_close(got, dequantize(weight)[:, :16].t(), rtol=2e-7, atol=0)
 
 
 @forms
 def test_a_dense_copy_has_the_same_numbers(form):
-    for size_out, size_in in ((34, 200), (40, 1100)):
+    for size_out, size_in in ((34, 200), (20, 600)):
         weight = some_weight(form, size_out, size_in)
         torch.testing.assert_close(dequantize_triton(weight, torch.float32), dequantize(weight), rtol=1e-6, atol=1e-7)
-
-
-def test_forms_without_kernels_are_refused():
-    codes = torch.zeros(4, 96, dtype=torch.uint8)
-    for group in (16, 48, 192):
-        with pytest.raises(ValueError, match=f"no groups of {group} columns"):
-            quantized_weight("uint4", codes, torch.ones(4, -(-96 // group)), group=group)

@@ -1,0 +1,78 @@
+"""How products with weights that are codes are cut: rules made from what was measured on an H200 of 8B shapes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from runtime.kernels.quantized_weight import QuantizedWeight
+from runtime.kernels.sum_order import SumOrder
+
+_NUM_SMS = 132
+_FEW_ROWS = 5120  # of a weight: fewer programs of 32 rows than there are multiprocessors, or hardly more
+
+
+class QuantizedConfig(NamedTuple):
+    """How a product of few rows is cut."""
+
+    block_n: int  # rows of the weight of a program
+    block_k: int  # columns a step; fixed by the form where codes have 4 bits or groups
+    num_warps: int
+    stages: int = 1  # of the software pipeline; on FMA units, steps in flight, 1 or 2
+    ahead: int = 1  # steps, 1 or 2, whose weights are requested before the wait for the previous kernel
+    vector: bool = False  # one row on the FMA units, codes of 8 bits
+    unroll: int = 1  # steps between two waits for loads
+
+
+class QuantizedTiling(NamedTuple):
+    """How tiles are laid over a product. It does not affect the order of any sum."""
+
+    block_m: int  # rows of x
+    block_n: int  # of the weight
+    block_k: int  # columns a step, where the form leaves a choice
+    num_warps: int
+    stages: int
+    split: bool = False  # chunks side by side
+
+
+def step_columns(weight: QuantizedWeight, block_k: int) -> int:
+    """Columns of a step of a product: those of two planes, or of a group, or as many as wanted."""
+    return 2 * weight.plane or weight.group or block_k
+
+
+def quantized_sum_order(size_out: int, size_in: int) -> SumOrder:
+    """As `sum_order`, in more chunks: a step has fewer bytes than one of bfloat16 and waits as long for memory and for
+    matrix instructions, so that more of them have to go side by side."""
+    num_chunks = 8 if size_out <= _FEW_ROWS else 4
+    while num_chunks > 1 and size_in < num_chunks * 256:
+        num_chunks //= 2
+    return SumOrder(num_chunks, -(-size_in // (num_chunks * 128)) * 128)
+
+
+def quantized_config(weight: QuantizedWeight, num_rows: int) -> QuantizedConfig:
+    """The configuration for a weight and a number of rows, where one row that must have the bits of several is 2."""
+    size_out, size_in = weight.shape
+    warps = max(quantized_sum_order(size_out, size_in).num_chunks, 2)
+    block_n = 32 if weight.plane and num_rows <= 8 else 16
+    if num_rows == 1 and weight.form == "fp8" and size_out <= _FEW_ROWS:
+        return QuantizedConfig(4, 1024, num_warps=2, stages=2, vector=True)
+    if num_rows == 1 and weight.form == "fp8":
+        return QuantizedConfig(4, 2048, num_warps=4, vector=True)
+    if size_out <= _FEW_ROWS and size_in > 8192:
+        return QuantizedConfig(block_n, 128, warps, stages=3, ahead=2, unroll=2)
+    if size_out <= _FEW_ROWS:
+        return QuantizedConfig(block_n, 128, warps, stages=3)
+    if size_out <= 2 * _FEW_ROWS:
+        return QuantizedConfig(block_n, 128, warps, stages=5, ahead=2)
+    return QuantizedConfig(32 if num_rows <= 8 else 16, 128, warps, stages=3)
+
+
+def quantized_tiling(weight: QuantizedWeight, num_rows: int, fixed_order: bool = False) -> QuantizedTiling:
+    """The tiling for a weight and a number of rows: one tile over all rows while its sums fit the registers, so that
+    weights are decoded once. With a fixed order, tiles of 32 rows of the weight are those of mma.sync, which few rows
+    have as well: wgmma adds the columns of an instruction in another order."""
+    if fixed_order:
+        return QuantizedTiling(32, 32, 128, 2, 4) if num_rows <= 32 else QuantizedTiling(64, 32, 128, 4, 3)
+    if num_rows > 64:
+        return QuantizedTiling(128, 128, 128, 8, 3)
+    few_programs = 2 * -(-weight.shape[0] // 64) <= _NUM_SMS
+    return QuantizedTiling(32 if num_rows <= 32 else 64, 64, 128, 4, 4, split=few_programs)

@@ -1,0 +1,57 @@
+"""Weights as the GPU's products have them: which forms stay codes there, and that packing keeps their numbers."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runtime.kernels.numerics import Numerics
+from runtime.kernels.quantized_weight import QuantizedWeight, dequantize
+from runtime.quant.forms import FORMS
+from runtime.quant.products import TritonProducts, products_of
+
+FORMS_WITH_KERNELS = {
+    f"{name} {change}": replace(FORMS[name], **change)
+    for name in FORMS
+    for change in (
+        {}, {"columns": 32}, {"columns": 64}, {"columns": 128}, {"columns": 384}, {"rows": 64, "columns": 128},
+        {"has_minimum": True}, {"columns": 32, "has_minimum": True}, {"columns": 256, "has_minimum": True},
+    )
+    if name.startswith("int") or "has_minimum" not in change
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS_WITH_KERNELS)
+def test_packed_weights_have_the_numbers_of_the_form(name):
+    form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(), (192, 384)
+    assert products.takes(form)
+    assert products.fits(form, shape)
+    dense = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    weights = [form.encode(dense[:64]), form.encode(dense[64:])]
+    packed = [products.packed(form, weight) for weight in weights]
+    assert sum(t.nbytes for weight in packed for t in weight) == products.device_bytes(form, shape)
+    joined = tuple(torch.cat(same) for same in zip(*packed, strict=True))
+    made: list[QuantizedWeight] = []
+    products.linear(form, joined, None, SimpleNamespace(quantized_linear=lambda weight, bias: made.append(weight)))
+    want = torch.cat([form.dequantize(weight, torch.float32) for weight in weights])
+    # Kernels have the numbers of a table in bfloat16.
+    torch.testing.assert_close(
+        dequantize(made[0]), want, rtol=4e-3 if "nf4" in name or "bits" in name else 2e-6, atol=2e-6
+    )
+
+
+def test_forms_and_shapes_without_kernels_are_widened():
+    products, int4, fp8 = TritonProducts(), FORMS["int4"], FORMS["fp8"]
+    assert not any(products.takes(replace(int4, columns=columns)) for columns in (16, 48, 192))
+    assert not products.takes(replace(fp8, rows=128))
+    assert not products.fits(replace(int4, columns=64), (64, 192))
+    assert products.fits(replace(int4, columns=32), (64, 192))
+    assert not products.fits(fp8, (64, 40))
+
+
+def test_nothing_keeps_codes_in_float32():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert isinstance(products_of(Numerics(torch.bfloat16, gpu, "triton", False, True)), TritonProducts)
+    assert products_of(Numerics(torch.float32, gpu, "triton", False, False)) is None
+    assert products_of(Numerics(torch.float32, cpu, "torch", False, False)) is None

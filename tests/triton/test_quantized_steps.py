@@ -1,0 +1,36 @@
+"""Steps of a decoder whose weights stay codes: its logits are those of products in torch with the same codes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runtime.kernels.quantized_configs import QuantizedConfig
+from runtime.quant.formats import LAYOUTS
+from runtime.quant.layouts import OneByOne
+from runtime.quant.products import products_of
+from runtime.quant.scheme import Scheme
+from tests.support.plain_products import PLAIN
+from tests.support.triton_engine import SPEC
+from tests.triton.test_family_steps import logits
+
+KINDS = {
+    "fp8": Scheme("made-up", "fp8"),
+    "int4 with minimums": Scheme("made-up", "int4", columns=32, symmetric=False),
+}
+
+
+@pytest.mark.parametrize(("kind", "deterministic"), [("fp8", False), ("int4 with minimums", True)])
+def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
+    wide = QuantizedConfig(block_n=128, block_k=128, num_warps=4)
+    monkeypatch.setattr("runtime.kernels.quantized_skinny_gemm.quantized_config", lambda *arguments: wide)
+    monkeypatch.setattr(
+        "runtime.quant.formats.products_of",
+        lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,
+    )
+    monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
+    spec = replace(SPEC, num_layers=1, hidden_size=128, ffn_size=192)
+    spec = replace(spec, quantization={n: KINDS[kind] for n in spec.shapes() if n.endswith(".weight")})
+    want = logits(spec, "torch", deterministic=False, graphs=False)
+    got = logits(spec, "triton", deterministic, graphs=True)
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
