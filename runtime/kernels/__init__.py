@@ -15,6 +15,8 @@ from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.attention import attention_exact, attention_torch
 from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.experts import ExpertLayer, Experts, GroupedExperts
+from runtime.kernels.fp8_experts import Fp8Experts, Fp8Weight
+from runtime.kernels.fp8_linear import Fp8Linear, has_fp8_product
 from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.gated_activation import (
     gated_activation_exact,
@@ -83,9 +85,8 @@ class Kernels:
     rope_rows: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # of rotary table, positions
     rope_store_kv: RopeStoreKV
     attention: Attention
-    quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = (
-        None  # GPU: of one that is codes
-    )
+    quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
+    fp8_experts: Callable[[ExpertsSpec, Product, Iterable[tuple[Fp8Weight, Fp8Weight]]], ExpertLayer] | None = None
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
@@ -102,7 +103,8 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
             rope_rows_triton,
             rope_store_kv_triton,
             partial(_attend, deterministic=deterministic),
-            partial(QuantizedLinear, deterministic=deterministic, **around),
+            partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
+            partial(Fp8Experts, activation=activation, deterministic=deterministic),
         )
     norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
     activate = partial(
@@ -121,6 +123,14 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         rope_store_kv_torch,
         attention_exact if deterministic else attention_torch,
     )
+
+
+def _quantized_linear(
+    weight: QuantizedWeight, bias: torch.Tensor | None, deterministic: bool, dtype: torch.dtype, **around: Any
+) -> Linear:
+    if not deterministic and dtype != torch.float32 and has_fp8_product(weight):
+        return Fp8Linear(weight, bias, **around)
+    return QuantizedLinear(weight, bias, deterministic=deterministic, **around)
 
 
 def _attend(

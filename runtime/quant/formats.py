@@ -84,7 +84,10 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         layer, experts, _ = parameter.partition(".experts.")
         parts = next((parts for parts in linears if part in parts), None)
         if experts:
-            return products is not None and products.experts and agree(tuple(of_experts[layer]))
+            names, form = tuple(of_experts[layer]), own_form(parameter)
+            if products is None or form is None or not agree(names):
+                return False
+            return products.takes_experts(form, [shapes[name] for name in names])
         return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
 
     @cache

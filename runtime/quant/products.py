@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
 from runtime.kernels import Kernels, cpu_quantized
 from runtime.kernels._triton import INTERPRETED
+from runtime.kernels.fp8_linear import multiplies_fp8
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized_weight import E2M1, MAX_GROUP, pack_planes, plane_of, quantized_weight
@@ -18,13 +20,14 @@ from runtime.quant.forms import Float8, Form, Integer4, Integer8, Table
 class Products(Protocol):
     """The products of one backend, on one kind of device."""
 
-    experts: bool  # those of mixtures, too
-
     def takes(self, form: Form) -> bool:
         """True if weights of the form can stay codes; of those that the form itself says fit (`Form.fits`)."""
 
     def fits(self, form: Form, shape: Shape) -> bool:
         """True if a weight of this shape, in a form that is taken, can stay codes."""
+
+    def takes_experts(self, form: Form, shapes: Iterable[Shape]) -> bool:
+        """True if mixtures of experts, too, can multiply with weights of these shapes in a form that is taken."""
 
     def packed(self, form: Form, weight: Weight) -> Weight:
         """A form's weight as it stays on the device: tensors with as many rows for a block of the weight's as the
@@ -40,8 +43,6 @@ class Products(Protocol):
 class CpuProducts:
     """Products of bfloat16 inputs on a CPU with AVX-512: with int8 codes that have a scale a row, and with int4."""
 
-    experts = True
-
     def __init__(self, deterministic: bool) -> None:
         self._deterministic = deterministic
 
@@ -54,6 +55,9 @@ class CpuProducts:
         if form.bits == 8:
             return shape[1] % cpu_quantized.INT8_COLUMNS == 0
         return shape[0] % cpu_quantized.INT4_ROWS == 0 and _group(form, shape) > 0
+
+    def takes_experts(self, form: Form, shapes: Iterable[Shape]) -> bool:
+        return True
 
     def packed(self, form: Form, weight: Weight) -> Weight:
         codes, scale, *minimum = weight
@@ -89,9 +93,10 @@ def _group(form: Form, shape: Shape) -> int:
 
 
 class TritonProducts:
-    """Those of runtime.kernels.quantized_linear, in bfloat16."""
+    """Those of runtime.kernels.quantized_linear in bfloat16, and with fp8 codes those of fp8_linear and fp8_experts."""
 
-    experts = False
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def takes(self, form: Form) -> bool:
         known = isinstance(form, Float8 | Integer8 | Table)
@@ -100,6 +105,11 @@ class TritonProducts:
 
     def fits(self, form: Form, shape: Shape) -> bool:
         return shape[1] % (2 * plane_of(form.columns) if form.bits == 4 else 16) == 0
+
+    def takes_experts(self, form: Form, shapes: Iterable[Shape]) -> bool:
+        if not isinstance(form, Float8) or (form.rows, form.columns) not in ((1, 0), (128, 128)):
+            return False
+        return multiplies_fp8(self._device) and not any(size % 128 for shape in shapes for size in shape)
 
     def packed(self, form: Form, weight: Weight) -> Weight:
         codes, *more = weight
@@ -127,14 +137,11 @@ class TritonProducts:
         return kernels.quantized_linear(packed, bias)
 
 
-_TRITON = TritonProducts()
-
-
 def products_of(numerics: Numerics) -> Products | None:
     """The products of a backend; None: it has none, so that all weights are widened."""
     on_cpu = numerics.backend == "torch" and numerics.device.type == "cpu"
     if on_cpu and numerics.dtype == torch.bfloat16 and cpu_quantized.has_vector_code():
         return CpuProducts(numerics.deterministic)
     if numerics.backend == "triton" and (numerics.dtype == torch.bfloat16 or INTERPRETED):
-        return _TRITON
+        return TritonProducts(numerics.device)
     return None

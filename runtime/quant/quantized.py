@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels import Kernels
+from runtime.kernels.experts import ExpertLayer
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.quant.dense import Dense
@@ -49,3 +53,10 @@ class Kept(WeightFormat):
 
     def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         return self._products.linear(self.form, weight, bias, kernels)
+
+    def experts(
+        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+    ) -> ExpertLayer:
+        if kernels.fp8_experts is not None:  # on a GPU: no others stay codes there
+            return kernels.fp8_experts(spec, router.product, weights)
+        return super().experts(spec, router, weights, kernels)

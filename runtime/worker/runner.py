@@ -21,6 +21,7 @@ from runtime.core.plan import StepPlan, StepResult
 from runtime.core.speculation import MAX_DRAFT_TOKENS
 from runtime.core.types import CallboardError
 from runtime.kernels._triton import INTERPRETED
+from runtime.kernels.fp8_linear import multiplies_fp8
 from runtime.kernels.linear import can_pack
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import quantized_at_load
@@ -84,7 +85,8 @@ class ModelRunner:
     def _describe(self, weights_fingerprint: str) -> ModelInfo:
         numerics, memory, spec = self.numerics, self.memory, self.decoder.spec
         forms = forms_on_device(spec, numerics)
-        of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic
+        has_fp8 = bool(forms) and multiplies_fp8(numerics.device)  # there rows of activations are rounded to fp8, too
+        of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8
         identity = (weights_fingerprint, *of_numerics, forms, memory.kv_cache)
         return ModelInfo(
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],

@@ -127,7 +127,7 @@ def test_a_model_has_the_bits_of_a_quantized_checkpoint(tmp_path, form, family):
     assert got.memory.weights == want.memory.weights < 0.8 * open_runner(plain, dtype="bfloat16").memory.weights
 
 
-def test_forms_are_in_the_fingerprint(tmp_path):
+def test_forms_are_in_the_fingerprint(tmp_path, monkeypatch):
     """Blocks of another form's keys and values are never taken for this one's."""
     plain, quantized = write_both(tmp_path, "fp8", LLAMA)
     asked = [{}, {"quantization": "fp8"}, {"quantization": "int8"}, {"head_quantization": "int8"}]
@@ -136,6 +136,9 @@ def test_forms_are_in_the_fingerprint(tmp_path):
     assert len(set(prints)) == 6
     assert open_runner(plain, quantization="none").info.fingerprint == prints[0]
     assert open_runner(quantized, quantization="fp8").info.fingerprint == prints[4]
+    monkeypatch.setattr("runtime.worker.runner.multiplies_fp8", lambda device: True)
+    assert open_runner(plain).info.fingerprint == prints[0]
+    assert open_runner(plain, quantization="fp8").info.fingerprint not in prints
 
 
 def test_none_widens_what_a_checkpoint_has(tmp_path):

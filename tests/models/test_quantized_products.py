@@ -24,7 +24,7 @@ FORMS_WITH_KERNELS = {
 
 @pytest.mark.parametrize("name", FORMS_WITH_KERNELS)
 def test_packed_weights_have_the_numbers_of_the_form(name):
-    form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(), (192, 384)
+    form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(torch.device("meta")), (192, 384)
     assert products.takes(form)
     assert products.fits(form, shape)
     dense = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -42,7 +42,7 @@ def test_packed_weights_have_the_numbers_of_the_form(name):
 
 
 def test_forms_and_shapes_without_kernels_are_widened():
-    products, int4, fp8 = TritonProducts(), FORMS["int4"], FORMS["fp8"]
+    products, int4, fp8 = TritonProducts(torch.device("meta")), FORMS["int4"], FORMS["fp8"]
     assert not any(products.takes(replace(int4, columns=columns)) for columns in (16, 48, 192))
     assert not products.takes(replace(fp8, rows=128))
     assert not products.fits(replace(int4, columns=64), (64, 192))
@@ -55,3 +55,15 @@ def test_nothing_keeps_codes_in_float32():
     assert isinstance(products_of(Numerics(torch.bfloat16, gpu, "triton", False, True)), TritonProducts)
     assert products_of(Numerics(torch.float32, gpu, "triton", False, False)) is None
     assert products_of(Numerics(torch.float32, cpu, "torch", False, False)) is None
+
+
+def test_mixtures_stay_fp8_where_rows_can_be_codes_too(monkeypatch):
+    monkeypatch.setattr("runtime.quant.products.multiplies_fp8", lambda device: device.type == "cuda")
+    fp8, shapes = FORMS["fp8"], [(768, 2048), (2048, 768)]
+    hopper, other = (TritonProducts(torch.device(device)) for device in ("cuda", "meta"))
+    assert hopper.takes_experts(fp8, shapes)
+    assert hopper.takes_experts(replace(fp8, rows=128, columns=128), shapes)
+    assert not hopper.takes_experts(fp8, [(704, 2048), (2048, 704)])
+    assert not hopper.takes_experts(replace(fp8, columns=128), shapes)
+    assert not hopper.takes_experts(FORMS["int4"], shapes)
+    assert not other.takes_experts(fp8, shapes)

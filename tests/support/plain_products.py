@@ -1,5 +1,7 @@
 """Products with codes of every form, in torch: weights stay codes in tests where there is no kernel."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
@@ -20,12 +22,13 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 class PlainProducts:
     """Two codes of 4 bits are a byte, the low nibble first; each product makes the weight's numbers anew."""
 
-    experts = True
-
     def takes(self, form: Form) -> bool:
         return True
 
     def fits(self, form: Form, shape: Shape) -> bool:
+        return True
+
+    def takes_experts(self, form: Form, shapes: Iterable[Shape]) -> bool:
         return True
 
     def packed(self, form: Form, weight: Weight) -> Weight:
