@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.kernels._triton import jit, next_power_of_2, tl
-from runtime.kernels.stored_kv import VALUE_UNIT, decode, decode_pairs, restore_kv
+from runtime.kernels.stored_kv import WEIGHT_LOG2, decode, decode_pairs, restore_kv
 
 LOG2_E = 1.4426950408889634
 
@@ -188,11 +188,12 @@ def softmax_step(
             seen &= positions[None, :] > q_positions[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, axis=1) * scale_log2)
-    weights = tl.exp2(scores * scale_log2 - top[:, None])
+    weight_of_one = top - WEIGHT_LOG2 if SCALES == "token" else top
+    weights = tl.exp2(scores * scale_log2 - weight_of_one[:, None])
     fade = tl.exp2(m - top)
     total = total * fade + tl.sum(weights, axis=1)
     if SCALES == "token":
-        weights *= (v_scales.to(tl.float32) * VALUE_UNIT)[None, :]
+        weights *= v_scales.to(tl.float32)[None, :]
     return top, total, weights, fade
 
 
@@ -229,23 +230,30 @@ def _attend_codes(
     MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """`attend_range` of codes. A product takes values by pairs of positions, and shared memory turns pairs of bytes
-    round: so two neighbouring dimensions are read as one number, and even and odd ones are summed apart."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    HALF_BLOCK: tl.constexpr = BLOCK_D // 2
-    even, odd = tl.split(tl.reshape(acc, (acc.shape[0], HALF_BLOCK, 2)))
-    v_ptr = (k_ptr + kv_stride).to(tl.pointer_type(tl.int16), bitcast=True)
+    round: so two neighbouring dimensions are read as one number, and even and odd ones are multiplied apart."""
+    PAIRS: tl.constexpr = HEAD_DIM // 2
+    HALF: tl.constexpr = BLOCK_D // 2
+    CODE: tl.constexpr = k_ptr.dtype.element_ty
+    q_even, q_odd = tl.split(tl.reshape(q, (q.shape[0], HALF, 2)))
+    even, odd = tl.split(tl.reshape(acc, (acc.shape[0], HALF, 2)))
+    k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    offsets = tl.arange(0, BLOCK_N)
     for at in range(begin, stop, BLOCK_N):
-        positions = at + tl.arange(0, BLOCK_N)
+        positions = at + offsets
         inside = positions < stop if MASKED else None
-        places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
-        k = decode(load_tile(tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D), inside, HEAD_DIM, BLOCK_D), q.dtype)
-        pairs = load_tile(tile_pointers(v_ptr, places, HALF, HALF_BLOCK), inside, HALF, HALF_BLOCK)
-        v_even, v_odd = decode_pairs(pairs, k_ptr.dtype.element_ty, q.dtype)
+        if BLOCK_N % BLOCK_SIZE == 0:  # a tile begins with a block: what lies within one is the same for all
+            places = find_places(table_ptr + at // BLOCK_SIZE, offsets, inside, BLOCK_SIZE)
+        else:
+            places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
+        pointers = tile_pointers(k_ptr, places, PAIRS, HALF)
+        k_even, k_odd = decode_pairs(load_tile(pointers, inside, PAIRS, HALF), CODE, q.dtype)
+        v_even, v_odd = decode_pairs(load_tile(pointers + kv_stride // 2, inside, PAIRS, HALF), CODE, q.dtype)
         if SCALES == "token":
             k_scales, v_scales = load_scales(scales_ptr + places, inside)
         else:
             k_scales, v_scales = None, None
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
+        scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
         m, total, weights, fade = softmax_step(
             scores, k_scales, v_scales, positions, q_positions, m, total, 1.0, MASKED, WINDOW, SOFT_CAP, SCALES
         )

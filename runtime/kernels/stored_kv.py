@@ -14,8 +14,9 @@ import torch
 
 from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl
 
-# Weights times the scales of values are float16: in this unit scales of 1e-6 to 1,000 have all their digits.
-VALUE_UNIT = constexpr(64.0)
+# Weights times the scales of values are float16. With 2 ** 6 for the largest weight, scales of 1e-6 to 1,000 have all
+# their digits there.
+WEIGHT_LOG2 = constexpr(6.0)
 # Instructions for codes in four bytes, which become two pairs of float16. A whole number, 128 added, becomes the low
 # bits of a float16 from 1,024 on, of which 1,152 is taken off.
 _INT8 = """{
@@ -151,6 +152,4 @@ def finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES: tl.constexpr)
     """What the weighted sum of values' codes is divided by."""
     if SCALES == "head":
         total = total / tl.load(scales_ptr + num_kv_heads + kv_head)
-    if SCALES == "token":
-        total = total * VALUE_UNIT
     return total
