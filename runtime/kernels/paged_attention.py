@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.kernels._triton import jit, next_power_of_2, tl
-from runtime.kernels.stored_kv import WEIGHT_LOG2, decode, decode_pairs, restore_kv
+from runtime.kernels.stored_kv import WEIGHT_LOG2, decode_pairs, restore_kv
 
 LOG2_E = 1.4426950408889634
 

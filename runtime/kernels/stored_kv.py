@@ -19,17 +19,15 @@ from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl
 WEIGHT_LOG2 = constexpr(6.0)
 # Instructions for codes in four bytes, which become two pairs of float16. A whole number, 128 added, becomes the low
 # bits of a float16 from 1,024 on, of which 1,152 is taken off.
-_INT8 = """{
+_INT8_PAIRS = constexpr("""{
 .reg .b32 x, a, b, m;
 mov.b32 m, 0x64806480;
 xor.b32 x, $2, 0x80808080;
-prmt.b32 a, x, 0x64646464, FIRST;
-prmt.b32 b, x, 0x64646464, SECOND;
+prmt.b32 a, x, 0x64646464, 0x4240;
+prmt.b32 b, x, 0x64646464, 0x4341;
 sub.rn.f16x2 $0, a, m;
 sub.rn.f16x2 $1, b, m;
-}"""
-_INT8_PAIRS = constexpr(_INT8.replace("FIRST", "0x4240").replace("SECOND", "0x4341"))
-_INT8 = constexpr(_INT8.replace("FIRST", "0x4140").replace("SECOND", "0x4342"))
+}""")
 _E4M3_PAIRS = constexpr("""{
 .reg .b16 a, b;
 .reg .b32 x;
@@ -38,7 +36,7 @@ mov.b32 {a, b}, x;
 cvt.rn.f16x2.e4m3x2 $0, a;
 cvt.rn.f16x2.e4m3x2 $1, b;
 }""")
-_TWO = constexpr("=r,=r,r")
+_TWO_OUTPUTS = constexpr("=r,=r,r")
 _INTERPRETED = constexpr(INTERPRETED)
 MAX_CODE = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
@@ -111,21 +109,11 @@ def to_e4m3(x):
 
 
 @jit
-def decode(codes, DTYPE: tl.constexpr):
-    """Codes as numbers of the type."""
-    if codes.dtype == tl.int8 and tl.float16 == DTYPE and not _INTERPRETED:
-        numbers = tl.inline_asm_elementwise(_INT8, _TWO, [codes], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        numbers = codes.to(DTYPE)
-    return numbers
-
-
-@jit
 def decode_pairs(pairs, CODE: tl.constexpr, DTYPE: tl.constexpr):
     """The low and the high bytes of int16, codes of the type CODE, as numbers of another."""
     if tl.float16 == DTYPE and not _INTERPRETED:
         low, high = tl.inline_asm_elementwise(
-            _INT8_PAIRS if tl.int8 == CODE else _E4M3_PAIRS, _TWO, [pairs], dtype=(tl.float16, tl.float16),
+            _INT8_PAIRS if tl.int8 == CODE else _E4M3_PAIRS, _TWO_OUTPUTS, [pairs], dtype=(tl.float16, tl.float16),
             is_pure=True, pack=2,
         )  # fmt: skip
     else:
