@@ -1,5 +1,7 @@
 """Quantized weights that are unpacked and widened on a GPU have the bits that a CPU gives them."""
 
+from dataclasses import replace
+
 import gguf
 import pytest
 import torch
@@ -14,13 +16,16 @@ from runtime.quant.at_load import GROUPS, quantized_at_load
 from runtime.quant.format import Location
 from runtime.quant.formats import LAYOUTS, forms_at_load, weight_bytes
 from runtime.quant.gguf import parse
+from runtime.quant.products import products_of
 from runtime.quant.quantized import Widened
 from runtime.quant.scheme import Scheme
 from tests.models.test_quantized_gguf import FORMS as GGUF_FORMS
 from tests.models.test_quantized_gguf import random_blocks
 from tests.models.test_quantized_layouts import Tensors, equal, layout_of, random_weight
-from tests.models.test_quantized_models import LLAMA
+from tests.models.test_quantized_models import LLAMA, logits
+from tests.support.plain_products import PLAIN
 from tests.support.quantized import FORMATS
+from tests.support.runner_driver import TINY, tiny_runner
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
@@ -88,3 +93,18 @@ def test_a_load_needs_a_fused_map_beside_the_quantized_model(form):
     assert size < 0.6 * sum(2 * tensor.numel() for tensor in zeros.values())
     pieces = 40 * (1 << 22)  # what is encoded at once, in float32 and as places in a table
     assert peak < size + 2 * 2 * ffn * hidden + pieces
+
+
+@pytest.mark.parametrize("form", GROUPS)
+def test_logits_are_those_of_the_numbers_that_codes_stand_for(monkeypatch, form):
+    monkeypatch.setattr(
+        "runtime.quant.formats.products_of",
+        lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,
+    )
+    spec = replace(TINY, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=512)
+    settings = {"device": "cuda", "dtype": "bfloat16", "quantization": form, "head_quantization": "int8"}
+    settings |= {"cuda_graphs": False}  # whose replays would not show their logits
+    plain, kernels = (tiny_runner(spec, kernel_backend=backend, **settings) for backend in ("torch", "triton"))
+    assert plain.info.weight_formats == kernels.info.weight_formats
+    want, got = (logits(runner).float().flatten()[: spec.vocab_size] for runner in (plain, kernels))
+    assert float((got - want).norm()) < 0.03 * float(want.norm())
