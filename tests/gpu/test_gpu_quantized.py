@@ -107,4 +107,5 @@ def test_logits_are_those_of_the_numbers_that_codes_stand_for(monkeypatch, form)
     plain, kernels = (tiny_runner(spec, kernel_backend=backend, **settings) for backend in ("torch", "triton"))
     assert plain.info.weight_formats == kernels.info.weight_formats
     want, got = (logits(runner).float().flatten()[: spec.vocab_size] for runner in (plain, kernels))
-    assert float((got - want).norm()) < 0.03 * float(want.norm())
+    share = 0.1 if form == "fp8" else 0.03  # rows are fp8 codes there, too
+    assert float((got - want).norm()) < share * float(want.norm())
