@@ -35,14 +35,15 @@ def weight_report(spec: DecoderSpec, numerics: Numerics) -> list[str]:
             why = "quantization is none" if scheme.widened else "no kernel multiplies with these codes"
             sizes[weight_format.name, why].append((weight_format.form.device_bytes(shape), size))
         elif not name.endswith(("norm", "bias")):
-            (not_taken if scheme else plain)[name.removesuffix(".weight").rpartition(".")[2]] = None
+            part = name.removesuffix(".weight").rpartition(".")[2]
+            (not_taken if scheme else plain)[f"experts' {part}" if ".experts." in name else part] = None
     lines = []
     for (form, text), of_maps in sizes.items():
         codes, held = (sum(part) / _GIB for part in zip(*of_maps, strict=True))
         how = text if held == codes else f", widened to {held:.2f} GiB of {dtype} as {text}"
         lines.append(f"{len(of_maps)} maps in {form}: {codes:.2f} GiB{how}")
     if not_taken:
-        lines.append(f"{', '.join(not_taken)} stay {dtype}, as no kernel takes such codes in their shape")
+        lines.append(f"{', '.join(not_taken)} stay {dtype}, as nothing here multiplies with them as such codes")
     layouts = {scheme.layout for scheme in schemes.values()}
     if layouts == {PLAIN}:
         why = f"stay {dtype}{'; head_quantization is for the head' if 'head' not in schemes else ''}"

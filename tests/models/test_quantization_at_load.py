@@ -236,7 +236,7 @@ def test_what_no_product_takes_stays_plain_and_is_named(tmp_path, monkeypatch, w
     Tokenizer.load(write_tiny_gguf())._backend.save(str(plain / "tokenizer.json"))
     report = model_report(EngineConfig(model=str(plain), device="cpu", dtype="bfloat16", quantization="fp8"))
     assert "\nweights        12 maps in fp8 rows: 0.00 GiB, quantized as they are read\n" in report
-    assert "\n               down stay bfloat16, as no kernel takes such codes in their shape\n" in report
+    assert "\n               down stay bfloat16, as nothing here multiplies with them as such codes\n" in report
     end = "embed, head, norms and biases stay bfloat16; head_quantization is for the head"
     assert f"\n               {end}\n" in report
 
