@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -32,6 +31,7 @@ from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.experts import GroupedExperts, Tile
 from runtime.kernels.fp8_linear import Fp8Tiling, fp8_linear_torch, fp8_linear_triton
 from runtime.kernels.fp8_rows import Fp8Rows, fp8_rows_torch, fp8_rows_triton
+from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.gated_activation import gated_activation_triton
 from runtime.kernels.quantized_linear import dequantize_triton
 from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
@@ -220,14 +220,14 @@ def expert_times(rows: int, tiles: list[Tile | None]) -> None:
     dense = [tuple(dequantize(w).bfloat16() for w in pair) for pair in weights]
     del weights
     x = torch.randn(rows, hidden, device=DEVICE).bfloat16()
-    residual = torch.zeros_like(x)
+    residual, norm = torch.zeros_like(x), torch.ones(hidden, device=DEVICE).bfloat16()
 
     def times(kind: Any, weights: Any) -> tuple[float | str, torch.Tensor]:
-        mixtures = [kind(spec, partial(F.linear, weight=r), weights, "silu", False) for r in routers]
-        residual.zero_()
-        mixtures[0].add_to(residual, x)
-        result = residual.clone()
-        us = timed(lambda: [mixture.add_to(residual, x) for mixture in mixtures])
+        mixtures = [kind(spec, FusedLinear(r, None, "silu", False), weights, "silu", False) for r in routers]
+        residual.copy_(x)
+        mixtures[0].add_to(residual, norm, 1e-5)
+        result = residual - x
+        us = timed(lambda: [mixture.add_to(residual, norm, 1e-5) for mixture in mixtures])
         return (round(us / layers, 2) if isinstance(us, float) else us), result
 
     us, errors = {}, {}

@@ -70,7 +70,7 @@ class DenseExperts(Protocol):
     """The mixture of a router and, of each expert, gate and up as one weight and down."""
 
     def __call__(
-        self, spec: ExpertsSpec, router: Product, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
+        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[torch.Tensor, torch.Tensor]]
     ) -> ExpertLayer: ...
 
 
@@ -86,7 +86,7 @@ class Kernels:
     rope_store_kv: RopeStoreKV
     attention: Attention
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
-    fp8_experts: Callable[[ExpertsSpec, Product, Iterable[tuple[Fp8Weight, Fp8Weight]]], ExpertLayer] | None = None
+    fp8_experts: Callable[[ExpertsSpec, Linear, Iterable[tuple[Fp8Weight, Fp8Weight]]], ExpertLayer] | None = None
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:

@@ -17,7 +17,7 @@ import torch
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.gated_activation import Activation, activated
-from runtime.kernels.linear import Activate, Product
+from runtime.kernels.linear import Activate, Linear, Product
 
 W = TypeVar("W")
 
@@ -27,8 +27,8 @@ _ROUND = 1024  # choices that a program sorts, or columns that one adds, at once
 class ExpertLayer(Protocol):
     """A mixture of experts with its weights."""
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        """residual += the mixture of x, both [num_tokens, hidden], x normed and contiguous."""
+    def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
+        """residual += the mixture of norm(residual), [num_tokens, hidden] contiguous."""
 
 
 class Experts:
@@ -38,7 +38,7 @@ class Experts:
     def __init__(
         self,
         spec: ExpertsSpec,
-        router: Product,
+        router: Linear,
         weights: Iterable[tuple[W, W]],
         product: Callable[[W], Product],
         activate: Activate,
@@ -46,9 +46,10 @@ class Experts:
         self.spec, self.router, self.activate = spec, router, activate
         self.experts = [(product(gate_up), product(down)) for gate_up, down in weights]
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        """residual += the mixture of x, both [num_tokens, hidden], x normed."""
-        ids, weights = route_torch(self.router(x), self.spec)
+    def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
+        """residual += the mixture of norm(residual), [num_tokens, hidden]."""
+        x = self.router.norm(residual, norm_weight, eps)
+        ids, weights = route_torch(self.router.product(x), self.spec)
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.num_experts).tolist()
         results = x.new_empty(len(order), x.shape[1])
@@ -83,7 +84,7 @@ class GroupedExperts:
     def __init__(
         self,
         spec: ExpertsSpec,
-        router: Product,
+        router: Linear,
         weights: Iterable[tuple[torch.Tensor, torch.Tensor]],
         activation: Activation,
         deterministic: bool,
@@ -94,10 +95,11 @@ class GroupedExperts:
                 self.gate_up, self.down = (part.new_empty(spec.num_experts, *part.shape) for part in parts)
             self.gate_up[expert], self.down[expert] = parts
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        """residual += the mixture of x, both [num_tokens, hidden], x normed and contiguous."""
+    def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
+        """residual += the mixture of norm(residual), [num_tokens, hidden] contiguous."""
+        x = self.router.norm(residual, norm_weight, eps)
         num_choices, hidden = len(x) * self.spec.top_k, x.shape[1]
-        ids, weights = self._route(x)
+        ids, weights = self._route(self.router.product(x))
         starts, order = self._sort(ids)
         inner = x.new_empty(num_choices, self.down.shape[2])
         results = x.new_empty(num_choices, hidden)
@@ -106,13 +108,13 @@ class GroupedExperts:
         self._product(inner, self.down, results, starts, order, tile, None)
         self._combine(results, weights, residual)
 
-    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token's choices the expert, int32 [num_tokens * top_k], and its weight in float32."""
-        num_experts, top_k, pdl = self.spec.num_experts, self.spec.top_k, use_pdl(x)
-        ids = torch.empty(len(x) * top_k, dtype=torch.int32, device=x.device)
-        weights = torch.empty(len(x) * top_k, dtype=torch.float32, device=x.device)
-        _route_kernel[(len(x),)](
-            self.router(x), ids, weights, num_experts,
+        (num_tokens, num_experts), top_k, pdl = logits.shape, self.spec.top_k, use_pdl(logits)
+        ids = torch.empty(num_tokens * top_k, dtype=torch.int32, device=logits.device)
+        weights = torch.empty(num_tokens * top_k, dtype=torch.float32, device=logits.device)
+        _route_kernel[(num_tokens,)](
+            logits, ids, weights, num_experts,
             TOP_K=top_k, NORMALIZED=self.spec.normalized, EXPERTS=next_power_of_2(num_experts),
             LANES=next_power_of_2(top_k), PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip

@@ -15,9 +15,9 @@ from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.batch_invariant_linear import _counters
 from runtime.kernels.experts import GroupedExperts, Tile
-from runtime.kernels.fp8_rows import Fp8Rows, fp8_rows_triton, to_e4m3
+from runtime.kernels.fp8_rows import Fp8Rows, normed_fp8_rows, to_e4m3
 from runtime.kernels.gated_activation import Activation, activated
-from runtime.kernels.linear import Product
+from runtime.kernels.linear import Linear
 
 MOST_SINGLE = 32  # choices that have a program each, although several may be of one expert
 Fp8Weight = tuple[torch.Tensor, ...]  # codes [N, K]; scales [N, 1], or of blocks [N / 128, K / 128]
@@ -136,7 +136,7 @@ class Fp8Experts(GroupedExperts):
     def __init__(
         self,
         spec: ExpertsSpec,
-        router: Product,
+        router: Linear,
         weights: Iterable[tuple[Fp8Weight, Fp8Weight]],
         activation: Activation,
         deterministic: bool,
@@ -150,19 +150,19 @@ class Fp8Experts(GroupedExperts):
                 for tensor, place in zip(part, stack, strict=True):
                     place[expert] = tensor
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
-        (num_tokens, hidden), ffn = x.shape, self.down.shape[2]
+    def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
+        (num_tokens, hidden), ffn = residual.shape, self.down.shape[2]
         num_choices = num_tokens * self.spec.top_k
         is_single = num_choices <= MOST_SINGLE and not self.deterministic
-        ids, weights = self._route(x)
+        ids, weights = self._route(self.router.normed(residual, norm_weight, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
         tile = fp8_tile(num_choices, self.spec.num_experts, self.deterministic)
-        rows = fp8_rows_triton(x)
+        rows = normed_fp8_rows(residual, norm_weight, eps, self.router.norm)
         inner = Fp8Rows(
-            torch.empty((num_choices, ffn), dtype=torch.float8_e4m3fn, device=x.device),
-            torch.empty((num_choices, ffn // tile.block_n), dtype=torch.float32, device=x.device),
+            torch.empty((num_choices, ffn), dtype=torch.float8_e4m3fn, device=residual.device),
+            torch.empty((num_choices, ffn // tile.block_n), dtype=torch.float32, device=residual.device),
         )
-        results = x.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else x.dtype)
+        results = residual.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else residual.dtype)
         product = partial(
             self._fp8_product, starts=starts, order=order, weights=weights, residual=residual, is_single=is_single
         )

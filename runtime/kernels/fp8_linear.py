@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from runtime.kernels._triton import INTERPRETED, TensorDescriptor, constexpr, jit, tl, use_pdl
 from runtime.kernels.batch_invariant_linear import MAX_SPLIT_TILES, _counters
-from runtime.kernels.fp8_rows import Fp8Rows, fp8_rows_triton
+from runtime.kernels.fp8_rows import Fp8Rows, fp8_rows_triton, normed_fp8_rows
 from runtime.kernels.gated_activation import Activation
 from runtime.kernels.linear import Linear, Norm
 from runtime.kernels.quantized_linear import QuantizedLinear
@@ -234,18 +234,13 @@ class Fp8Linear(QuantizedLinear):
             y.add_(self.bias)
         return y if residual is None else residual.add_(y)
 
-    def _normed_rows(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> Fp8Rows:
-        if self.norm is rms_norm_triton:
-            return fp8_rows_triton(x, norm_weight, eps)
-        return fp8_rows_triton(self.norm(x, norm_weight, eps))
-
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(fp8_rows_triton(x), x.dtype)
 
     def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         if len(x) == 1:
             return super().normed(x, norm_weight, eps)
-        return self._multiply(self._normed_rows(x, norm_weight, eps), x.dtype)
+        return self._multiply(normed_fp8_rows(x, norm_weight, eps, self.norm), x.dtype)
 
     def gated(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         return super().gated(x, norm_weight, eps) if len(x) == 1 else self.activate(self.normed(x, norm_weight, eps))

@@ -11,7 +11,8 @@ import torch
 
 from runtime.kernels._triton import INTERPRETED, constexpr, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.gated_activation import Activation, activated, gated_activation_torch
-from runtime.kernels.rms_norm import rms_norm_torch
+from runtime.kernels.linear import Norm
+from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 
 _LARGEST = constexpr(448.0)  # code of e4m3
 _SMALLEST = constexpr(2.0**-100)  # magnitude that a row is taken to have, so that zeros have a scale
@@ -114,3 +115,10 @@ def fp8_rows_triton(
             num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
         )  # fmt: skip
     return Fp8Rows(codes, scales)
+
+
+def normed_fp8_rows(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, norm: Norm) -> Fp8Rows:
+    """norm(x) as codes; an RMS norm's in the same kernel."""
+    if norm is rms_norm_triton:
+        return fp8_rows_triton(x, norm_weight, eps)
+    return fp8_rows_triton(norm(x, norm_weight, eps))

@@ -186,7 +186,7 @@ class Decoder:
                 gate_up, down = layer.feed_forward
                 gate_up.gated_into(down, h, layer.ffn_norm, eps, layer.post_ffn_norm)
             else:
-                layer.feed_forward.add_to(h, kernels.norm(h, layer.ffn_norm, eps))
+                layer.feed_forward.add_to(h, layer.ffn_norm, eps)
         return h
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

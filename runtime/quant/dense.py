@@ -47,7 +47,7 @@ class Dense(WeightFormat):
     def experts(
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
-        return kernels.experts(spec, router.product, ((gate_up[0], down[0]) for gate_up, down in weights))
+        return kernels.experts(spec, router, ((gate_up[0], down[0]) for gate_up, down in weights))
 
 
 def read_plain(source: TensorSource, location: Location, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

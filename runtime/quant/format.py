@@ -93,5 +93,5 @@ class WeightFormat(ABC):
     ) -> ExpertLayer:
         """A mixture from each expert's gate_up and down; here one expert's products after another's."""
         return Experts(
-            spec, router.product, weights, lambda weight: self.linear(weight, None, kernels).product, kernels.activate
+            spec, router, weights, lambda weight: self.linear(weight, None, kernels).product, kernels.activate
         )

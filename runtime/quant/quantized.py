@@ -58,5 +58,5 @@ class Kept(WeightFormat):
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
         if kernels.fp8_experts is not None:  # on a GPU: no others stay codes there
-            return kernels.fp8_experts(spec, router.product, weights)
+            return kernels.fp8_experts(spec, router, weights)
         return super().experts(spec, router, weights, kernels)

@@ -39,6 +39,7 @@ from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.fp8_experts import Fp8Experts  # noqa: E402
 from runtime.kernels.fp8_linear import fp8_linear_triton  # noqa: E402
 from runtime.kernels.fp8_rows import fp8_rows_triton  # noqa: E402
+from runtime.kernels.fused_linear import FusedLinear  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
 from runtime.kernels.quantized_linear import QuantizedLinear  # noqa: E402
 from runtime.kernels.quantized_weight import E2M1, quantized_weight  # noqa: E402
@@ -137,13 +138,13 @@ def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
             name = f"fp8 rows, {size_out}x{size_in} block {block} torch.bfloat16, {rows} rows"
             yield name, partial(fp8_linear_triton, x, whole, residual=residual)
     spec, hidden, ffn = ExpertsSpec(16, 8, True), 2048, 768
-    router = partial(torch.nn.functional.linear, weight=inputs(16, hidden))
+    router = FusedLinear(inputs(16, hidden), None, "silu", deterministic=False)
     for block in (0, 128):
         pairs = [(weight(2 * ffn, hidden, block), weight(hidden, ffn, block)) for _ in range(16)]
         mixture = Fp8Experts(spec, router, pairs, "silu", False)
         for rows in (1, 16, 256):
             name = f"fp8 mixture, block {block} torch.bfloat16, {rows} rows"
-            yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(rows, hidden))
+            yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(1, hidden)[0], 1e-5)
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.experts import Experts, GroupedExperts
 from runtime.kernels.gated_activation import gated_activation_torch
+from runtime.kernels.linear import Linear
+from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 from tests.support.family_cases import spec_of
@@ -58,17 +60,17 @@ def test_experts(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dty
     hidden, ffn, spec = 24, 20, ExpertsSpec(num_experts, top_k, num_tokens % 2 == 0)
     weights = [(torch.randn(2 * ffn, hidden) / 5, torch.randn(hidden, ffn) / 5) for _ in range(num_experts)]
     weights = [(gate_up.to(dtype), down.to(dtype)) for gate_up, down in weights]
-    x, base = torch.randn(num_tokens, hidden).to(dtype), torch.randn(num_tokens, hidden).to(dtype)
+    base, norm = torch.randn(num_tokens, hidden).to(dtype), torch.rand(hidden).to(dtype)
     router = torch.randn(num_experts, hidden).to(dtype)
     bias = torch.where(torch.arange(num_experts) < favoured, 50.0, 0.0).to(dtype)
-    route = partial(F.linear, weight=router, bias=bias)
     activate = partial(gated_activation_torch, activation="gelu_tanh")
+    route = Linear(partial(F.linear, weight=router, bias=bias), rms_norm_torch, activate)
     plain = Experts(spec, route, weights, lambda weight: partial(F.linear, weight=weight), activate)
     want = base.clone()
-    plain.add_to(want, x)
+    plain.add_to(want, norm, 1e-5)
     for deterministic in (False, True):
         got = base.clone()
-        GroupedExperts(spec, route, weights, "gelu_tanh", deterministic).add_to(got, x)
+        GroupedExperts(spec, route, weights, "gelu_tanh", deterministic).add_to(got, norm, 1e-5)
         error = ((got - want).abs().max() / (want - base).abs().max()).item()
         assert error < {torch.float32: 1e-6, torch.float16: 5e-3}[dtype]
 
