@@ -30,7 +30,7 @@ from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.quantized_configs import QuantizedConfig, QuantizedTiling, quantized_sum_order
 from runtime.kernels.quantized_linear import quantized_linear_triton
 from runtime.kernels.quantized_skinny_gemm import quantized_skinny_gemm_triton
-from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, dequantize, plane_of
+from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, dequantize
 from runtime.kernels.skinny_gemm import MAX_ROWS
 
 MEMORY_TBPS = 4.44
@@ -38,7 +38,7 @@ LAYERS = 8  # that candidates are compared over
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NF4 = (-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0, 0.0795803, 0.1609302,
        0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)  # fmt: skip
-MODELS["tiny"] = (1, 128, 128, 64, 192, 320)
+MODELS["tiny"] = (1, 128, 128, 64, 256, 320)
 
 
 class Form(NamedTuple):
@@ -81,8 +81,7 @@ def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
 
 def weight_of(form: Form, size_out: int, size_in: int, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
     """A weight whose tensors are views of the start of two pools, bytes and float32."""
-    plane = 0 if form.code in ("fp8", "int8") else plane_of(form.group)
-    row_bytes = -(-size_in // (2 * plane)) * plane if plane else size_in
+    row_bytes = size_in if form.code in ("fp8", "int8") else size_in // 2
     dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form.code, torch.uint8)
     groups = -(-size_in // form.group) if form.group else 1
     stride = -(-size_out // form.scale_rows // 4) * 4
@@ -205,7 +204,9 @@ def time_chain(
         return math.inf
 
 
-def measure(model: str, name: str, form: Form, rows: int, codes: torch.Tensor, scales: torch.Tensor) -> None:
+def measure(
+    model: str, name: str, form: Form, rows: int, codes: torch.Tensor, scales: torch.Tensor, tune: bool
+) -> None:
     """Chains of one form and number of rows: candidates over a few layers, the best of them over all."""
     shapes = products(model)
     weights = weights_of(form, shapes, codes, scales)
@@ -220,7 +221,7 @@ def measure(model: str, name: str, form: Form, rows: int, codes: torch.Tensor, s
             {"us": round(us, 1), "tbps": round(tbps, 3), "floor": round(tbps / MEMORY_TBPS, 3)} if us < math.inf else {}
         )
 
-    of_chunks = {n: candidates(form, rows, n) for n in (1, 2, 4, 8)}
+    of_chunks = {n: candidates(form, rows, n) if tune else [None] for n in (1, 2, 4, 8)}
     chosen: dict[Product, Config] = {}
     best = math.inf
     for i in range(max(map(len, of_chunks.values()))):
@@ -259,12 +260,13 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=["int4", "fp8", "int8"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64, 256])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["llama-3.1-8b", "llama-3.2-1b"])
+    parser.add_argument("--rules", dest="tune", action="store_false", help="only the configurations of serving")
     args = parser.parse_args()
     shapes = [p for model in args.models for p in products(model)]
     jobs = [
         (FORMS[name], p, rows, config)
         for name, rows, p in itertools.product(args.forms, args.rows, dict.fromkeys(shapes))
-        for config in candidates(FORMS[name], rows, chunks_of(p))
+        for config in (candidates(FORMS[name], rows, chunks_of(p)) if args.tune else [None])
     ]
     if not INTERPRETED:
         compile_all(jobs)
@@ -276,7 +278,7 @@ def main() -> None:
     for name in args.forms:
         check(name, FORMS[name], shapes, args.rows, codes, scales)
         for model, rows in itertools.product(args.models, args.rows):
-            measure(model, name, FORMS[name], rows, codes, scales)
+            measure(model, name, FORMS[name], rows, codes, scales, args.tune)
 
 
 if __name__ == "__main__":

@@ -74,5 +74,5 @@ def quantized_tiling(weight: QuantizedWeight, num_rows: int, fixed_order: bool =
         return QuantizedTiling(32, 32, 128, 2, 4) if num_rows <= 32 else QuantizedTiling(64, 32, 128, 4, 3)
     if num_rows > 64:
         return QuantizedTiling(128, 128, 128, 8, 3)
-    few_programs = 2 * -(-weight.shape[0] // 64) <= _NUM_SMS
+    few_programs = -(-weight.shape[0] // 64) <= _NUM_SMS
     return QuantizedTiling(32 if num_rows <= 32 else 64, 64, 128, 4, 4, split=few_programs)

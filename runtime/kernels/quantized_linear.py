@@ -31,7 +31,7 @@ from runtime.kernels.quantized_weight import QuantizedWeight, decode, decode_pla
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.sum_order import SumOrder
 
-MAX_TILE_ROWS = 256  # above, products take so long that a dense copy of the weight costs less than decoding in tiles
+MAX_TILE_ROWS = 64  # above, a dense copy of the weight costs less time than tiles that decode it
 
 
 def quantized_linear_torch(
@@ -223,22 +223,23 @@ def _dequantize_kernel(
         low, high = decode_planes(w, FORM, TABLE, ASM, tl.float32)
         if FORM == "int4" or FORM == "uint4":
             low, high = low.to(tl.float32) - OFFSET, high.to(tl.float32) - OFFSET
-        _store_numbers(low, start + cols, scales, minimums, out, inside, K, GROUP, SCALE_STRIDE, MINIMUMS)
-        _store_numbers(high, start + PLANE + cols, scales, minimums, out, inside, K, GROUP, SCALE_STRIDE, MINIMUMS)
+        _store_numbers(low, start, scales, minimums, out, inside, K, GROUP, SCALE_STRIDE, MINIMUMS)
+        _store_numbers(high, start + PLANE, scales, minimums, out, inside, K, GROUP, SCALE_STRIDE, MINIMUMS)
     else:
         numbers = decode(w, ASM, tl.float32)
-        _store_numbers(numbers, start + cols, scales, minimums, out, inside, K, GROUP, SCALE_STRIDE, MINIMUMS)
+        _store_numbers(numbers, start, scales, minimums, out, inside, K, GROUP, SCALE_STRIDE, MINIMUMS)
 
 
 @jit
 def _store_numbers(
-    numbers, cols, scales, minimums, out, inside,
+    numbers, start, scales, minimums, out, inside,
     K: tl.constexpr, GROUP: tl.constexpr, SCALE_STRIDE: tl.constexpr, MINIMUMS: tl.constexpr,
 ):  # fmt: skip
-    at = cols // GROUP * SCALE_STRIDE if GROUP else cols * 0
-    numbers = numbers.to(tl.float32) * tl.load(scales + at, mask=cols < K, other=0.0)
+    at = start // GROUP * SCALE_STRIDE if GROUP else 0
+    cols = start + tl.arange(0, numbers.shape[1])[None, :]
+    numbers = numbers.to(tl.float32) * tl.load(scales + at)
     if MINIMUMS:
-        numbers -= tl.load(minimums + at, mask=cols < K, other=0.0)
+        numbers -= tl.load(minimums + at)
     tl.store(out + cols, numbers.to(out.dtype.element_ty), mask=inside & (cols < K))
 
 
@@ -246,7 +247,7 @@ def dequantize_triton(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tens
     """`dequantize`, each number rounded once to the type."""
     size_out, size_in = weight.shape
     out = torch.empty(weight.shape, dtype=dtype, device=weight.codes.device)
-    block_n, block_k = 32, 2 * weight.plane or 128
+    block_n, block_k = 32, step_columns(weight, 128)
     _dequantize_kernel[(-(-size_out // block_n), -(-size_in // block_k))](
         weight.codes, weight.scales, weight.scales if weight.minimums is None else weight.minimums, out, size_out,
         K=size_in, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, **kernel_options(weight),
