@@ -84,8 +84,9 @@ def settings(line: Line) -> str:
 
 
 def of_weights(line: Line) -> tuple[str, str | None]:
-    """The model, and the form of its weights if it is one that the settings name."""
-    return line["model"], line["config"].get("quantization")
+    """The model, and the form of its weights if the settings name one."""
+    form = line["config"].get("quantization")
+    return line["model"], None if form == "none" else form
 
 
 def named(*parts: str | None) -> str:
