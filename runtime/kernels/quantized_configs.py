@@ -75,4 +75,4 @@ def quantized_tiling(weight: QuantizedWeight, num_rows: int, fixed_order: bool =
     if num_rows > 64:
         return QuantizedTiling(128, 128, 128, 8, 3)
     few_programs = -(-weight.shape[0] // 64) <= _NUM_SMS
-    return QuantizedTiling(32 if num_rows <= 32 else 64, 64, 128, 4, 4, split=few_programs)
+    return QuantizedTiling(32 if num_rows <= 32 else 64, 64, 128, 4, 3, split=few_programs)
