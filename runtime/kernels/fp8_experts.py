@@ -13,7 +13,7 @@ import torch
 
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.batch_invariant_linear import _counters
+from runtime.kernels.batch_invariant_linear import MAX_SPLIT_TILES, _counters
 from runtime.kernels.experts import GroupedExperts, Tile
 from runtime.kernels.fp8_rows import Fp8Rows, normed_fp8_rows, to_e4m3
 from runtime.kernels.gated_activation import Activation, activated
@@ -153,10 +153,11 @@ class Fp8Experts(GroupedExperts):
     def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
         (num_tokens, hidden), ffn = residual.shape, self.down.shape[2]
         num_choices = num_tokens * self.spec.top_k
-        is_single = num_choices <= MOST_SINGLE and not self.deterministic
+        tile = fp8_tile(num_choices, self.spec.num_experts, self.deterministic)
+        num_counters = num_tokens * -(-hidden // tile.block_n)
+        is_single = num_choices <= MOST_SINGLE and num_counters <= MAX_SPLIT_TILES and not self.deterministic
         ids, weights = self._route(self.router.normed(residual, norm_weight, eps))
         starts, order = (ids, ids) if is_single else self._sort(ids)
-        tile = fp8_tile(num_choices, self.spec.num_experts, self.deterministic)
         rows = normed_fp8_rows(residual, norm_weight, eps, self.router.norm)
         inner = Fp8Rows(
             torch.empty((num_choices, ffn), dtype=torch.float8_e4m3fn, device=residual.device),

@@ -100,6 +100,24 @@ def test_a_layer_is_near_its_dense_numbers_and_goes_row_by_row():
     assert torch.equal(others[-1], got[-1])
 
 
+def test_few_choices_of_wide_rows_have_a_counter_each(monkeypatch):
+    """Programs share the results of as many tiles as there are counters, and no more."""
+    counters = torch.zeros(1024, dtype=torch.int32)
+    asked: list[int] = []
+    monkeypatch.setattr("runtime.kernels.fp8_experts._counters", lambda device: counters)
+    monkeypatch.setattr(Fp8Experts, "_fp8_product", lambda self, *args, is_single, **options: asked.append(is_single))
+    monkeypatch.setattr(Fp8Experts, "_combine", lambda *args: None)
+    hidden = 4096
+    pair = tuple(
+        (torch.zeros(n, k, dtype=torch.float8_e4m3fn), torch.ones(n, 1)) for n, k in ((256, hidden), (hidden, 128))
+    )
+    route = Linear(lambda x: x[:, :2].contiguous(), rms_norm_triton, torch.abs)
+    mixture = Fp8Experts(ExpertsSpec(2, 1, True), route, [pair, pair], "silu", False)
+    for num_rows in (16, 17):
+        mixture.add_to(torch.randn(num_rows, hidden).half(), torch.ones(hidden).half(), 1e-5)
+    assert asked == [True, True, False, False]
+
+
 @pytest.mark.parametrize("block", [0, 128])
 def test_mixtures_are_near_their_dense_numbers(block):
     spec, hidden, ffn = ExpertsSpec(5, 2, True), 256, 128
