@@ -278,7 +278,7 @@ def decode_attention(
     programs = num_tiles * num_kv_heads
     splits = max(1, min(capacity // programs, _MAX_SPLITS))
     eager = splits > 1 and not deterministic and rows.prefix_ready
-    block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic)
+    block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
     segment = _FIXED_SEGMENT if deterministic else block_n
     segments = -(-rows.max_len // segment)
     splits = min(splits, segments)
@@ -303,10 +303,12 @@ def decode_attention(
     return out
 
 
-def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool) -> tuple[int, int, int]:
+def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, scales: str) -> tuple[int, int, int]:
     """(positions a tile, warps, pipeline stages), as measured on an H200."""
     if dtype == torch.float32 or block_d > 128:
         return 32, 4, 3
+    if block_d == 128 and scales != "none" and not eager and not deterministic:
+        return (128, 2, 4) if scales == "head" else (64, 2, 3)
     if block_d == 128:
         return 64, 2 if deterministic else 4, 3
     return (64, 4, 3) if eager else (64, 2, 5)

@@ -117,7 +117,7 @@ def prefill_attention(
         return out
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
-    block_m, block_n, options = _tile(block_d, q.dtype, min(rows.num_tokens, rows.max_len), scales is not None)
+    block_m, block_n, options = _tile(block_d, q.dtype, min(rows.num_tokens, rows.max_len), scaling(scales))
     block_m = max(block_m, next_power_of_2(group))
     tile_tokens = block_m // group
     pdl = use_pdl(q)
@@ -133,15 +133,19 @@ def prefill_attention(
     return out
 
 
-def _tile(block_d: int, dtype: torch.dtype, most: int, decodes: bool) -> tuple[int, int, dict[str, int]]:
+def _tile(block_d: int, dtype: torch.dtype, most: int, scales: str) -> tuple[int, int, dict[str, int]]:
     """(rows of q, positions, launch options), as measured on an H200, for `most` tokens or positions. Two programs on
     an SM take turns at the tensor cores; at head_dim 128 that needs a limit on registers, which costs a few spills
-    outside of the loops, and more than that where codes are decoded in registers."""
+    outside of the loops."""
     short = most <= 1024
     if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
         return 32, 32, {"num_warps": 4, "num_stages": 1}
     if block_d > 128:
         return (64, 32, {"num_warps": 4, "num_stages": 3}) if short else (128, 64, {"num_warps": 8, "num_stages": 2})
+    if block_d == 128 and scales == "token":
+        return 64, 128, {"num_warps": 4, "num_stages": 2}
+    if block_d == 128 and scales == "head" and not short:
+        return 128, 128, {"num_warps": 8, "num_stages": 2}
     if block_d == 128 and short:
         return 64, 64, {"num_warps": 4, "num_stages": 3}
-    return 128, 64, {"num_warps": 8, "num_stages": 3} | ({"maxnreg": 128} if block_d == 128 and not decodes else {})
+    return 128, 64, {"num_warps": 8, "num_stages": 3} | ({"maxnreg": 128} if block_d == 128 else {})
