@@ -10,7 +10,7 @@ from tests.triton.test_quantized_kernels import FORMS, some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(map(str, form)))
-CASES = [  # eight, four and two chunks; odd sizes; few forms and shapes, as each compiles a dozen kernels
+CASES = [  # eight, four chunks and one; odd sizes; few forms and shapes, as each compiles a dozen kernels
     (("fp8", 0, 1), 4096, 4096), (("int4", 128, 1), 6144, 2048), (("int8 minimums", 128, 1), 1002, 1168),
     (("table", 64, 1), 34, 128), (("uint4 minimums", 32, 1), 2048, 2048),
 ]  # fmt: skip
