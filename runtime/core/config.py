@@ -184,7 +184,7 @@ class EngineConfig:
 class ModelInfo:
     """Facts about a loaded model that engine and fronts need; found once by the runner, sent as plain data."""
 
-    fingerprint: str  # hash of weights' identity, dtype and numerics: part of every block's identity (C5)
+    fingerprint: str  # hash of weights, numerics and the KV cache's layout: part of every block's identity (C5)
     vocab_size: int  # rows of the output head, padding included
     max_model_len: int
     eos_token_ids: tuple[int, ...]
