@@ -148,7 +148,7 @@ def _decode_attention_kernel(
         if alone:
             acc += 0.0  # as merged with nothing: no negative zeros
         else:
-            _store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
+            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
         for segment in range(split + num_splits, segments, num_splits):
             segment_m, segment_total, segment_acc = attend_range(
                 q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, origin + segment * SEGMENT,
@@ -157,9 +157,9 @@ def _decode_attention_kernel(
                 BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
             )  # fmt: skip
             if alone:
-                m, total, acc = _merge(m, total, acc, segment_m, segment_total, segment_acc)
+                m, total, acc = merge(m, total, acc, segment_m, segment_total, segment_acc)
             else:
-                _store_segment(
+                store_segment(
                     acc_ptr, sums_ptr, place + segment, segment_m, segment_total, segment_acc, lanes, dims, used, whole,
                     ROWS, HEAD_DIM,
                 )  # fmt: skip
@@ -183,7 +183,7 @@ def _decode_attention_kernel(
             BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
         )  # fmt: skip
         if not alone:
-            _store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
+            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
 
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
     if alone:
@@ -192,29 +192,13 @@ def _decode_attention_kernel(
         tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
         return
     counter = counters_ptr + tile * num_kv_heads + kv_head
-    tl.debug_barrier()  # all of this program's stores come before its arrival
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if arrived != tl.minimum(segments, num_splits) - 1:
+    if not arrives_last(counter, tl.minimum(segments, num_splits)):
         return
-    tl.store(counter, 0)
+    total, acc = merge_segments(
+        acc_ptr, sums_ptr, place, segments, count * GROUP, ROWS, HEAD_DIM, BLOCK_D, MERGE, LOWEST
+    )
     rows = tl.arange(0, ROWS)
-    m = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    used = rows < count * GROUP
-    whole = used[:, None] & (dims < HEAD_DIM)[None, :]
-    sums_at = sums_ptr + place * (2 * ROWS) + rows
-    acc_at = acc_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
-    for first in range(0, segments, MERGE):
-        for i in tl.static_range(MERGE):  # their loads are in flight together
-            here = rows < tl.where(first + i < segments, count * GROUP, 0)
-            other_m = tl.load(sums_at + i * (2 * ROWS), mask=here, other=LOWEST, cache_modifier=".cg")
-            other_total = tl.load(sums_at + i * (2 * ROWS) + ROWS, mask=here, other=0.0, cache_modifier=".cg")
-            there = here[:, None] & (dims < HEAD_DIM)[None, :]
-            other_acc = tl.load(acc_at + i * (ROWS * HEAD_DIM), mask=there, other=0.0, cache_modifier=".cg")
-            m, total, acc = _merge(m, total, acc, other_m, other_total, other_acc)
-        sums_at += MERGE * 2 * ROWS
-        acc_at += MERGE * ROWS * HEAD_DIM
+    whole = (rows < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
     q_tokens = (q_start + rows // GROUP).to(tl.int64)
     heads = kv_head * GROUP + rows % GROUP
@@ -223,7 +207,7 @@ def _decode_attention_kernel(
 
 
 @jit
-def _store_segment(
+def store_segment(
     acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
 ):
     """Leaves a segment's result for the program that merges."""
@@ -234,7 +218,43 @@ def _store_segment(
 
 
 @jit
-def _merge(m, total, acc, other_m, other_total, other_acc):
+def arrives_last(counter, num_programs):
+    """True in the last of so many programs that call it, which sees what the others have stored before; the counter is
+    zero again."""
+    tl.debug_barrier()  # all of this program's stores come before its arrival
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@jit
+def merge_segments(
+    acc_ptr, sums_ptr, place, segments, num_used, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MERGE: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """(sum of weights, weighted sum of values) of all segments from `place` on, in their order, MERGE at a time."""
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    sums_at = sums_ptr + place * (2 * ROWS) + rows
+    acc_at = acc_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
+    for first in range(0, segments, MERGE):
+        for i in tl.static_range(MERGE):  # their loads are in flight together
+            here = rows < tl.where(first + i < segments, num_used, 0)
+            other_m = tl.load(sums_at + i * (2 * ROWS), mask=here, other=LOWEST, cache_modifier=".cg")
+            other_total = tl.load(sums_at + i * (2 * ROWS) + ROWS, mask=here, other=0.0, cache_modifier=".cg")
+            there = here[:, None] & (dims < HEAD_DIM)[None, :]
+            other_acc = tl.load(acc_at + i * (ROWS * HEAD_DIM), mask=there, other=0.0, cache_modifier=".cg")
+            m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
+        sums_at += MERGE * 2 * ROWS
+        acc_at += MERGE * ROWS * HEAD_DIM
+    return total, acc
+
+
+@jit
+def merge(m, total, acc, other_m, other_total, other_acc):
     """Two results over different positions as one; explicit fma, so that it rounds the same wherever it is inlined."""
     top = tl.maximum(m, other_m)
     weight = tl.exp2(m - top)
@@ -266,7 +286,7 @@ def decode_attention(
     group = num_heads // num_kv_heads
     block_d = next_power_of_2(head_dim)
     per_sm = 4 if block_d <= 64 else 3 if block_d == 128 else 2  # programs that an SM runs at a time
-    capacity = per_sm * _num_sms(q.device)
+    capacity = per_sm * num_sms(q.device)
     if block_d <= 64 and rows.max_count == 1 and 2 * rows.num_rows * num_kv_heads > capacity:
         deterministic = True  # rows enough without splits: there the fixed form compiles to the faster code
     if deterministic:
@@ -290,7 +310,7 @@ def decode_attention(
         q, kv, kv if scales is None else scales, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
         torch.empty(partial * head_dim, dtype=torch.float32, device=q.device),
         torch.empty(partial * 2, dtype=torch.float32, device=q.device),
-        _counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,
+        arrival_counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,
         segments, scale * LOG2_E,
         BLOCK_SIZE=block_size, HEAD_DIM=head_dim, GROUP=group, TILE_TOKENS=tile_tokens,
         NUM_ROWS=rows_searched(rows.num_rows) if num_tiles > rows.num_rows else 0,
@@ -315,11 +335,11 @@ def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, sc
 
 
 @cache
-def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros between launches; where there are splits, tiles times kv heads are fewer."""
-    return torch.zeros(4 * _num_sms(device), dtype=torch.int32, device=device)
+def arrival_counters(device: torch.device) -> torch.Tensor:
+    """Zeros between launches; where tiles are split, tiles times kv heads are fewer."""
+    return torch.zeros(4 * num_sms(device), dtype=torch.int32, device=device)
 
 
 @cache
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

@@ -78,6 +78,35 @@ def test_a_captured_launch_follows_the_lengths(num_rows, deterministic):
             assert (out.double() - want).norm() / want.norm() < 8e-3
 
 
+@pytest.mark.parametrize("heads", [(32, 8, 64), (24, 8, 128), (6, 2, 80), (4, 1, 256)])
+@pytest.mark.parametrize("window", [0, 3000])
+def test_a_captured_launch_shares_the_work_of_the_rows_that_it_finds(heads, window):
+    """Few new tokens behind many, whose positions are cut into segments that the device chooses."""
+    q, kv, rows = paged_case([(0, 0), (9000, 100), (4000, 60)], heads, 16, torch.bfloat16, "cuda")
+    starts, q_starts, stream = rows.starts, rows.q_starts, torch.cuda.Stream()
+    options = {"scale": heads[2] ** -0.5, "window": window}
+    with torch.cuda.stream(stream):
+        prefill_attention(q, kv, rows, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            outs = [prefill_attention(x, kv, rows, **options) for x in (q, 2 * q)]
+    lengths = [(0, 9000, 4000), (0, 0, 0), (0, 7, 3000), (0, 4500, 64), (0, 130, 1)]
+    edges = [(0, 0, 100, 160), (0, 0, 1, 160), (0, 0, 60, 100), (0, 0, 0, 59), (0, 0, 99, 99)]
+    for rows_starts, rows_edges in zip(lengths, edges, strict=True):
+        starts.copy_(torch.tensor(rows_starts))
+        q_starts.copy_(torch.tensor(rows_edges))
+        torch.cuda.synchronize()
+        for out in outs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        end = rows_edges[-1]
+        for x, out in zip((q, 2 * q), outs, strict=True):
+            want = paged_attention_torch(x[:end].double(), kv.double(), rows, **options)
+            assert (out[:end].double() - want).norm() / want.norm() < 8e-3
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 64), (24, 8, 128), (4, 1, 256)])
 @pytest.mark.parametrize("window", [0, 700])

@@ -5,9 +5,10 @@ import importlib
 import pytest
 import torch
 
+from runtime.kernels._triton import jit, tl
 from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.paged_attention import PagedRows, paged_attention_torch
-from runtime.kernels.prefill_attention import prefill_attention
+from runtime.kernels.prefill_attention import _find_segment, prefill_attention
 from tests.support.attention_cases import check, paged_case, rows_of
 
 
@@ -87,6 +88,57 @@ def test_settled_rows_within_a_window(count, options):
 @pytest.mark.parametrize("heads", [(2, 2, 64), (3, 1, 80), (4, 1, 96), (8, 1, 128), (2, 1, 256)])
 def test_prefill(heads, dtype):
     check(prefill_attention, paged_case([(0, 71), (65, 33), (129, 1)], heads, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("spans", "options"),
+    [
+        ([(500, 9), (0, 5)], {}),
+        ([(0, 0), (420, 20), (0, 1), (0, 0)], {}),
+        ([(620, 9)], {"window": 300, "soft_cap": 3.0}),
+    ],
+)
+def test_few_new_tokens_behind_many(spans, options):
+    """Their positions are cut into segments, and the same in the form for steps of many tokens, which cuts none."""
+    q, kv, rows = paged_case(spans, (4, 2, 64))
+    for num_tokens in (rows.num_tokens, 2000):
+        rows.num_tokens = rows.max_len = num_tokens
+        check(prefill_attention, (q, kv, rows), **options)
+
+
+@jit
+def _find_segments(q_starts_ptr, starts_ptr, out_ptr, num_rows, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr):
+    place = tl.program_id(0)
+    found = _find_segment(q_starts_ptr, starts_ptr, place, num_rows, 16, 256, PROGRAMS, 128, WINDOW, 32)
+    for i in tl.static_range(4):
+        tl.store(out_ptr + place * 4 + i, found[i])
+
+
+@pytest.mark.parametrize("window", [0, 500])
+@pytest.mark.parametrize("num_programs", [3, 8, 33])
+@pytest.mark.parametrize("spans", [[(0, 40)], [(14000, 128)], [(0, 0), (5000, 20), (0, 17), (900, 3), (0, 0)]])
+def test_segments_cover_what_tiles_walk_over(spans, num_programs, window):
+    starts, counts = torch.tensor(spans, dtype=torch.int32).T.contiguous()
+    q_starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    num_tiles = sum(-(-count // 16) for _, count in spans)
+    out = torch.empty((max(num_programs, num_tiles) + 40, 4), dtype=torch.int32)
+    _find_segments[(len(out),)](q_starts, starts, out, len(spans), num_programs, window)
+    used = [line for line in out.tolist() if line[1] * 16 < spans[line[0]][1]]
+    assert used == out[: len(used)].tolist(), "places that are not needed are the last ones"
+    assert len(used) <= max(num_programs, num_tiles)
+    tiles: dict[tuple[int, int], list[int]] = {}
+    for row, tile, segment, segment_len in used:
+        tiles.setdefault((row, tile), []).append(segment)
+        start, count = spans[row]
+        walk = min(start + count, window + 16 + 32) if window else start + count
+        num_segments = -(-walk // segment_len)
+        assert segment < num_segments
+        assert segment_len % 32 == 0
+        assert walk - (num_segments - 1) * segment_len >= segment_len - 32 * num_segments, "they are equally long"
+    assert len(tiles) == num_tiles
+    assert all(segments == list(range(len(segments))) for segments in tiles.values())
+    if spans == [(14000, 128)] and num_programs == 33:
+        assert len(used) == 32
 
 
 @pytest.mark.parametrize("before", [1, 15, 16, 33])
