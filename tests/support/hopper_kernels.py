@@ -74,7 +74,7 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
 ]
 # Tokens of one row, and its sampling: without filters, and with them and a second pass.
 _AGAIN = {"presence_penalty": 0.5, "logit_bias": ((3, 1.0),)}
-PREFILLS = ((1024, SamplingParams(**_AGAIN)), (8192, SamplingParams(top_p=0.9, **_AGAIN)))
+PREFILLS = ((300, SamplingParams()), (1024, SamplingParams(**_AGAIN)), (8192, SamplingParams(top_p=0.9, **_AGAIN)))
 
 
 class Hopper:
