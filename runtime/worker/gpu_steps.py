@@ -95,14 +95,8 @@ class GpuSteps:
         graphs = self.graphs_for(plan)
         if plain and graphs:
             return self._replay_all(plan, graphs, writes)
-        graph = graphs[0][0] if len(graphs) == 1 else None
-        if graph is not None:
-            self._replay(graph, plan, writes)
-            wanted = graph.bucket.sample_places(plan).astype(np.int32)
-            token_ids, logits = graph.token_ids[: len(wanted)], self.graph_logits[: len(wanted)]
-            if wanted[-1] >= len(wanted):  # others are between them
-                index = self.transfers.upload(wanted)
-                token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
+        if graphs:
+            token_ids, logits = self._replay_and_read(graphs, writes)
         else:
             self._apply_writes(writes)
             filters, penalties = self.sampler.filtered[slots], self.sampler.penalised[slots]
@@ -122,8 +116,8 @@ class GpuSteps:
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
         host, host_logprobs = self.transfers.download(token_ids), logprobs and logprobs.map(_to_host)
         wait = self.transfers.end(lambda: make_result(plan.step_id, host, host_logprobs, masks))
-        if graph is not None:
-            self.graph_runner.graph_io.release_after(wait)
+        if graphs:
+            self.graph_runner.graph_io.release_after(wait, len(graphs))
         if masks is not None:
             self.grammar_state.sampled(masks, lambda: wait().token_ids)
         return wait
@@ -275,6 +269,22 @@ class GpuSteps:
             outputs.append((self._replay(graph, part, writes), graph.bucket.sample_places(part)))
             writes = [NO_WRITES]
         return self._answered(plan, lambda: np.concatenate([out[places] for out, places in outputs]), len(graphs))
+
+    def _replay_and_read(
+        self, graphs: list[tuple[CapturedGraph, StepPlan]], writes: list[Int32s]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step whose samples are looked at again: their token ids and logits, in the plan's order."""
+        found = []
+        for graph, part in graphs:
+            self._replay(graph, part, writes)
+            writes, wanted = [NO_WRITES], graph.bucket.sample_places(part).astype(np.int32)
+            n = len(wanted)
+            token_ids, logits = graph.token_ids[:n], self.graph_logits[:n]
+            if n and (wanted[-1] >= n or len(graphs) > 1):  # others are between them, or the next graph writes there
+                index = self.transfers.upload(wanted)
+                token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
+            found.append((token_ids, logits))
+        return found[0] if len(found) == 1 else (torch.cat([t for t, _ in found]), torch.cat([x for _, x in found]))
 
     def _replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
         """Start the plan's steps; returns where their samples will be."""

@@ -75,8 +75,10 @@ class Driver:
         plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples = np.array(rows, np.int32).T.copy()
         self.logits = torch.zeros(0)
         result, steps = self.runner.execute(plan), self.runner.steps
-        if isinstance(steps, GpuSteps) and len(graphs := steps.graphs_for(plan)) == 1:  # it does not pass `keep`
-            self.logits = steps.graph_logits[torch.from_numpy(graphs[0][0].bucket.sample_places(plan))].clone()
+        if isinstance(steps, GpuSteps) and (graphs := steps.graphs_for(plan)):  # they do not pass `keep`
+            places = graphs[0][0].bucket.sample_places(plan)
+            # Of several graphs only the last one's are still there, which are not all.
+            self.logits = steps.graph_logits[torch.from_numpy(places)].clone() if len(graphs) == 1 else torch.zeros(0)
         return result
 
     def prefill(self, slot: int, tokens: list[int], cuts: tuple[int, ...] = (), start: int = 0) -> torch.Tensor:
