@@ -217,8 +217,8 @@ def prefill_attention(
     tile_tokens = block_m // group
     places = rows.num_tokens // tile_tokens + rows.num_rows
     shared = _PROGRAMS_PER_SM * num_sms(q.device)
-    # Tiles must leave room for others; with heads of 256 two results are more than the registers hold to merge them, and
-    # with codes it was not measured.
+    # Tiles must leave room for others; merging two results of heads of 256 takes more than the registers; with codes it
+    # was not measured.
     tiles = num_kv_heads * (rows.num_tokens // tile_tokens)
     if 2 * tiles > shared or not short or block_d > 128 or scales is not None:
         shared = 0
