@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -121,6 +122,15 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     if spec.tied_head and (numerics.packed or head is not DENSE):  # it is a second copy of the embedding, in its layout
         size += head.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
     return size
+
+
+def widened_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
+    """The bytes of the largest linear map in the compute dtype, if some maps are codes: a GPU's product of many rows
+    may widen its weight anew."""
+    if numerics.backend != "triton" or not forms_on_device(spec, numerics):
+        return 0
+    fused = (sum(math.prod(shape) for shape in parts.values()) for parts, _ in spec.linears().values())
+    return max(fused) * numerics.dtype.itemsize
 
 
 def forms_on_device(spec: DecoderSpec, numerics: Numerics) -> dict[str, str]:

@@ -16,7 +16,7 @@ from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.penalties import NUM_TABLES
-from runtime.quant.formats import weight_bytes
+from runtime.quant.formats import weight_bytes, widened_bytes
 from runtime.worker.graph_runner import MAX_VERIFIED
 from runtime.worker.prompt_scorer import MIN_SLICE
 
@@ -144,8 +144,8 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
 
 
 def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_seqs: int, max_model_len: int) -> int:
-    """An upper bound for the largest step: activations of one layer, fp32 logits with three copies, counts of
-    tokens, gathered KV."""
+    """An upper bound for the largest step: activations of one layer and a widened weight, fp32 logits with three
+    copies, counts of tokens, gathered KV."""
     activations, size = _activation_bytes(spec, numerics, tokens), numerics.dtype.itemsize
     logits = min(max(max_num_seqs, MIN_SLICE), tokens) * spec.vocab_size * 4 * 4
     if numerics.backend == "triton":
@@ -160,7 +160,8 @@ def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int
     ffn = 3 * spec.ffn_size
     if spec.experts is not None:  # each token's choices have an intermediate and a result of their own
         ffn = spec.experts.top_k * (ffn + 2 * spec.hidden_size)
-    return tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * numerics.dtype.itemsize
+    rows = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * numerics.dtype.itemsize
+    return rows + widened_bytes(spec, numerics)
 
 
 def _gib(size: int) -> str:

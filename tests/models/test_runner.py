@@ -13,6 +13,7 @@ from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError, SamplingParams
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.quant.at_load import quantized_at_load
 from runtime.worker.memory import available_memory, plan_memory
 from runtime.worker.runner import ModelRunner, choose_numerics
 from runtime.worker.sources import CheckpointSource
@@ -221,6 +222,16 @@ def test_a_gpu_of_our_own_is_filled():
     fewer = EngineConfig(max_num_seqs=256, prefill_graph_tokens=0).sized_for("cuda")
     assert plan_memory(fewer, BIG, on_gpu, 80 * GIB).graphs < plan.graphs
     assert "CUDA graphs" in str(plan)
+
+
+@pytest.mark.parametrize("form", ["int4", "fp8"])
+def test_a_gpus_plan_has_room_for_a_weight_that_is_widened_for_many_rows(form):
+    on_gpu = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
+    config = EngineConfig(quantization=form).sized_for("cuda")
+    dense, codes = (plan_memory(config, spec, on_gpu, 80 * GIB) for spec in (BIG, quantized_at_load(BIG, config)))
+    widened = 2 * 2 * BIG.ffn_size * BIG.hidden_size  # gate and up in bfloat16
+    assert codes.weights < 0.7 * dense.weights
+    assert codes.working - dense.working == codes.graphs - dense.graphs == widened
 
 
 def test_available_memory_is_plausible():
