@@ -65,8 +65,8 @@ class ModelRunner:
         spec = quantized_at_load(source.spec, config)
         check_products(spec, numerics)
         self.memory: MemoryPlan = plan_memory(config, spec, numerics, available)
-        for line in weight_report(spec, numerics):
-            logger.info("weights: %s", line)
+        if forms_on_device(spec, numerics):
+            logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         self.decoder = source.load(spec, numerics, self.memory.max_model_len)
         self.kv_scales = source.kv_scales() if config.kv_cache_dtype == "fp8" else None
         self.grammar_state = GrammarState(source.spec.vocab_size, is_draft)
