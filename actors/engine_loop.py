@@ -148,7 +148,7 @@ class EngineLoop:
     def _run(self) -> None:
         """New requests and the plan after a step go to the runners before the step's tokens go to the fronts, so that
         the runners compute while frames are written."""
-        meter = self._meter
+        meter, late = self._meter, self.config.late_planning
         while True:
             self._take_messages()
             if self._closed:
@@ -156,15 +156,17 @@ class EngineLoop:
             if self._deadlines:
                 self._expire_queued()
             try:
-                if self.config.late_planning:
+                if late:
                     self._wait_to_plan()
                 meter.before_submit(self.core.scheduler.num_in_flight, self._output is not None)
-                admitted = self.core.submit()
+                admitted = self.core.submit(late)
                 meter.submitted(admitted)
                 for state in admitted:
                     state.owner.connection.frame.accepted.append((state.owner.number, True))
                     self._untold.add(state.owner.connection)
                 self._emit()
+                if late and self.core.must_wait_to_plan():
+                    continue  # an idle engine has just begun a step: who arrives during it is in the next one
                 meter.before_collect()
                 self._output = self.core.collect()
             except CallboardError as e:

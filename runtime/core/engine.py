@@ -47,14 +47,20 @@ class EngineCore:
         """End a request; an unknown id is no error."""
         self.scheduler.abort(request_id)
 
-    def submit(self) -> list[RequestState]:
-        """Fill the pipeline; returns the requests that were admitted. Called right after `collect`, and before its
-        output is looked at, the runners compute meanwhile.
+    def must_wait_to_plan(self) -> bool:
+        """True if there is room for a step in the pipeline that need not be planned yet."""
+        return self.scheduler.num_in_flight < self.depth and self.scheduler.planning_delay_s() > 0
+
+    def submit(self, late: bool = False) -> list[RequestState]:
+        """Fill the pipeline, with `late` by no step that need not be planned yet; returns the requests that were
+        admitted. Called right after `collect`, and before its output is looked at, the runners compute meanwhile.
 
         Raises, as `collect` does, what the executor raises when a runner is lost; `recover` then continues."""
         scheduler = self.scheduler
         admitted: list[RequestState] = []
-        while scheduler.num_in_flight < self.depth and (step := scheduler.schedule()) is not None:
+        while scheduler.num_in_flight < self.depth and not (late and self.must_wait_to_plan()):
+            if (step := scheduler.schedule()) is None:
+                break
             admitted += step.admitted
             self.executor.submit(step.plan)
         return admitted

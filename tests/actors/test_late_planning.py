@@ -5,6 +5,7 @@ import random
 import time
 
 from runtime.core.config import EngineConfig
+from runtime.core.types import Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, SlowRunner, link_to, read, request
 
 STEP_S = 0.08
@@ -48,4 +49,33 @@ async def steps_to_first_token(late: bool) -> float:
 
 async def test_who_arrives_during_a_step_is_in_the_next_one():
     late, early = await asyncio.gather(steps_to_first_token(True), steps_to_first_token(False))
+    assert late < early - 0.5
+
+
+async def steps_beside_a_first_step(late: bool) -> float:
+    """Until the first token of who arrives while an idle engine's first step runs; the least of three."""
+    engine = Engine(start=PipelinedRunner, late_planning=late, prefix_cache=False)
+    link = link_to(engine)
+    await link.start()
+
+    async def ask(name: str, max_tokens: int) -> None:
+        await read(link, Request(name, [1, 2] * 50, 100, SamplingParams(max_tokens=max_tokens, ignore_eos=True)))
+
+    for i in range(3):  # it learns what steps take
+        await ask(f"first{i}", 3)
+    took = []
+    for i in range(3):
+        other = asyncio.create_task(ask(f"other{i}", 4))
+        await asyncio.sleep(0.3 * STEP_S)
+        start = time.monotonic()
+        await ask(f"own{i}", 1)
+        took.append((time.monotonic() - start) / STEP_S)
+        await other
+    link.close()
+    engine.loop.close()
+    return min(took)
+
+
+async def test_who_arrives_during_an_idle_engines_first_step_is_in_the_second():
+    late, early = await asyncio.gather(steps_beside_a_first_step(True), steps_beside_a_first_step(False))
     assert late < early - 0.5

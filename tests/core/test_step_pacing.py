@@ -49,9 +49,13 @@ class Served:
             while self.late and (delay_s := self.scheduler.planning_delay_s()) > 0:
                 self.now = min(self.now + delay_s, self.arrivals[0][0] if self.arrivals else np.inf)
                 self.take_arrivals()
-            while len(in_flight) < 2 and (step := self.scheduler.schedule()) is not None:
+            while len(in_flight) < 2 and not (self.late and self.scheduler.planning_delay_s() > 0):
+                if (step := self.scheduler.schedule()) is None:
+                    break
                 free_at = max(free_at, self.now + LAUNCH_US / 1e6) + self.slow * step_us(step.plan) / 1e6
                 in_flight.append((free_at, step.plan))
+            if self.late and len(in_flight) < 2 and self.scheduler.planning_delay_s() > 0:
+                continue
             if not in_flight:
                 self.now = self.arrivals[0][0]
                 continue
