@@ -1,4 +1,4 @@
-"""What settings and weight formats cost in accuracy: a real text scored by one model in several ways.
+"""The accuracy that settings and weight formats cost: a real text scored by one model in several ways.
 
     python -m benchmarks.quality --round fp8 int8 int4:32 nf4:64
     python -m benchmarks.quality --model FOLDER --variants quantization=fp8 quantization=fp8,kv_cache_dtype=fp8
@@ -111,7 +111,7 @@ class Model:
 
 
 class Known(NamedTuple):
-    """What the reference says about the tokens that follow, for some rows."""
+    """The reference's distribution of the tokens that follow, for some rows."""
 
     ids: torch.Tensor  # [rows, _KEPT] the likeliest, best first
     logprobs: torch.Tensor  # theirs

@@ -202,7 +202,7 @@ def _checked(make: type, **values: Any) -> Any:
 
 
 def _sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of SamplingParams that are given; wrong ones are told before a model is loaded."""
+    """The fields of SamplingParams that are given; wrong ones are told before a model is loaded."""
     names = ("max_tokens", "temperature", "top_p", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     _checked(SamplingParams, **given)

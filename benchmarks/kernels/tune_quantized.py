@@ -63,7 +63,7 @@ Config = QuantizedConfig | QuantizedTiling | None  # None: the rule's
 
 
 def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
-    """What is tried for a weight whose columns are summed in so many chunks."""
+    """The configurations that are tried for a weight whose columns are summed in so many chunks."""
     if rows > MAX_ROWS:
         t, split = QuantizedTiling, rows <= 64
         wide: list[Config] = [t(64, 128, 128, 8, 3, split), t(64, 64, 128, 4, 5, split), t(64, 64, 128, 4, 4, split)]

@@ -189,7 +189,7 @@ def _load_x(
     xs, norms, cols, live, start,
     K: tl.constexpr, PLANE: tl.constexpr, NORM: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """What a step's codes are multiplied with: columns of x, or those of the low and of the high plane."""
+    """The columns of x for a step's codes, or those for the low and for the high plane."""
     x = _load_columns(xs, norms, cols, live, start, K, NORM, WHOLE)
     high_x = x
     if PLANE:

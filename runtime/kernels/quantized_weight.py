@@ -198,7 +198,7 @@ def _table_instructions(table: tuple[float, ...]) -> str:
 
 
 def instructions(weight: QuantizedWeight) -> str | None:
-    """What `decode` and `decode_planes` run on a GPU; None where kernels are interpreted."""
+    """The instructions of `decode` and `decode_planes` on a GPU; None where kernels are interpreted."""
     if INTERPRETED:
         return None
     match weight.form:

@@ -50,7 +50,7 @@ class KVLayer(NamedTuple):
 
 
 def scaling(scales: torch.Tensor | None) -> Literal["none", "head", "token"]:
-    """What has a scale of its own; the SCALES of the kernels."""
+    """The owner of a scale: nothing, a head, or a token in a head; the SCALES of the kernels."""
     if scales is None:
         return "none"
     return "head" if scales.dim() == 2 else "token"
@@ -137,7 +137,7 @@ def prepare_q(q, scales_ptr, kv_head, scale_log2, SCALES: tl.constexpr):
 
 @jit
 def finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES: tl.constexpr):
-    """What the weighted sum of values' codes is divided by."""
+    """The divisor of the weighted sum of values' codes: their scale is in it."""
     if SCALES == "head":
         total = total / tl.load(scales_ptr + num_kv_heads + kv_head)
     return total

@@ -93,7 +93,7 @@ def _group(form: Form, shape: Shape) -> int:
 
 
 class TritonProducts:
-    """Those of runtime.kernels.quantized_linear in bfloat16, and with fp8 codes those of fp8_linear and fp8_experts."""
+    """The products of quantized_linear.py in bfloat16, and with fp8 codes those of fp8_linear.py and fp8_experts.py."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

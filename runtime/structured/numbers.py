@@ -57,7 +57,7 @@ def decimals(low: Decimal | None, high: Decimal | None, low_open: bool, high_ope
 
 
 def _positive(low: Decimal, high: Decimal | None, low_open: bool, high_open: bool) -> str | None:
-    """Those from `low` >= 0 to `high`."""
+    """A pattern of the numbers from `low` >= 0 to `high`; None: there are none."""
     if high is not None and (high < low or (high == low and (low_open or high_open))):
         return None
     first, last = int(low), None if high is None else int(high)

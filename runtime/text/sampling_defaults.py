@@ -29,7 +29,7 @@ class SamplingDefaults:
 
     @classmethod
     def load(cls, path: Path, use: Literal["auto", "none"] = "auto") -> SamplingDefaults:
-        """Those of a model folder or a .gguf file; raises CallboardError if a value is none that can be."""
+        """The defaults of a model folder or a .gguf file; raises CallboardError if a value is none that can be."""
         if use == "none":
             return cls()
         if path.is_dir():
