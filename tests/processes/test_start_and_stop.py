@@ -1,6 +1,7 @@
 """`callboard serve` as its user sees it, from the command to its end: what is printed and when, what the port answers,
 what is left behind. Real processes with a tiny model."""
 
+import contextlib
 import os
 import re
 import secrets
@@ -30,6 +31,15 @@ START_S = 120  # on a machine that does much else besides
 STOP_S = 30
 
 
+def short_directory() -> Path:
+    """A new directory with a path of eight bytes: HAProxy's sockets lie below it (`serve_app/server.py`)."""
+    while True:
+        path = Path("/tmp", secrets.token_urlsafe(2))
+        with contextlib.suppress(FileExistsError):  # one of 262,144 names; another run may have left it behind
+            path.mkdir()
+            return path
+
+
 class Server:
     """A `callboard serve` whose output goes to a file, all of whose processes have a mark in their environment."""
 
@@ -37,8 +47,7 @@ class Server:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self._output = folder / "output"
-        self.temporary = Path("/tmp", secrets.token_hex(1))  # short: HAProxy's sockets lie below it
-        self.temporary.mkdir()
+        self.temporary = short_directory()
         self.mark = f"CALLBOARD_TEST={folder}"
         name, _, value = self.mark.partition("=")
         command = [sys.executable, "-m", "serve_app.cli", "serve", str(model), "--served-model-name", "tiny"]
@@ -93,10 +102,11 @@ def start(write_tiny_gguf, tmp_path: Path, private_ray) -> Iterator[Callable[...
         return started[-1]
 
     yield begin
-    for server in started:
-        server.process.terminate()
-        server.process.wait(STOP_S)
-        shutil.rmtree(server.temporary)
+    with contextlib.ExitStack() as stack:  # all of it happens, whatever fails
+        for server in started:
+            stack.callback(shutil.rmtree, server.temporary)
+            stack.callback(server.process.wait, STOP_S)
+            stack.callback(server.process.terminate)
 
 
 class Watch(threading.Thread):
