@@ -1,7 +1,7 @@
 """The front's side of one engine: a connection, its heartbeats, and the streams that the engine serves.
 
 A link is healthy from the engine's first Status on, and lost when its connection ends or the engine answers no
-heartbeat. What becomes of a lost link's streams is up to its router (`router.py`): a stream holds all that another
+heartbeat. What becomes of a lost link's streams is up to its group (`engine_group.py`): a stream holds all that another
 engine needs to continue it (C8).
 """
 
@@ -38,7 +38,7 @@ from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 
 if TYPE_CHECKING:
-    from actors.router import Router
+    from actors.engine_group import EngineGroup
 
 logger = logging.getLogger(__name__)
 
@@ -149,10 +149,10 @@ class EngineLink:
     `open_link()` asks the engine for an address to connect to and for its model; it raises while there is none."""
 
     def __init__(
-        self, name: str, open_link: Callable[[], Awaitable[tuple[Address, ModelInfo]]], router: Router
+        self, name: str, open_link: Callable[[], Awaitable[tuple[Address, ModelInfo]]], group: EngineGroup
     ) -> None:
         self.name, self.engine = name, engine_id(name)
-        self._open_link, self._router = open_link, router
+        self._open_link, self._group = open_link, group
         self._streams: dict[int, Stream] = {}
         self._last_number = 0
         self._connection: _Connection | None = None
@@ -185,7 +185,7 @@ class EngineLink:
     def streams(self) -> list[Stream]:
         return list(self._streams.values())
 
-    # ---- for its router -------------------------------------------------------------------------------------------
+    # ---- for its group --------------------------------------------------------------------------------------------
 
     def submit(self, stream: Stream) -> None:
         """Let this engine serve a stream, from where it stands."""
@@ -260,7 +260,7 @@ class EngineLink:
             await asyncio.wait((connection.lost,), timeout=HEARTBEAT_S)
 
     def on_connection_lost(self, connection: _Connection) -> None:
-        """Its streams are for the router to place anew; the link knows them no more, and looks for its engine again."""
+        """Its streams are for the group to place anew; the link knows them no more, and looks for its engine again."""
         if connection is not self._connection:
             return  # closed, or it ended before it was used
         self._connection, self.usable, self.draining = None, False, False
@@ -272,7 +272,7 @@ class EngineLink:
         streams, self._streams = self._streams, {}
         self.suspects = [stream for stream in streams.values() if not stream.waits]
         logger.warning("lost engine %s with %d streams", self.name, len(streams))
-        self._router.on_lost(self, list(streams.values()))
+        self._group.on_lost(self, list(streams.values()))
 
     # ---- what the engine says -------------------------------------------------------------------------------------
 
@@ -282,13 +282,13 @@ class EngineLink:
         elif isinstance(message, Status):
             self.reason, self.draining = message.reason, message.draining
             self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
-            self._router.on_status(self)
+            self._group.on_status(self)
         elif isinstance(message, Snapshot):
             self._snapshot = message
             if not (asked := self._reports.popleft()).done():
                 asked.set_result(None)
         elif isinstance(message, Refused) and (stream := self._streams.pop(message.stream, None)) is not None:
-            self._router.on_refused(self, stream, message)
+            self._group.on_refused(self, stream, message)
 
     def _on_tokens(self, frame: Tokens) -> None:
         streams = self._streams

@@ -19,11 +19,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from actors.directory import RayDirectory
+from actors.engine_group import EngineGroup
 from actors.environment import FAST_SERVE
 from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, uses_gpu
 from actors.process import freeze_garbage
-from actors.router import Router
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
@@ -129,7 +129,7 @@ class Front:
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
         app_name = serve.get_replica_context().app_name
-        self._engines = Router(RayDirectory(engines_of(app_name, config)))
+        self._engines = EngineGroup(RayDirectory(engines_of(app_name, config)))
         draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
         self._service = Service(self._engines, None, served_model_name or config.model, draft)
         if settings.otlp_traces_endpoint is not None:

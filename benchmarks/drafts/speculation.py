@@ -25,8 +25,8 @@ os.environ.update(SINGLE_MACHINE | ray_token())  # before `import ray`
 import ray
 
 from actors.directory import RayDirectory, find_engines
+from actors.engine_group import EngineGroup
 from actors.placement import bundles, uses_gpu
-from actors.router import Router
 from actors.supervisor import Supervisor
 from benchmarks.library.measure import Results, engine_config, middle, new_parser
 from runtime.core.config import EngineConfig
@@ -35,7 +35,9 @@ from runtime.core.types import Request, SamplingParams
 LEARNED = "acceptance", "round_beyond_us", "step_beyond_us", "draft_answer_beyond_us", "draft_late_rounds"
 
 
-async def run_batch(link: Router, prompts: list[list[int]], params: SamplingParams) -> tuple[float, list[list[int]]]:
+async def run_batch(
+    link: EngineGroup, prompts: list[list[int]], params: SamplingParams
+) -> tuple[float, list[list[int]]]:
     """Tokens a second of all requests together while all of them decode; their tokens."""
     arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -63,7 +65,7 @@ async def measure(config: EngineConfig, args: Any, results: Results, texts: dict
     began = time.perf_counter()
     await supervisor.start()
     start_s = time.perf_counter() - began
-    link = Router(RayDirectory(f"{name}#"))
+    link = EngineGroup(RayDirectory(f"{name}#"))
     await link.start()
     (engine,) = find_engines(f"{name}#")
     rng = np.random.default_rng(0)

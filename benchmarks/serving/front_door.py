@@ -36,10 +36,10 @@ import ray  # noqa: E402
 from ray import serve  # noqa: E402
 
 from actors.directory import RayDirectory  # noqa: E402
+from actors.engine_group import EngineGroup  # noqa: E402
 from actors.engine_loop import EngineLoop  # noqa: E402
 from actors.executor import SocketExecutor, serve_steps  # noqa: E402
 from actors.names import NAMESPACE, engines_of, new_name  # noqa: E402
-from actors.router import Router  # noqa: E402
 from actors.transport import Address  # noqa: E402
 from runtime.core.config import DEFAULT_MODEL, EngineConfig, ModelInfo  # noqa: E402
 from runtime.core.executor import Executor  # noqa: E402
@@ -155,7 +155,7 @@ async def read_link(link: Any, number: int, seen: list[tuple[int, float]]) -> No
 
 
 async def measure(runner: Any, engine: Any, port: int, words: dict[str, int], cases: list[int]) -> None:
-    link = Router(RayDirectory(engines_of(APP)))
+    link = EngineGroup(RayDirectory(engines_of(APP)))
     await link.start()
     engine_pid = await engine.pid.remote()
     print(

@@ -9,9 +9,9 @@ import pytest
 import uvloop
 
 from actors.engine_client import EngineRefusal, Refusal
+from actors.engine_group import EngineGroup
 from actors.engine_loop import EngineLoop
 from actors.link_server import Connection
-from actors.router import Router
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.isolation import MAX_LOSSES
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
@@ -88,7 +88,7 @@ class Engines:
 
 def link_to(*engines):
     """What a replica has of these engines."""
-    return Router(Engines(*engines))
+    return EngineGroup(Engines(*engines))
 
 
 def only_link(group):

@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from actors.directory import RayDirectory, find_engines
+from actors.engine_group import EngineGroup
 from actors.placement import bundles
-from actors.router import Router
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError, GrammarSpec, Request, SamplingParams
@@ -52,7 +52,7 @@ class Server:
         ray.get(self.group.ready(), timeout=30)
         self.supervisor = Supervisor(self.config, self.name, self.group, gpu=False)
         await self.supervisor.start()
-        self.link = Router(RayDirectory(f"{self.name}#"))
+        self.link = EngineGroup(RayDirectory(f"{self.name}#"))
         await self.link.start()
         return self
 

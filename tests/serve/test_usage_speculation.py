@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from actors.router import Router
+from actors.engine_group import EngineGroup
 from runtime.core.executor import InProcess
 from runtime.core.speculation import Speculation
 from runtime.core.types import RequestOutput
@@ -157,7 +157,7 @@ def check(oracle: Noting, answers: list[tuple[Any, list[RequestOutput]]]) -> Non
         assert want
 
 
-async def outputs_of(link: Router, asked) -> list[RequestOutput]:
+async def outputs_of(link: EngineGroup, asked) -> list[RequestOutput]:
     return [output async for output in link.generate(asked)]
 
 

@@ -1,4 +1,4 @@
-"""Engines that die, freeze, drain, fill up, come and go behind one Router, over real sockets."""
+"""Engines that die, freeze, drain, fill up, come and go behind one EngineGroup, over real sockets."""
 
 import asyncio
 import socket
@@ -22,7 +22,7 @@ def info_with(**changes):
 
 
 class Group:
-    """A Router over fresh engines, which are closed with it."""
+    """An EngineGroup over fresh engines, which are closed with it."""
 
     def __init__(self, *engines):
         self.engines, self.group = engines, link_to(*engines)
@@ -176,7 +176,7 @@ async def test_an_engine_that_accepts_nobody_is_not_healthy():
 
 
 async def test_streams_leave_a_draining_engine(monkeypatch):
-    monkeypatch.setattr("actors.router._SETTLED_S", 0.05)
+    monkeypatch.setattr("actors.engine_group._SETTLED_S", 0.05)
     engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=150)) for i in range(8)))
@@ -191,7 +191,7 @@ async def test_streams_leave_a_draining_engine(monkeypatch):
 
 async def test_streams_stay_when_all_engines_drain(monkeypatch):
     """At the end of the whole server: those of the first may not pile up on the last."""
-    monkeypatch.setattr("actors.router._SETTLED_S", 0.1)
+    monkeypatch.setattr("actors.engine_group._SETTLED_S", 0.1)
     engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=100)) for i in range(8)))
@@ -209,7 +209,7 @@ async def test_streams_stay_when_all_engines_drain(monkeypatch):
 
 async def test_streams_wait_for_another_kind_of_engine_as_long_as_theirs_goes_on(monkeypatch):
     """Of a draining engine; what another dtype makes of the rest is another answer."""
-    monkeypatch.setattr("actors.router._SETTLED_S", 0.02)
+    monkeypatch.setattr("actors.engine_group._SETTLED_S", 0.02)
     other = Engine(info=info_with(fingerprint="other"))
     async with Group(Engine(delay_s=0.005), other) as group:
         reading = asyncio.create_task(read(group, request(0, max_tokens=100)))

@@ -42,7 +42,7 @@ class Directory(Protocol):
         ...
 
 
-class Router:
+class EngineGroup:
     """An EngineClient over the engines of a directory."""
 
     info: ModelInfo
