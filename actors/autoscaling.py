@@ -1,0 +1,105 @@
+"""How many engines an application needs: a policy of what they have to do, and the shell that lets Serve ask it.
+
+The policy is pure: figures of the engines and a time in, a number of engines out. Serve pickles this module by value
+into its controller, where none of our packages need be: it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DRAIN_S = 2.0  # the prompts that wait should be computed within this
+ROWS = 0.8  # the share of its rows that an engine should use at most, and of its KV blocks
+BLOCKS = 0.9
+SPARE = 0.75  # engines go when those that stay would be at this share of these limits at most: 60 % of their rows
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """What one engine has to do, and what it can do."""
+
+    queued_tokens: float  # of prompts, still to be computed
+    prefill_rate: float  # prompt tokens a second; 0: not known yet
+    num_live: float  # requests that run or wait
+    max_rows: float  # requests that can run at a time
+    num_used_blocks: float
+    num_blocks: float
+    idle_s: float  # since it last had a request
+
+
+def engines_needed(engines: Sequence[EngineFigures]) -> float:
+    """So many engines like these would be just within the limits; a fraction, so that it can be compared."""
+    if not engines:
+        return 0.0
+    num_engines, num_live = len(engines), sum(e.num_live for e in engines)
+    rates = [e.prefill_rate for e in engines if e.prefill_rate > 0]
+    backlog = sum(e.queued_tokens for e in engines) * len(rates) / (DRAIN_S * sum(rates)) if rates else 0.0
+    return max(
+        min(backlog, num_live),  # one prompt is computed by one engine, however long it is
+        num_engines * num_live / (ROWS * sum(e.max_rows for e in engines)),
+        num_engines * sum(e.num_used_blocks for e in engines) / (BLOCKS * sum(e.num_blocks for e in engines)),
+    )
+
+
+class ScalingPolicy:
+    """Decides again and again; it remembers since when there were too few or too many."""
+
+    def __init__(
+        self,
+        min_engines: int,
+        max_engines: int,
+        upscale_delay_s: float = 2.0,
+        downscale_delay_s: float = 120.0,
+        idle_s: float = 300.0,
+    ) -> None:
+        """Engines come after `upscale_delay_s` of too much load, and go after `downscale_delay_s` of little; the last
+        one, if `min_engines` is 0, when nothing was asked of it for `idle_s`."""
+        self._min, self._max = min_engines, max_engines
+        self._upscale_delay_s, self._downscale_delay_s, self._idle_s = upscale_delay_s, downscale_delay_s, idle_s
+        self._busy_since: float | None = None
+        self._spare_since: float | None = None
+        self._most_needed = 0  # since then
+
+    def decide(self, engines: Sequence[EngineFigures], num_engines: int, now: float) -> int:
+        """The number of engines from now on. `num_engines` were asked for the last time; `engines` are those of them
+        that serve. While some are starting or restarting none goes: their load is unknown, or with the others."""
+        num_engines = self._within_bounds(num_engines)
+        load = engines_needed(engines)
+        wanted = self._within_bounds(_ceil(load))
+        if wanted > num_engines:
+            self._spare_since = None
+            if self._busy_since is None:
+                self._busy_since = now
+            if now - self._busy_since < self._upscale_delay_s:
+                return num_engines
+            self._busy_since = None
+            return wanted
+        self._busy_since = None
+        if len(engines) < num_engines:
+            self._spare_since = None
+            return num_engines
+        if self._min == 0 and all(e.idle_s >= self._idle_s for e in engines):
+            return 0
+        return self._without_spare(max(1, self._within_bounds(_ceil(load / SPARE))), num_engines, now)
+
+    def _without_spare(self, needed: int, num_engines: int, now: float) -> int:
+        """As many as were ever needed during the delay."""
+        if needed >= num_engines:
+            self._spare_since = None
+            return num_engines
+        if self._spare_since is None:
+            self._spare_since, self._most_needed = now, needed
+        self._most_needed = max(self._most_needed, needed)
+        if now - self._spare_since < self._downscale_delay_s:
+            return num_engines
+        self._spare_since = None
+        return self._most_needed
+
+    def _within_bounds(self, num_engines: int) -> int:
+        return max(self._min, min(self._max, num_engines))
+
+
+def _ceil(value: float) -> int:
+    return math.ceil(value - 1e-9)  # a sum of floats may be a little above a whole number

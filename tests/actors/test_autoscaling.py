@@ -1,0 +1,164 @@
+"""The scaling policy: its bounds and limits, constant load, and a square wave over simulated engines."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import cloudpickle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors import autoscaling
+from actors.autoscaling import EngineFigures, ScalingPolicy, engines_needed
+
+IDLE = EngineFigures(0, 1000.0, 0, 10, 0, 100, 1e9)
+
+
+def engines(count, **total):
+    """So many alike, which share `total`."""
+    return [replace(IDLE, idle_s=0.0, **{name: value / count for name, value in total.items()})] * count
+
+
+def targets(policy, seconds, loads, num_engines=1):
+    """The policy's answers, once a second; `loads(second, engines)` gives the figures."""
+    found = [num_engines]
+    for second in range(seconds):
+        found.append(policy.decide(loads(second, found[-1]), found[-1], float(second)))
+    return found
+
+
+def test_each_limit_alone_asks_for_engines():
+    assert engines_needed([]) == engines_needed([IDLE]) == 0
+    assert engines_needed(engines(1, num_live=24)) == 3
+    assert engines_needed(engines(3, num_live=24)) == 3
+    assert engines_needed(engines(2, num_used_blocks=180)) == 2
+    assert engines_needed(engines(2, queued_tokens=8000, num_live=16)) == 4
+    assert engines_needed(engines(1, queued_tokens=8000, num_live=1)) == 1  # nobody else could help with it
+    assert engines_needed([replace(IDLE, queued_tokens=8000, num_live=1, prefill_rate=0)]) == 1 / 8
+
+
+def test_engines_come_after_a_short_delay_and_go_after_a_long_one():
+    policy = ScalingPolicy(1, 4, 2, 10)
+    busy = targets(policy, 4, lambda second, n: engines(n, num_live=24))
+    assert busy == [1, 1, 1, 3, 3]
+    assert targets(policy, 11, lambda second, n: engines(n, num_live=8), 3)[-2:] == [3, 2]
+
+
+def test_engines_stay_that_were_needed_within_the_delay():
+    policy = ScalingPolicy(1, 4, 2, 10)
+    found = targets(policy, 11, lambda second, n: engines(n, num_live=11 if second == 5 else 1), 4)
+    assert found[-1] == 2
+    found = targets(ScalingPolicy(1, 4, 2, 10), 30, lambda second, n: engines(n, num_live=30 if second % 9 else 1), 4)
+    assert set(found) == {4}
+
+
+def test_no_engine_goes_while_another_is_away():
+    policy = ScalingPolicy(0, 4, 2, 10, 20)
+    assert set(targets(policy, 60, lambda second, n: [IDLE] * 2, 3)) == {3}
+    assert targets(policy, 60, lambda second, n: [IDLE] * n, 3)[-1] == 0
+    assert set(targets(policy, 60, lambda second, n: [], 1)) == {1}
+
+
+def test_the_last_engine_goes_when_nothing_was_asked_for_a_while():
+    policy = ScalingPolicy(0, 4, 2, 10, 20)
+    one = replace(IDLE, idle_s=19.0)
+    assert policy.decide([one], 1, 0.0) == 1
+    assert policy.decide([replace(one, idle_s=20.0)], 1, 1.0) == 0
+    assert ScalingPolicy(1, 4, 2, 10, 20).decide([IDLE], 1, 0.0) == 1
+
+
+figures = st.builds(
+    EngineFigures,
+    queued_tokens=st.floats(0, 1e6),
+    prefill_rate=st.floats(100, 1e5) | st.just(0.0),
+    num_live=st.integers(0, 500),
+    max_rows=st.integers(1, 256),
+    num_used_blocks=st.integers(0, 1000),
+    num_blocks=st.integers(1000, 2000),
+    idle_s=st.floats(0, 1e4),
+)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 3), st.integers(0, 5), st.lists(st.lists(figures, max_size=6), max_size=30))
+def test_the_bounds_hold(least, more, histories):
+    policy, count = ScalingPolicy(least, max(1, least + more), 1, 3, 5), least
+    for second, reports in enumerate(histories):
+        count = policy.decide(reports, count, float(second))
+        assert least <= count <= max(1, least + more)
+
+
+@settings(max_examples=60)
+@given(st.lists(figures, min_size=1, max_size=6), st.integers(0, 5), st.floats(0, 1e5), st.integers(0, 100))
+def test_more_load_never_needs_fewer(reports, at, more_tokens, more_live):
+    busier = reports.copy()
+    e = busier[at % len(busier)]
+    busier[at % len(busier)] = replace(e, queued_tokens=e.queued_tokens + more_tokens, num_live=e.num_live + more_live)
+    assert engines_needed(busier) >= engines_needed(reports) - 1e-6
+
+
+@settings(max_examples=60)
+@given(st.floats(0, 400), st.floats(0, 3e4), st.integers(1, 12))
+def test_constant_load_is_never_answered_with_both_more_and_fewer(num_live, tokens, start):
+    policy = ScalingPolicy(1, 12, 2, 5)
+    found = targets(policy, 40, lambda second, n: engines(n, num_live=num_live, queued_tokens=tokens), start)
+    assert found in (sorted(found), sorted(found, reverse=True))
+    assert len(set(found[-20:])) == 1
+
+
+class Engines:
+    """A fluid of requests, each with its share of prompt tokens and then some seconds in a row. Engines start slowly,
+    and report once a second what they have."""
+
+    START_S, PREFILL_RATE, ROWS, PROMPT, DECODE_S, TICK_S = 6.0, 4000.0, 16.0, 500.0, 5.0, 0.25
+
+    def __init__(self, num_engines):
+        self.ready_at = [0.0] * num_engines
+        self.num_queued = self.num_decoding = self.now = 0.0
+
+    def advance(self, arrivals):
+        """A tick in which so many requests arrive a second."""
+        self.now += self.TICK_S
+        self.num_queued += arrivals * self.TICK_S
+        num_ready = sum(at <= self.now for at in self.ready_at)
+        room = num_ready * self.ROWS - self.num_decoding
+        begun = min(self.num_queued, room, num_ready * self.PREFILL_RATE / self.PROMPT * self.TICK_S)
+        self.num_queued -= begun
+        self.num_decoding += begun - self.num_decoding / self.DECODE_S * self.TICK_S
+
+    def figures(self):
+        ready = [at for at in self.ready_at if at <= self.now]
+        if not ready:
+            return []
+        live = self.num_queued + self.num_decoding
+        total = {"queued_tokens": self.num_queued * self.PROMPT, "num_live": live}
+        return [replace(e, prefill_rate=self.PREFILL_RATE, max_rows=self.ROWS) for e in engines(len(ready), **total)]
+
+    def scale(self, count):
+        self.ready_at = self.ready_at[:count] + [self.now + self.START_S] * (count - len(self.ready_at))
+
+
+def test_a_square_wave_has_at_most_one_reversal():
+    policy, found = ScalingPolicy(1, 8, 2, 60), Engines(1)
+    reversals = []
+    for _ in range(3):
+        history = []
+        for tick in range(int(600 / Engines.TICK_S)):
+            found.advance(9.0 if tick * Engines.TICK_S < 300 else 0.5)
+            if tick % 4 == 0:
+                history.append(len(found.ready_at))
+                found.scale(policy.decide(found.figures(), history[-1], found.now))
+        changes = [b > a for a, b in pairwise(history) if a != b]
+        reversals.append(sum(a != b for a, b in pairwise(changes)))
+        assert history[0] == history[-1] == 1
+        assert max(history) >= 4
+    assert max(reversals) == 1, reversals
+
+
+def test_serve_can_pickle_the_policy_by_value():
+    """Its controller has none of our packages."""
+    cloudpickle.register_pickle_by_value(autoscaling)
+    try:
+        pickled = cloudpickle.dumps(ScalingPolicy)
+    finally:
+        cloudpickle.unregister_pickle_by_value(autoscaling)
+    assert cloudpickle.loads(pickled)(1, 3).decide([IDLE], 2, 0.0) == 2
