@@ -1,8 +1,8 @@
 """The messages between a front and an engine on their link: msgpack, one a frame (transport.py).
 
-    front -> engine   Submit, Abort, AbortById, Heartbeat, Report
+    front -> engine   Submit, Abort, AbortById, Heartbeat, Report, Follow
     engine  -> front  Tokens (at most one a step), Refused, Status, Heartbeat and Snapshot (the answers to a Heartbeat
-                        and a Report)
+                        and a Report), CacheUpdate (to who follows: at most one a step and 20 ms)
 
 A stream is a number that the front chose for one live request, unique on its connection. The transport keeps order
 and loses nothing while the connection lives; when it breaks, the engine aborts the connection's requests and the
@@ -16,6 +16,7 @@ import msgspec
 
 from actors.engine_client import Refusal
 from actors.metrics import MetricValues, Snapshot
+from runtime.core.engine_load import EngineLoad
 from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
 HEARTBEAT_S = 0.5  # a front says this often that it is there, and the engine that it has heard it
@@ -113,10 +114,29 @@ class Status(msgspec.Struct, array_like=True, tag=6):
     draining: bool = False
 
 
+class Follow(msgspec.Struct, array_like=True, tag=10):
+    """The front wants to know (or, with False, no more) what the engine has cached and has to do. The answer is a
+    CacheUpdate that is a snapshot, each time that it is asked."""
+
+    wanted: bool = True
+
+
+class CacheUpdate(msgspec.Struct, array_like=True, tag=11):
+    """What an engine's prefix cache gained and lost since the update before, in any order, and its load now. Blocks go
+    by the first KEY_BYTES of their hashes (runtime/core/prefix_cache.py), one after another."""
+
+    number: int  # one more than that of the update before; of a snapshot, that of the last update
+    added: bytes  # int64 [n]: a block that was added and evicted meanwhile is in `evicted` alone, and so on
+    evicted: bytes  # int64 [n]: it may name blocks that were never told of
+    load: EngineLoad
+    is_snapshot: bool = False  # `added` is all that there is
+    last_stream: int = 0  # the last Submit of this front that `load` counts, by its stream; 0: none
+
+
 class EngineLoading(CallboardError):
     """There is an engine, but it has no address yet: it loads its model. The text says how far it is."""
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_from_front = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report).decode
-decode_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat).decode
+decode_from_front = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report | Follow).decode
+decode_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat | CacheUpdate).decode

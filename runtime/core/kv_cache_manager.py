@@ -11,7 +11,7 @@ import numpy as np
 from runtime.core.block_pool import NULL_BLOCK, BlockPool
 from runtime.core.config import ModelInfo
 from runtime.core.plan import EMPTY_TABLE, Int32s
-from runtime.core.prefix_cache import PrefixCache, block_hash, root_hash
+from runtime.core.prefix_cache import PrefixCache, hash_blocks, root_hash
 from runtime.core.request_state import NEVER, RequestState
 
 
@@ -170,10 +170,9 @@ class KVCacheManager:
     def _hash_blocks(self, state: RequestState, num_blocks: int) -> list[bytes]:
         """The hashes of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""
         block_hashes, size = state.block_hashes, self._size
-        parent = block_hashes[-1] if block_hashes else root_hash(self._fingerprint, state.request.cache_salt)
-        for i in range(len(block_hashes), num_blocks):
-            parent = block_hash(parent, state.tokens[i * size : (i + 1) * size])
-            block_hashes.append(parent)
+        if len(block_hashes) < num_blocks:
+            parent = block_hashes[-1] if block_hashes else root_hash(self._fingerprint, state.request.cache_salt)
+            block_hashes += hash_blocks(parent, state.tokens[len(block_hashes) * size : num_blocks * size], size)
         return block_hashes
 
 

@@ -11,30 +11,49 @@ from array import array
 from collections.abc import Callable
 from hashlib import blake2b
 
+KEY_BYTES = 8  # of a hash by which others than its engine know a block; two that are alike cost a wrong guess, no more
+
 
 def root_hash(fingerprint: str, salt: str) -> bytes:
     """The hash of the empty prefix, 16 bytes."""
     return blake2b(f"{fingerprint}\0{salt}".encode(), digest_size=16).digest()
 
 
-def block_hash(parent: bytes, token_ids: array[int]) -> bytes:
-    """The hash of a full block that holds `token_ids` (typecode 'i') after the block `parent`, 16 bytes."""
-    return blake2b(token_ids.tobytes(), key=parent, digest_size=16).digest()
+def hash_blocks(parent: bytes, token_ids: array[int], block_size: int) -> list[bytes]:
+    """The hashes of the blocks that hold `token_ids` (typecode 'i') after the block `parent`, 16 bytes each; the last
+    may be shorter than `block_size` tokens."""
+    data, block_hashes = token_ids.tobytes(), []
+    step = block_size * token_ids.itemsize
+    for at in range(0, len(data), step):
+        parent = blake2b(data[at : at + step], key=parent, digest_size=16).digest()
+        block_hashes.append(parent)
+    return block_hashes
 
 
 class PrefixCache:
     """Finds the block with a hash. Reference counts and eviction order are the BlockPool's."""
 
-    def __init__(self) -> None:
-        self.reset()
+    # Who follows the cache from afar puts a dict here, and takes it out with all that changed since: by the first
+    # KEY_BYTES of its hash, True for a block that came, False for one that went. None: nobody does.
+    changes: dict[bytes, bool] | None = None
 
-    def reset(self) -> None:
-        """Forget everything (the runners' memory is gone)."""
+    def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
+    def reset(self) -> None:
+        """Forget everything (the runners' memory is gone)."""
+        if self.changes is not None:
+            self.changes |= dict.fromkeys(self.keys(), False)
+        self._block_of.clear()
+        self._hash_of.clear()
+
     def __len__(self) -> int:
         return len(self._block_of)
+
+    def keys(self) -> list[bytes]:
+        """The first KEY_BYTES of each cached block's hash."""
+        return [block_hash[:KEY_BYTES] for block_hash in self._block_of]
 
     def match_prefix(self, block_hashes: list[bytes]) -> list[int]:
         """The blocks of the longest cached prefix of the path `block_hashes`."""
@@ -51,11 +70,16 @@ class PrefixCache:
         holder = self._block_of.setdefault(block_hash, block)
         if holder == block:
             self._hash_of[block] = block_hash
+            if self.changes is not None:
+                self.changes[block_hash[:KEY_BYTES]] = True
         return holder
 
     def evict(self, block: int) -> None:
         """The content of `block` is about to be overwritten."""
-        del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        if self.changes is not None:
+            self.changes[block_hash[:KEY_BYTES]] = False
 
     def find_faults(self, is_cached: Callable[[int], bool]) -> list[str]:
         """One sentence for each block that has a hash here, but is not cached by the pool, or has another's."""

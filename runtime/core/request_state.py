@@ -18,9 +18,9 @@ class RequestState:
     __slots__ = (
         "acceptance", "block_hashes", "capacity", "drafts_in_flight", "epoch", "expected_blocks", "failure",
         "first_unsent", "has_ended", "lost_at", "max_len", "next_block_end", "num_accepted", "num_blocks", "num_cached",
-        "num_computed", "num_draft_tokens", "num_final", "num_losses", "num_observed", "num_right", "num_total",
-        "only_scores", "owner", "params", "plan_limit", "prompt_len", "prompt_logprobs", "request", "revise_at", "slot",
-        "sort_key", "stop_ids", "tables", "tokens",
+        "num_computed", "num_draft_tokens", "num_final", "num_hits", "num_losses", "num_observed", "num_right",
+        "num_total", "only_scores", "owner", "params", "plan_limit", "prompt_len", "prompt_logprobs", "request",
+        "revise_at", "slot", "sort_key", "stop_ids", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, max_len: int, stop_ids: frozenset[int], sort_key: SortKey) -> None:
@@ -43,6 +43,7 @@ class RequestState:
         self.first_unsent: int | None = None
         # Prompt tokens that the prefix cache gave at first admission; None: it was not admitted yet.
         self.num_cached: int | None = None
+        self.num_hits = 0  # known tokens that the prefix cache had when it arrived, where somebody follows the cache
         self.tables: list[list[int]] = []  # of each KV group its blocks by position, NULL_BLOCK below a window
         self.num_blocks = 0  # that it holds, of all groups
         self.capacity = 0  # tokens that its tables have blocks for

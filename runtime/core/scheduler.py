@@ -106,6 +106,8 @@ class Scheduler:
                 f"{self.max_len} tokens, output included; shorten the prompt."
             )
         state.owner = owner
+        if self.kv_cache.cache.changes is not None:  # who follows it wants to know how much there is to compute
+            state.num_hits = len(self.kv_cache.match_prefix(state)) * self.block_size
         self.requests[request.request_id] = state
         self.waiting.push(state)
         return state

@@ -18,6 +18,7 @@ class WaitingQueue:
         self._keys: list[tuple[int, int, int]] = []  # a heap
         self._states: dict[tuple[int, int, int], RequestState] = {}
         self.num_tokens = 0  # that are known, of all that wait
+        self.num_hits = 0  # of these, found in the prefix cache when they arrived
 
     def __len__(self) -> int:
         return len(self._states)
@@ -27,6 +28,7 @@ class WaitingQueue:
         self._states[state.sort_key] = state
         heappush(self._keys, state.sort_key)
         self.num_tokens += len(state.tokens)
+        self.num_hits += state.num_hits
 
     def first(self) -> RequestState | None:
         """The request to be served next, which stays."""
@@ -41,6 +43,7 @@ class WaitingQueue:
         """Take a request out, wherever it stands."""
         del self._states[state.sort_key]
         self.num_tokens -= len(state.tokens)
+        self.num_hits -= state.num_hits
         if len(self._keys) > 2 * len(self._states):
             self._keys = list(self._states)
             heapify(self._keys)

@@ -1,0 +1,244 @@
+"""The choice of an engine for each request: by what engines hold in their prefix caches and by what they have to do.
+
+Pure: no clock, no sockets, no tasks. Engines tell what changes (`CacheUpdate`, made by `actors/cache_feed.py`), the
+router keeps a picture of each, and answers `choose` from it. With policy "prefix" the engine with the least
+
+    (tokens that it has still to compute + those of this request that it has not cached + 1) x (its requests + 1)
+
+is best: what the request would wait for, times what each step is shared with; there are no weights to tune. Of those
+within SLACK of the best, the one that holds most of the request's prefix is taken, and of these one by a rendezvous
+hash of the first block that none of them holds: several fronts agree on where a new prefix goes without talking, and
+one that everybody sends does not fill one engine alone. What this front has sent is counted until the engine's own
+figures have it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from hashlib import blake2b
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.messages import CacheUpdate
+from runtime.core.config import ModelInfo
+from runtime.core.prefix_cache import hash_blocks, root_hash
+
+RoutingPolicy = Literal["prefix", "least-load", "round-robin"]
+SLACK = 1.25  # how much worse than the best score an engine may be that holds more, or that the hash prefers
+_CHUNK = 64  # blocks that are hashed at a time: nobody may hold the rest
+_Kind = tuple[str, int]  # fingerprint and block size: engines of one kind know a block by the same hash
+
+
+class Choice(NamedTuple):
+    """An engine for a request."""
+
+    engine: str
+    num_cached: int = 0  # tokens of the request that it holds, as far as is known
+
+
+class Prompt:
+    """A request's known tokens as caches know them. Blocks are hashed once, and no further than somebody asks."""
+
+    def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
+        """Requests of another `salt` share no block with this one."""
+        self.token_ids, self.salt = token_ids, salt
+        self._hashes: dict[_Kind, list[bytes]] = {}  # of the leading blocks
+
+    def continued(self, token_ids: Sequence[int]) -> Prompt:
+        """This one with more tokens at its end, as when a stream moves; full blocks are not hashed again."""
+        longer = Prompt([*self.token_ids, *token_ids], self.salt)
+        longer._hashes = {kind: hashes[: self.num_hits(kind)] for kind, hashes in self._hashes.items()}
+        return longer
+
+    def num_hits(self, kind: _Kind) -> int:
+        """Blocks that a cache can give, at most: never the last token, which must be computed to sample."""
+        return (len(self.token_ids) - 1) // kind[1]
+
+    def keys(self, kind: _Kind) -> Iterator[int]:
+        """The keys of these blocks and, as one more block, of what follows them (int64)."""
+        (fingerprint, size), total = kind, self.num_hits(kind) + 1
+        hashes = self._hashes.setdefault(kind, [])
+        for start in range(0, total, _CHUNK):
+            end, known = min(start + _CHUNK, total), len(hashes)
+            if known < end:
+                parent = hashes[-1] if hashes else root_hash(fingerprint, self.salt)
+                hashes += hash_blocks(parent, array("i", self.token_ids[known * size : end * size]), size)
+            yield from memoryview(b"".join(hashes[start:end])).cast("q")[::2].tolist()
+
+
+class _Engine:
+    """The picture of one engine. Its place in the router's columns outlives it: what it held is cleared when another
+    one has told what that holds, so that the loss of an engine costs nothing at that moment."""
+
+    __slots__ = ("bit", "held", "index", "kind", "name", "number", "sent")
+
+    def __init__(self, index: int) -> None:
+        self.index, self.bit = index, 1 << index
+        self.held: set[int] = set()  # keys of blocks with its bit
+        self.open("", ("", 0))
+
+    def open(self, name: str, kind: _Kind) -> None:
+        """The place is that of another engine."""
+        self.name, self.kind = name, kind
+        self.number: int | None = None  # of the last update; None: what it holds is not known
+        self.sent: deque[tuple[int, int]] = deque()  # stream, uncached tokens: what its load does not count yet
+
+
+class Router:
+    """Chooses among the engines that were added. Engines go by any name that all fronts give them alike."""
+
+    def __init__(self, policy: RoutingPolicy = "prefix") -> None:
+        self.policy = policy
+        self._engines: dict[str, _Engine] = {}
+        self._places: list[_Engine] = []  # by index
+        self._free: list[_Engine] = []
+        self._holders: dict[int, int] = {}  # key of a block -> bits of the engines that hold it
+        self._known = 0  # bits of the engines whose pictures are true
+        self._tokens = np.zeros(0, np.int64)  # by index: tokens still to be computed, those of `sent` included
+        self._rows = np.zeros(0, np.int64)  # by index: requests, those of `sent` included
+        self._salts = np.zeros(0, np.uint64)  # by index: the hash of the engine's name
+        self._turn = 0
+
+    def add(self, engine: str, info: ModelInfo) -> None:
+        """There is an engine, of which nothing is known but its model."""
+        if not self._free:
+            self._free.append(_Engine(len(self._places)))
+            self._places.append(self._free[-1])
+            self._tokens, self._rows = np.append(self._tokens, 0), np.append(self._rows, 0)
+            self._salts = np.append(self._salts, np.uint64(0))
+        place = self._engines[engine] = self._free.pop()
+        place.open(engine, (info.fingerprint, info.block_size))
+        self._tokens[place.index] = self._rows[place.index] = 0
+        self._salts[place.index] = int.from_bytes(blake2b(engine.encode(), digest_size=8).digest(), "little")
+
+    def remove(self, engine: str) -> None:
+        """An engine is gone, or cut off: its picture is worth nothing any more."""
+        place = self._engines.pop(engine)
+        self._known &= ~place.bit
+        self._free.append(place)
+
+    def apply(self, engine: str, update: CacheUpdate) -> bool:
+        """Take in what an engine has told. False: updates are missing before this one, so ask for a snapshot; until
+        then the engine is taken to hold nothing."""
+        place, load = self._engines[engine], update.load
+        while place.sent and place.sent[0][0] <= update.last_stream:
+            place.sent.popleft()
+        self._tokens[place.index] = load.queued_tokens + sum(tokens for _, tokens in place.sent)
+        self._rows[place.index] = load.num_running + load.num_waiting + len(place.sent)
+        added = memoryview(update.added).cast("q").tolist()
+        if update.is_snapshot:
+            there = set(added)
+            self._evict(place, place.held - there)
+            self._insert(place, there)
+            self._known |= place.bit
+        elif place.number is None or update.number != place.number + 1:
+            place.number = None
+            self._known &= ~place.bit
+            return False
+        else:
+            self._evict(place, memoryview(update.evicted).cast("q").tolist())
+            self._insert(place, added)
+        place.number = update.number
+        return True
+
+    def _insert(self, place: _Engine, keys: Collection[int]) -> None:
+        holders, bit = self._holders, place.bit
+        place.held.update(keys)
+        for key in keys:
+            holders[key] = holders.get(key, 0) | bit
+
+    def _evict(self, place: _Engine, keys: Collection[int]) -> None:
+        holders, bit = self._holders, place.bit
+        for key in place.held.intersection(keys):
+            if (others := holders[key] & ~bit) != 0:
+                holders[key] = others
+            else:
+                del holders[key]
+        place.held.difference_update(keys)
+
+    def held(self, engine: str) -> set[int] | None:
+        """The keys of the blocks that an engine holds, as far as is known; None: a snapshot is missing."""
+        place = self._engines[engine]
+        return None if place.number is None else set(place.held)
+
+    # ---- the choice -------------------------------------------------------------------------------------------------
+
+    def choose(self, prompt: Prompt, candidates: Collection[str] | None = None) -> Choice:
+        """The best of `candidates` (at least one; None: of all engines) for a request with these known tokens."""
+        names = self._engines if candidates is None else candidates
+        if len(names) == 1:
+            return Choice(next(iter(names)))
+        places = [self._engines[name] for name in names]
+        at = np.array([place.index for place in places])
+        if self.policy == "round-robin":
+            return Choice(self._in_turn(at))
+        if self.policy == "least-load":
+            rows = self._rows[at]
+            return Choice(self._in_turn(at[rows == rows.min()]))
+        cached, key = self._cached_tokens(prompt, places)
+        cached = cached[at]
+        scores = (self._tokens[at] + (len(prompt.token_ids) - cached + 1)) * (self._rows[at] + 1)
+        cached_of_good = np.where(scores <= SLACK * scores.min(), cached, -1)
+        most = cached_of_good.max()
+        best = np.flatnonzero(cached_of_good == most)
+        at = at[best]
+        index = int(at[_mix(self._salts[at], key).argmax()])
+        return Choice(self._places[index].name, int(most))
+
+    def placed(self, engine: str, stream: int, num_uncached: int) -> None:
+        """A request was sent to an engine as `stream` (CacheUpdate.last_stream: each higher than the last), which has
+        so many tokens of it to compute."""
+        place = self._engines[engine]
+        place.sent.append((stream, num_uncached))
+        self._tokens[place.index] += num_uncached
+        self._rows[place.index] += 1
+
+    def _in_turn(self, at: NDArray[np.int64]) -> str:
+        """The engine whose turn it is, of those at these places."""
+        self._turn += 1
+        return self._places[int(at[self._turn % len(at)])].name
+
+    def _cached_tokens(self, prompt: Prompt, places: list[_Engine]) -> tuple[NDArray[np.int64], int]:
+        """By index: the tokens of the prompt's longest prefix that each engine holds. And the key of the first block
+        that none of them holds."""
+        cached, first_key = np.zeros(len(self._places), np.int64), 0
+        masks: dict[_Kind, int] = {}
+        for place in places:
+            masks[place.kind] = masks.get(place.kind, 0) | place.bit
+        holders = self._holders
+        for kind in sorted(masks):
+            mask, num_hits = masks[kind] & self._known, prompt.num_hits(kind)
+            for depth, key in enumerate(prompt.keys(kind)):
+                rest = mask & holders.get(key, 0) if depth < num_hits else 0
+                if rest != mask:
+                    if depth:
+                        _fill(cached, mask & ~rest, depth * kind[1])
+                    mask = rest
+                if not mask:
+                    first_key = key
+                    break
+        return cached, first_key
+
+
+def _fill(column: NDArray[np.int64], mask: int, value: int) -> None:
+    """Write `value` where `mask` has a bit."""
+    if mask.bit_count() > 16:
+        bits = np.frombuffer(mask.to_bytes(len(column) // 8 + 1, "little"), np.uint8)
+        column[np.unpackbits(bits, bitorder="little")[: len(column)].astype(bool)] = value
+        return
+    while mask:
+        low = mask & -mask
+        column[low.bit_length() - 1] = value
+        mask ^= low
+
+
+def _mix(salts: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """Numbers that look random, one for each pair of a salt and a key (the finalizer of splitmix64)."""
+    x = salts ^ np.uint64(key & 0xFFFFFFFFFFFFFFFF)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

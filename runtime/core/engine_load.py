@@ -1,0 +1,31 @@
+"""EngineLoad: what an engine has to do and what room it has, for those who choose among engines or count them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from runtime.core.scheduler import Scheduler
+
+
+class EngineLoad(NamedTuple):
+    """One engine at one moment."""
+
+    queued_tokens: int = 0  # known tokens of all its requests that are still to be computed, without cached ones
+    num_running: int = 0  # requests that hold a slot
+    num_waiting: int = 0  # requests that hold none
+    num_free_blocks: int = 0  # KV blocks that can be handed out: those that nobody holds, cached or not
+    num_blocks: int = 0  # KV blocks in all
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> EngineLoad:
+        """That of the engine with this scheduler. What waiting requests have in the cache is as of their arrival, and
+        known only if the cache is followed (`PrefixCache.changes`)."""
+        waiting, pool = scheduler.waiting, scheduler.pool
+        started = 0  # tokens of prompts that are computed in part
+        for state in scheduler.running:
+            missing = len(state.tokens) - state.num_computed
+            if missing > 1:
+                started += missing
+        queued = waiting.num_tokens - waiting.num_hits + started
+        return cls(queued, len(scheduler.running), len(waiting), pool.num_available, pool.num_blocks - 1)

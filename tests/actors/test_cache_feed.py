@@ -1,0 +1,128 @@
+"""A front's picture of an engine's cache is the engine's, whatever came, went or was lost on the way."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.cache_feed import CacheFeed
+from actors.messages import decode_from_engine, encode
+from actors.router import Prompt, Router
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.engine import EngineCore
+from runtime.core.prefix_cache import KEY_BYTES
+from runtime.core.types import Request, SamplingParams
+from tests.support.fake_runner import EOS, FakeRunner
+
+INFO = ModelInfo("f", 320, 512, (EOS,), 24, 4, "none", "none")
+
+
+class Served:
+    """An engine without sockets, and a front that follows it."""
+
+    def __init__(self, info=INFO, **config):
+        self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 4, **config})
+        self.core = EngineCore(self.config, info, FakeRunner(self.config, info))
+        self.feed, self.router, self.num_requests = CacheFeed(self.core.scheduler), Router(), 0
+        self.cache = self.core.scheduler.kv_cache.cache
+        self.router.add("e", info)
+        self.info = info
+
+    def add(self, tokens, max_tokens=6, salt=""):
+        self.num_requests += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return self.core.add(Request(f"r{self.num_requests}", tokens, len(tokens), params, cache_salt=salt))
+
+    def run(self):
+        while self.core.has_work:
+            self.core.step()
+
+    def send(self, update):
+        return self.router.apply("e", decode_from_engine(encode(update)))
+
+    def keys(self):
+        return {int.from_bytes(key, "little", signed=True) for key in self.cache.keys()}  # noqa: SIM118  # no dict
+
+
+ops = st.one_of(
+    st.tuples(st.just("ask"), st.integers(1, 3), st.integers(1, 40)),
+    st.tuples(st.sampled_from(["steps", "update", "lose", "rebuild", "reconnect", "stop"])),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ops, max_size=30))
+def test_the_picture_is_the_cache(todo):
+    served = Served()
+    served.send(served.feed.snapshot())
+    for op, *args in todo:
+        if op == "ask":
+            kind, length = args
+            served.add([kind + i // 4 for i in range(length)])
+        elif op == "steps":
+            for _ in range(3):
+                served.core.step()
+        elif op == "rebuild":
+            served.core.lose()
+            served.core.recover(FakeRunner(served.config, INFO))
+        elif op == "reconnect":
+            served.router.remove("e")
+            served.router.add("e", INFO)
+            assert served.router.held("e") is None
+            assert served.send(served.feed.snapshot())
+        elif op == "stop":
+            served.feed.stop()
+            served.send(served.feed.snapshot())
+        elif op == "lose":
+            served.feed.update()
+        elif not served.send(served.feed.update()):
+            assert served.router.held("e") is None
+            assert served.send(served.feed.snapshot())
+        if op in ("update", "reconnect", "stop"):
+            assert served.router.held("e") == served.keys()
+    assert served.send(served.feed.update()) or served.send(served.feed.snapshot())
+    assert served.router.held("e") == served.keys()
+
+
+def test_hits_are_foreseen_as_the_engine_finds_them():
+    """The same hashes on both sides, for any length of prompt; the last token is never a hit."""
+    served = Served()
+    served.router.add("other", INFO)
+    served.send(served.feed.snapshot())
+    served.add(list(range(1, 22)))
+    served.run()
+    assert served.send(served.feed.update())
+    for length in (3, 4, 5, 8, 9, 20, 21):
+        tokens = list(range(1, 1 + length))
+        choice = served.router.choose(Prompt(tokens))
+        state = served.add(tokens)
+        served.run()
+        assert choice.num_cached == state.num_cached
+        assert choice.engine == "e" or not choice.num_cached
+    assert served.router.choose(Prompt(list(range(1, 22)), "another tenant")).num_cached == 0
+
+
+def test_the_load_counts_what_is_still_to_be_computed():
+    served = Served(max_num_seqs=1)
+    served.feed.snapshot()
+    prompt = list(range(1, 18))
+    served.add(prompt)
+    assert served.feed.update().load == (17, 0, 1, 23, 23)
+    served.core.step()
+    load = served.feed.update().load
+    assert (load.queued_tokens, load.num_running, load.num_waiting) == (0, 1, 0)
+    assert load.num_free_blocks < load.num_blocks
+    served.add([*prompt, 30, 31])
+    served.add([40, 41])
+    assert served.feed.update().load[:3] == (3 + 2, 1, 2)  # 16 of the first one's tokens are cached
+    served.run()
+    assert served.feed.update().load[:3] == (0, 0, 0)
+
+
+def test_who_is_not_followed_notes_nothing():
+    served = Served()
+    served.add([1, 2, 3, 4, 5])
+    served.run()
+    assert served.cache.changes is None
+    first = served.feed.snapshot()
+    assert len(first.added) == KEY_BYTES * len(served.cache)
+    served.feed.stop()
+    assert served.cache.changes is None

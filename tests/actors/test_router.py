@@ -1,0 +1,184 @@
+"""The choice among engines: by what they hold and have to do, alike on all fronts, without herding."""
+
+from collections import Counter
+
+import pytest
+
+from actors.messages import CacheUpdate
+from actors.router import Prompt, Router
+from runtime.core.config import ModelInfo
+from runtime.core.engine_load import EngineLoad
+
+INFO = ModelInfo("f", 320, 512, (0,), 100, 4, "none", "none")
+KIND = (INFO.fingerprint, INFO.block_size)
+NAMES = ["a", "b", "c", "d"]
+
+
+def router_of(*names, policy="prefix", info=INFO):
+    router = Router(policy)
+    for name in names:
+        router.add(name, info)
+        tell(router, name)
+    return router
+
+
+def packed(prompts, kind=KIND):
+    keys = [key for prompt in prompts for key in list(prompt.keys(kind))[: prompt.num_hits(kind)]]
+    return b"".join(key.to_bytes(8, "little", signed=True) for key in keys)
+
+
+def tell(router, engine, *prompts, queued=0, running=0, last_stream=0, kind=KIND):
+    """The engine holds these prompts' full blocks, and nothing else."""
+    load = EngineLoad(queued, running, 0, 50, 99)
+    return router.apply(engine, CacheUpdate(0, packed(prompts, kind), b"", load, True, last_stream))
+
+
+def prompt(kind, length=41, salt=""):
+    return Prompt([kind * 40 + i % 37 for i in range(length)], salt)
+
+
+def test_a_second_turn_goes_where_the_first_was():
+    router = router_of(*NAMES)
+    tell(router, "c", prompt(1))
+    second = prompt(1).continued([7] * 30)
+    assert router.choose(second) == ("c", 40)
+    assert router.choose(second, ["a", "b"])[1] == 0
+
+
+def test_an_engine_that_holds_more_is_left_when_it_has_too_much_to_do():
+    router = router_of("a", "b")
+    tell(router, "a", prompt(1, 101), running=3)
+    asked = prompt(1, 101)  # a: (100 - 96 + 1) x 4; b: (101 + 1) x 1
+    assert router.choose(asked) == ("a", 100)
+    tell(router, "a", prompt(1, 101), running=3, queued=50)
+    assert router.choose(asked) == ("b", 0)
+
+
+def test_within_the_slack_more_of_the_prefix_is_better():
+    router = router_of("a", "b", "c")
+    tell(router, "a", prompt(1, 17), queued=30)
+    tell(router, "b", prompt(1, 13), queued=20)
+    asked = prompt(1, 101)  # a: 30 + 85 + 1; b: 20 + 89 + 1; c: 102
+    assert router.choose(asked) == ("a", 16)
+
+
+def test_salts_keep_tenants_apart():
+    router = router_of("a", "b")
+    tell(router, "a", prompt(1, salt="one"))
+    assert router.choose(prompt(1, salt="one")) == ("a", 40)
+    assert router.choose(prompt(1, salt="two")).num_cached == 0
+    assert router.choose(prompt(1)).num_cached == 0
+
+
+def test_engines_of_another_kind_know_other_hashes():
+    """While a new version of a model is rolled out, and with another block size."""
+    router = router_of("a")
+    others = {"b": ModelInfo("g", 320, 512, (0,), 100, 4, "none", "none"), "c": INFO}
+    others["d"] = ModelInfo("f", 320, 512, (0,), 100, 8, "none", "none")
+    for name, info in others.items():
+        router.add(name, info)
+    tell(router, "b", prompt(1, 17), kind=("g", 4))
+    tell(router, "d", prompt(1, 33), kind=("f", 8))
+    tell(router, "a", prompt(2))
+    assert router.choose(prompt(1)) == ("d", 32)
+    assert router.choose(prompt(1), ["a", "b", "c"]) == ("b", 16)
+    assert router.choose(prompt(2)) == ("a", 40)
+
+
+def test_new_prefixes_spread_and_fronts_agree():
+    """Whatever order they learned of the engines in."""
+    fronts = [router_of(*NAMES), router_of(*reversed(NAMES)), router_of("x", *NAMES)]
+    fronts[2].remove("x")
+    choices = [[front.choose(prompt(kind)).engine for kind in range(200)] for front in fronts]
+    assert choices[0] == choices[1] == choices[2]
+    assert min(Counter(choices[0]).values()) > 25
+    short = [[front.choose(Prompt([kind])).engine for kind in range(200)] for front in fronts]
+    assert short[0] == short[1] == short[2]
+    assert min(Counter(short[0]).values()) > 25
+
+
+def test_an_engine_that_leaves_takes_only_its_own_prefixes_along():
+    router = router_of(*NAMES)
+    before = [router.choose(prompt(kind)).engine for kind in range(100)]
+    router.remove("b")
+    after = [router.choose(prompt(kind)).engine for kind in range(100)]
+    assert all(new == old for old, new in zip(before, after, strict=True) if old != "b")
+    assert len({new for old, new in zip(before, after, strict=True) if old == "b"}) == 3
+
+
+def test_a_prefix_that_everybody_sends_does_not_herd():
+    """All engines hold it; what comes behind it spreads them."""
+    router = router_of(*NAMES)
+    for name in NAMES:
+        tell(router, name, prompt(1))
+    chosen = Counter(router.choose(prompt(1).continued([kind, 3, 4, 5, 6])).engine for kind in range(200))
+    assert min(chosen.values()) > 25
+
+
+def test_own_choices_count_until_the_engine_tells_of_them():
+    router = router_of(*NAMES)
+    chosen = []
+    for stream in range(1, 9):
+        engine, num_cached = router.choose(prompt(stream))
+        router.placed(engine, stream, 41 - num_cached)
+        chosen.append(engine)
+    assert set(Counter(chosen).values()) == {2}
+    for name in NAMES[1:]:
+        assert tell(router, name, last_stream=8, queued=400, running=2)
+    tell(router, "a", last_stream=0)  # an update that was made before it got them
+    router.placed("a", 9, 1000)
+    assert router.choose(prompt(20)).engine != "a"
+    tell(router, "a", last_stream=9)
+    assert router.choose(prompt(20)).engine == "a"
+
+
+def test_a_gap_makes_a_picture_worthless_until_the_next_snapshot():
+    router = router_of("a", "b")
+    tell(router, "a", prompt(1))
+    assert router.choose(prompt(1)).num_cached == 40
+    assert not router.apply("a", CacheUpdate(2, b"", b"", EngineLoad(9)))
+    assert router.held("a") is None
+    assert router.choose(prompt(1)).num_cached == 0
+    assert not router.apply("a", CacheUpdate(3, b"", b"", EngineLoad()))
+    assert tell(router, "a", prompt(1))
+    assert router.apply("a", CacheUpdate(1, packed([prompt(2)]), packed([prompt(1, 13)]), EngineLoad()))
+    assert router.choose(prompt(2)) == ("a", 40)
+    assert router.choose(prompt(1)).num_cached == 0
+
+
+def test_an_engine_in_the_place_of_another_holds_nothing_of_it():
+    router = router_of("a", "b")
+    tell(router, "a", prompt(1))
+    router.remove("a")
+    assert router.choose(prompt(1)) == ("b", 0)
+    router.add("c", INFO)
+    assert router.choose(prompt(1)).num_cached == 0
+    tell(router, "c", prompt(2))
+    assert (router.choose(prompt(1)).num_cached, router.choose(prompt(2))) == (0, ("c", 40))
+
+
+def test_many_engines_and_long_common_prefixes():
+    """More engines than bits of a machine word, each with another share of the prompt."""
+    names = [f"e{i}" for i in range(100)]
+    router, long = router_of(*names), prompt(1, 4 * 100 + 1)
+    for i, name in enumerate(names):
+        tell(router, name, prompt(1, 4 * i + 1))
+    cached, _ = router._cached_tokens(long, list(router._engines.values()))
+    assert cached.tolist() == [4 * i for i in range(100)]
+    assert router.choose(long) == ("e99", 396)
+
+
+@pytest.mark.parametrize("policy", ["round-robin", "least-load"])
+def test_policies_that_ask_no_cache(policy):
+    router = router_of(*NAMES, policy=policy)
+    tell(router, "b", prompt(1))
+    chosen = []
+    for stream in range(1, 9):
+        choice = router.choose(prompt(1))
+        router.placed(choice.engine, stream, 41)
+        chosen.append(choice.engine)
+        assert choice.num_cached == 0
+    assert set(Counter(chosen).values()) == {2}
+    tell(router, "c", running=9)
+    busy = [router.choose(prompt(1)).engine for _ in range(8)]
+    assert ("c" in busy) == (policy == "round-robin")
