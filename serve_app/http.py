@@ -19,7 +19,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from runtime.output.fields import FieldError, shortened
 from runtime.output.processor import Delta
@@ -157,7 +157,10 @@ class _Generation:
         if body is None:
             return
         prepared = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope))
-        async with _until_client_leaves(receive), aclosing(self._service.run(prepared, context)) as deltas:
+        async with (
+            _until_client_leaves(receive, send) as send,
+            aclosing(self._service.run(prepared, context)) as deltas,
+        ):
             if prepared.request.stream:
                 await self._stream(prepared, deltas, send)
             else:
@@ -246,22 +249,34 @@ async def _kept_alive(period_s: float, write: Callable[[], Awaitable[None]]) -> 
 
 
 @asynccontextmanager
-async def _until_client_leaves(receive: Receive) -> AsyncIterator[None]:
-    """Cancels its body, and swallows that cancellation, when the client disconnects."""
+async def _until_client_leaves(receive: Receive, send: Send) -> AsyncIterator[Send]:
+    """Cancels its body, and swallows that cancellation, when the client disconnects: `receive` tells so, or nothing can
+    be sent any more by what this yields for `send`, whichever task sends."""
     task = asyncio.current_task()
     assert task is not None
     has_left = False
 
-    async def watch() -> None:
+    def leave() -> None:
         nonlocal has_left
+        if not has_left:
+            has_left = True
+            task.cancel()
+
+    async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        has_left = True
-        task.cancel()
+        leave()
+
+    async def send_or_leave(message: Message) -> None:
+        try:
+            await send(message)
+        except OSError:
+            leave()
+            await asyncio.sleep(0)  # the body ends here, if it is the body that sends
 
     watcher = asyncio.create_task(watch())
     try:
-        yield
+        yield send_or_leave
     except asyncio.CancelledError:
         if not has_left or task.uncancel():  # the server cancels too: that goes on
             raise

@@ -4,6 +4,7 @@ Only the runner is a fake one (fake_runner.py), made as slow as a test needs it.
 """
 
 import asyncio
+import gc
 import json
 import socket
 from contextlib import asynccontextmanager
@@ -16,7 +17,7 @@ import uvicorn
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
-from tests.actors.test_link import Engine, eventually, link_to
+from tests.actors.test_link import Engine, eventually, link_to, read, request
 from tests.support.fake_engine import MODEL, byte_tokenizer
 
 
@@ -158,6 +159,39 @@ async def test_a_waiting_stream_is_kept_alive_and_fails_as_an_event():
         ]
         assert chunks[-1].choices[0].finish_reason in ("length", "stop")
         await again
+
+
+@pytest.mark.parametrize("first", [b": the request waits", b"data: "])
+async def test_a_client_that_cannot_be_written_to_has_left(first: bytes):
+    """Also where nothing but the failed write tells so: of a keep-alive, which no body waits for, and of an event."""
+    engine, complaints = Engine(delay_s=0.01, max_num_seqs=1), []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context.get("exception")))
+    link = link_to(engine)
+    await link.start()
+    app = build_http_app(Service(link, byte_tokenizer(), MODEL), HttpSettings(keep_alive_s=0.05))
+    content = json.dumps(body(num_prompt=1, stream=True)).encode()
+    messages = [{"type": "http.request", "body": content}]
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        if message.get("body", b"").startswith(first):
+            raise ConnectionResetError
+
+    if first.startswith(b":"):  # it waits for an engine that is busy
+        _ = busy = asyncio.create_task(read(link, request(0, max_tokens=400)))
+        await eventually(lambda: state(engine) == "decode")
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+    await asyncio.wait_for(app({**scope, "server": ("localhost", 80)}, receive, send), 5)
+    await eventually(lambda: live(engine) == first.startswith(b":"))
+    if first.startswith(b":"):
+        busy.cancel()
+    link.close()
+    engine.loop.close()
+    gc.collect()
+    assert not [error for error in complaints if isinstance(error, OSError)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
