@@ -1,10 +1,15 @@
 """Products with weights that are codes, on a CPU: torch's operations with AVX-512 code for bfloat16 inputs.
 
-They are made for few rows, where reading the weight is what takes time. With many they take three to four times as long
-as a product with a bfloat16 weight, and a piece of the weight after another becomes one, which then multiplies.
+Large int8 weights are multiplied in whole numbers (VNNI) where the CPU can: each input becomes two digits of 8 bits, so
+that its error is far below that of bfloat16, and reading the weight is what takes time up to some 16 rows.
 
-A row's bits do not depend on the other rows of these operations, as was measured: deterministic mode uses them for all
-numbers of rows. The calls are private to torch, so a build without them has no such products.
+The other operations convert each code and multiply in float32. They are made for few rows; with many they take three to
+four times as long as a product with a bfloat16 weight, and a piece of the weight after another becomes one, which then
+multiplies.
+
+A row's bits do not depend on the other rows of these operations (sums of whole numbers are exact, and for the others it
+was measured): deterministic mode uses them for all numbers of rows. The calls are private to torch, so a build without
+them has no such products.
 """
 
 from __future__ import annotations
@@ -23,6 +28,10 @@ INT8_COLUMNS = 16  # that the vector code reads at once
 _FEW_INT8_ROWS = 16  # of the input; with more, bfloat16 pieces are faster
 _FEW_INT4_ROWS = 96
 _PIECE = 1 << 20  # weights; 2 MB in bfloat16 stay in a core's cache
+_MANY_CODES = 1 << 21  # of a weight: cutting the input into digits takes as long as reading these
+_PIECE_ROWS = 128  # of the input, whose digits' products are in memory at a time
+_MOST = 32639  # the largest number of two digits from -128 to 127, 256 * 127 + 127
+_OFFSET = 32896.5  # what makes both digits of such a number those of an unsigned one, 256 * 128 + 128; and rounds
 
 
 def has_vector_code() -> bool:
@@ -38,6 +47,8 @@ def int8_product(
     deterministic: bool,
 ) -> Product:
     """x @ (codes * scale).T + bias, for bfloat16 x."""
+    if codes.numel() >= _MANY_CODES and _has_whole_number_code():
+        return _whole_number_product(codes, scale, bias)
 
     def few_rows(x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.aten._weight_int8pack_mm(x, codes, scale)
@@ -47,6 +58,36 @@ def int8_product(
         return F.linear(x, codes[rows].to(x.dtype)).mul_(scale[rows])
 
     return _by_rows(few_rows, piece, codes.shape, bias, None if deterministic else _FEW_INT8_ROWS)
+
+
+def _whole_number_product(codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """`int8_product` with sums of whole numbers; `codes` are copied to the operation's layout."""
+    packed = torch.ops.onednn.qlinear_prepack(codes, None)
+    scales, zeros = scale.float(), torch.zeros(len(codes), dtype=torch.int64)
+
+    def piece(x: torch.Tensor) -> torch.Tensor:
+        top = x.abs().amax(1, keepdim=True).float()  # a row that is not finite stays so by its scale
+        numbers = (x * (_MOST / top)).add_(_OFFSET).to(torch.int32)
+        digits = torch.cat(((numbers >> 8).to(torch.uint8), numbers.to(torch.uint8)))
+        high, low = torch.ops.onednn.qlinear_pointwise(
+            digits, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        ).chunk(2)
+        y = torch.add(low, high, alpha=256).mul_(top / _MOST)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        pieces = [piece(rows) for rows in x.split(_PIECE_ROWS)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    return product
+
+
+@cache
+def _has_whole_number_code() -> bool:
+    """True if the operations are there and sum products of 8 bits in 32; without VNNI they saturate at 16."""
+    names = ("qlinear_prepack", "qlinear_pointwise")
+    has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    return bool(has_vnni()) and all(hasattr(torch.ops.onednn, name) for name in names)
 
 
 def int4_product(

@@ -46,9 +46,31 @@ def every_code(form: Form, shape: tuple[int, int]) -> tuple[torch.Tensor, ...]:
     return codes.view(torch.uint8) if form.has_minimum else codes, scale, *more
 
 
-@pytest.mark.parametrize(("form", "shape"), CASES, ids=lambda case: case.name if isinstance(case, Form) else str(case))
-def test_products_are_those_with_the_numbers(form, shape, monkeypatch):
+def test_products_in_whole_numbers_are_as_exact_as_their_output(monkeypatch):
+    if not cpu_quantized._has_whole_number_code():
+        pytest.skip("this CPU has no VNNI")
+    monkeypatch.setattr(cpu_quantized, "_MANY_CODES", 0)
+    codes, scale = every_code(INT8, (61, 304))
+    x = torch.randn(300, 304).bfloat16() * torch.logspace(-12, 12, 300).bfloat16()[:, None]
+    x[3], x[:, 7] = 0, 100 * x[:, 7]  # a row of zeros, and a column of outliers
+    x[4, 5], x[5, 5] = torch.nan, torch.inf
+    got = cpu_quantized.int8_product(codes, scale.view(-1).bfloat16(), None, deterministic=False)(x)
+    assert not got[4:6].isfinite().any()
+    want = x.double() @ (codes * scale.bfloat16().double()).T
+    errors = (got.double() - want).norm(dim=1) / want.norm(dim=1)
+    errors[3] = got[3].abs().max()
+    assert errors[:4].max() < 0.003
+    assert errors[6:].max() < 0.003
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "many_codes"),
+    [*((form, shape, cpu_quantized._MANY_CODES) for form, shape in CASES), (*CASES[0], 0), (*CASES[1], 0)],
+    ids=lambda case: case.name if isinstance(case, Form) else str(case),
+)
+def test_products_are_those_with_the_numbers(form, shape, many_codes, monkeypatch):
     monkeypatch.setattr(cpu_quantized, "_PIECE", 64 * shape[1])  # several pieces
+    monkeypatch.setattr(cpu_quantized, "_MANY_CODES", many_codes)
     bias = torch.randn(shape[0]).bfloat16()
     weight = every_code(form, shape)
     dense = form.dequantize(weight, torch.float32)
