@@ -7,8 +7,13 @@ into its controller, where none of our packages need be: it imports nothing but 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 DRAIN_S = 2.0  # the prompts that wait should be computed within this
 ROWS = 0.8  # the share of its rows that an engine should use at most, and of its KV blocks
@@ -103,3 +108,36 @@ class ScalingPolicy:
 
 def _ceil(value: float) -> int:
     return math.ceil(value - 1e-9)  # a sum of floats may be a little above a whole number
+
+
+# ---- Serve's side ----------------------------------------------------------------------------------------------------
+
+_SERVES = "serves"  # 1 in the report of an engine that has figures
+
+
+def report_of(figures: EngineFigures | None) -> dict[str, float]:
+    """The numbers by which a replica tells Serve of its engine, which may be away."""
+    return {_SERVES: 0.0} if figures is None else {_SERVES: 1.0, **asdict(figures)}
+
+
+class ServePolicy:
+    """A ScalingPolicy as Serve calls it, which alone delays and bounds what it decides."""
+
+    def __init__(self, **settings: float) -> None:
+        """`settings` are those of ScalingPolicy."""
+        self._policy = ScalingPolicy(**settings)  # type: ignore[arg-type]
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        # Serve's own clock jumps where the machine's is set.
+        return self._policy.decide(_reported(context), context.target_num_replicas, time.monotonic()), {}
+
+
+def _reported(context: AutoscalingContext) -> list[EngineFigures]:
+    """The figures that replicas reported last, without those whose engines are away."""
+    series = context.raw_metrics or {}
+    found = []
+    for replica in context.running_replicas:
+        last = {name: of[replica][-1].value for name, of in series.items() if of.get(replica)}
+        if last.get(_SERVES):
+            found.append(EngineFigures(**{field.name: last[field.name] for field in fields(EngineFigures)}))
+    return found

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from actors.autoscaling import EngineFigures
 from actors.engine_loop import EngineLoop
 from actors.messages import EngineLoading
 from actors.process import SWITCH_INTERVAL_S, freeze_garbage
@@ -61,6 +62,10 @@ class EngineActor:
         """Counters and gauges of the engine, and its process id."""
         return {**self._loop.stats(), "pid": os.getpid()}
 
+    async def figures(self) -> EngineFigures:
+        """What the policy of scaling asks for."""
+        return self._loop.figures()
+
     async def num_live(self) -> int:
         """Requests that run or wait."""
         return len(self._loop.core.scheduler.requests)
@@ -70,9 +75,10 @@ class EngineActor:
         lines: list[str] = await self.runners.runners[0].phases.remote() if self.runners.runners else []
         return lines
 
-    async def drain(self, reason: str) -> None:
-        """Take no new requests from now on: the fronts answer 503 for `reason`. Live ones go on."""
-        await asyncio.wrap_future(self._loop.drain(reason))
+    async def drain(self, reason: str, leaves: bool = False) -> None:
+        """Take no new requests from now on: the fronts answer 503 for `reason`, unless the server goes on when this
+        engine `leaves` it, and has others or can start one. Live ones go on."""
+        await asyncio.wrap_future(self._loop.drain(reason, leaves))
 
     async def wait_for_exit(self) -> None:
         """Returns when the step thread has ended, which it never should; fails when this process dies."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -20,13 +21,14 @@ from actors.messages import AbortById, Refused
 from actors.metrics import MetricValues, Snapshot
 from actors.transport import Address
 from runtime.core.config import ModelInfo
-from runtime.core.types import FinishReason, Request, RequestOutput
+from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 
 _LISTING_S = 1.0  # between two looks into the directory
 _SOON_S = 0.1  # the first ones after an engine was lost
 _SETTLED_S = 1.0  # without a change, before streams leave a draining engine
+_ASKING_S = 0.5  # between two calls for an engine: the one that answered may have been about to go
 _MAX_LOSSES = 3  # engines that died while they computed a stream: it is at fault, as far as one can know
 
 
@@ -42,13 +44,23 @@ class Directory(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FromZero:
+    """For an application that may have no engine: how one is asked for, and which requests wait until it is there."""
+
+    wake: Callable[[], Awaitable[object]]  # returns when there is an engine; CallboardError: there will be none
+    max_requests: int  # that wait for it; more are refused
+    timeout_s: float | None  # how long each waits at most
+
+
 class EngineGroup:
     """An EngineClient over the engines of a directory."""
 
     info: ModelInfo
 
-    def __init__(self, directory: Directory) -> None:
-        self._directory = directory
+    def __init__(self, directory: Directory, from_zero: FromZero | None = None) -> None:
+        self._directory, self._from_zero = directory, from_zero
+        self._asking: asyncio.Task[None] | None = None
         self._links: dict[str, EngineLink] = {}
         self._waiting: dict[Stream, None] = {}  # streams without an engine
         self._wake = asyncio.Event()  # the directory is to be looked at now
@@ -59,11 +71,12 @@ class EngineGroup:
     async def start(self) -> None:
         """Returns when there is a healthy engine. The others are used as soon as they are there."""
         self._listing = asyncio.create_task(self._keep_listing())
+        self._ask_for_engine()
         await self._is_served.wait()
 
     def close(self) -> None:
         """Let all engines go."""
-        for pending in (self._listing, self._relief):
+        for pending in (self._listing, self._relief, self._asking):
             if pending is not None:
                 pending.cancel()
         for link in self._links.values():
@@ -81,6 +94,9 @@ class EngineGroup:
         links = sorted(self._links.values(), key=lambda link: (link.draining, not link.connected))
         if any(link.usable and not link.reason for link in links):
             return None
+        if self._from_zero is not None and self._is_served.is_set():  # requests wait, unless the whole server ends
+            links = [link for link in links if link.draining and not link.leaves]
+            return links[0].reason if links else None
         if links:
             return links[0].reason
         return "The engine is restarting." if self._is_served.is_set() else "The engine is starting."
@@ -127,8 +143,44 @@ class EngineGroup:
         if link is not None:
             link.submit(stream)
         else:
-            stream.link = None
-            self._waiting[stream] = None
+            self._park(stream)
+
+    def _park(self, stream: Stream) -> None:
+        """Let a stream wait for an engine."""
+        stream.link = None
+        zero = self._from_zero
+        if zero is not None and not stream.accepted:
+            if len(self._waiting) >= zero.max_requests:
+                count = f"{len(self._waiting)} requests wait for an engine, the limit (max_queued_requests)"
+                stream.fail(EngineRefusal(f"{count}; try again later.", Refusal.BUSY, 1.0))
+                return
+            if zero.timeout_s is not None:
+                asyncio.get_running_loop().call_later(zero.timeout_s, self._expire, stream)
+        self._waiting[stream] = None
+        self._ask_for_engine()
+
+    def _expire(self, stream: Stream) -> None:
+        if stream in self._waiting and not stream.accepted:
+            self._release(stream)
+            text = "The request waited for as long as it may (queue_timeout_s) while no engine was there."
+            stream.fail(EngineRefusal(text, Refusal.LATE))
+
+    def _ask_for_engine(self) -> None:
+        """Where there may be none, ask for one, and again while something waits for it."""
+        if self._from_zero is not None and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.create_task(self._keep_asking(self._from_zero))
+
+    async def _keep_asking(self, zero: FromZero) -> None:
+        while self._waiting or not self._is_served.is_set():
+            try:
+                await zero.wake()
+            except CallboardError as e:
+                for stream in [s for s in self._waiting if not s.accepted]:
+                    self._release(stream)
+                    stream.fail(e)
+            except Exception as e:  # the engine that was asked may have gone meanwhile
+                logger.warning("no engine could be asked for: %s: %s", type(e).__name__, e)
+            await asyncio.sleep(_ASKING_S)
 
     def _release(self, stream: Stream) -> bool:
         """Let nobody serve a stream any more; False if nobody did."""
@@ -175,7 +227,8 @@ class EngineGroup:
         alike = [k for k in self._links.values() if k.usable and k.info == link.info]
         for other in alike if refused.reason is Refusal.NEVER else [link]:
             stream.refusals[other] = error
-        if self._choose(stream) is not None:
+        ends = self._from_zero is not None and all(link.leaves for link in stream.refusals)
+        if ends or self._choose(stream) is not None:
             self._place(stream)
         else:
             by_hope = list(Refusal)

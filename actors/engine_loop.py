@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from actors.autoscaling import EngineFigures
 from actors.engine_client import Refusal
 from actors.link_server import Connection, LinkServer, Stream
 from actors.messages import Abort, AbortById, Ended, Refused, Status, Submit, client_id
@@ -22,6 +23,7 @@ from actors.metrics import EngineMetrics, MetricValues, Snapshot
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.draft_client import DraftClient, DraftWire, speculation_of
 from runtime.core.engine import EngineCore
+from runtime.core.engine_load import EngineLoad
 from runtime.core.executor import Executor
 from runtime.core.request_state import RequestState
 from runtime.core.step_pacing import StepPacing
@@ -52,6 +54,7 @@ class EngineLoop:
         self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was last idle
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
         self._draining: str | None = None  # why no new requests are taken
+        self._leaves = False  # that is because this engine ends, and not all of the server
         self._output: StepOutput | None = None  # committed, not sent yet
         self._closed = False
         self._progress = time.monotonic()
@@ -105,13 +108,28 @@ class EngineLoop:
             **({} if s.speculation is None else s.speculation.stats()),
         }
 
+    def figures(self) -> EngineFigures:
+        """For the policy of scaling; read as `stats` are."""
+        scheduler = self.core.scheduler
+        load, num_live = EngineLoad.of(scheduler), len(scheduler.requests)
+        return EngineFigures(
+            queued_tokens=load.queued_tokens,
+            prefill_rate=scheduler.pacing.prefill_rate if scheduler.pacing is not None else 0.0,
+            num_live=num_live,
+            max_rows=scheduler.max_num_seqs,
+            num_used_blocks=load.num_blocks - load.num_free_blocks,
+            num_blocks=load.num_blocks,
+            idle_s=0.0 if num_live else time.monotonic() - self._progress,
+        )
+
     def report(self, figures: MetricValues) -> Snapshot:
         """Add what a front has counted; all figures of this engine."""
         return self._meter.report(figures, self.core.scheduler, self.num_rebuilds)
 
-    def drain(self, reason: str) -> Future[object]:
-        """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
-        return self._call(partial(self._drain, reason))
+    def drain(self, reason: str, leaves: bool = False) -> Future[object]:
+        """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls.
+        `leaves`: the server goes on without this engine."""
+        return self._call(partial(self._drain, reason, leaves))
 
     @property
     def draft(self) -> DraftClient | None:
@@ -290,8 +308,8 @@ class EngineLoop:
             return 1.0
         return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))
 
-    def _drain(self, reason: str) -> None:
-        self._draining = reason
+    def _drain(self, reason: str, leaves: bool) -> None:
+        self._draining, self._leaves = reason, leaves
         self._set_reason(self.reason)
 
     def _abort(self, asked: AbortById) -> None:
@@ -362,7 +380,7 @@ class EngineLoop:
             self._by_id.pop(key, None)
 
     def _status(self) -> Status:
-        return Status(self._draining or self.reason, self._draining is not None)
+        return Status(self._draining or self.reason, self._draining is not None, self._leaves)
 
     def _set_reason(self, reason: str | None) -> None:
         self.reason = reason

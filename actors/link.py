@@ -161,7 +161,7 @@ class EngineLink:
         self.info: ModelInfo
         self.reason: str | None = "The engine is starting."  # why it serves nothing now; None: it is healthy
         self.usable = False  # it is connected, and the engine has told its Status
-        self.draining = False
+        self.draining = self.leaves = False
         self.suspects: list[Stream] = []  # what the engine computed when its connection ended
         self._task = asyncio.create_task(self._keep_connected())
 
@@ -263,7 +263,8 @@ class EngineLink:
         """Its streams are for the group to place anew; the link knows them no more, and looks for its engine again."""
         if connection is not self._connection:
             return  # closed, or it ended before it was used
-        self._connection, self.usable, self.draining = None, False, False
+        self._connection, self.usable = None, False
+        self.draining = self.leaves = False
         self.reason = "The engine is restarting."
         for asked in self._reports:
             asked.cancel()
@@ -280,7 +281,7 @@ class EngineLink:
         if isinstance(message, Tokens):
             self._on_tokens(message)
         elif isinstance(message, Status):
-            self.reason, self.draining = message.reason, message.draining
+            self.reason, self.draining, self.leaves = message.reason, message.draining, message.leaves
             self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
             self._group.on_status(self)
         elif isinstance(message, Snapshot):

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
+from actors.autoscaling import EngineFigures
 from actors.directory import plain_error
 from actors.engine import EngineActor
 from actors.names import NAMESPACE, new_name
@@ -31,6 +32,7 @@ _PAUSE_S = 1.0  # between attempts to start an engine
 _DRAIN_POLL_S = 0.1
 _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 10.0  # an engine that does not answer for so long is frozen; its streams left it long before
+_FIGURES_TIMEOUT_S = 1.0
 DRAINING = "The server is shutting down and takes no new requests; try again later."
 
 
@@ -52,9 +54,17 @@ class Supervisor:
         """Let the engine take no new requests, and wait until those that it has are done, at most `timeout_s`."""
         with contextlib.suppress(RayError, TimeoutError):  # a dead engine has nothing to finish
             async with asyncio.timeout(timeout_s):
-                await self._engine.drain.remote(DRAINING)
+                await self._engine.drain.remote(DRAINING, leaves=True)
                 while await self._engine.num_live.remote():
                     await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def figures(self) -> EngineFigures | None:
+        """What the engine has to do; None while it is restarted or frozen."""
+        try:
+            found: EngineFigures = await asyncio.wait_for(self._engine.figures.remote(), _FIGURES_TIMEOUT_S)
+        except (RayError, TimeoutError):
+            return None
+        return found
 
     async def _start_engine(self) -> Any:
         actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)

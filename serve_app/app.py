@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import ray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from actors.autoscaling import ServePolicy, report_of
 from actors.directory import RayDirectory
-from actors.engine_group import EngineGroup
+from actors.engine_group import EngineGroup, FromZero
 from actors.environment import FAST_SERVE
 from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, uses_gpu
@@ -39,12 +42,14 @@ from serve_app.ray_metrics import RayMetrics
 from serve_app.requests import parse
 from serve_app.responses import encode_json
 from serve_app.service import Service
-from serve_app.settings import HttpSettings
+from serve_app.settings import HttpSettings, ScalingSettings
 
 logger = logging.getLogger("ray.serve")
 
 
 _SHUTDOWN_POLL_S = 0.2  # how often Serve looks whether a replica that is to end still has requests
+_REPORTS_S = 1.0  # between two reports of an engine to the policy of scaling
+_LOOK_BACK_S = 3.0
 _SHUTDOWN_MARGIN_S = 2.0  # for the ways between the processes, beside the drain itself
 
 
@@ -52,7 +57,6 @@ class _ServeArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     served_model_name: str | None = Field(None, description="the name that clients use; default: model")
-    num_replicas: int = Field(1, ge=1, description="model replicas, each an engine with its runners")
     num_fronts: int | None = Field(
         None, ge=1, description="front replicas (CPU only) that share the engines; default: one per 4 CPUs, at most 4"
     )
@@ -60,6 +64,10 @@ class _ServeArgs(BaseModel):
     def engine_config(self) -> EngineConfig:
         """The engine's part; raises CallboardError if a value is out of range."""
         return EngineConfig(**{f.name: getattr(self, f.name) for f in fields(EngineConfig)})
+
+    def scaling(self) -> ScalingSettings:
+        """How many engines there are; raises CallboardError if a value is out of range."""
+        return ScalingSettings(**{f.name: getattr(self, f.name) for f in fields(ScalingSettings)})
 
     def http_settings(self) -> HttpSettings:
         """The fronts' part; raises CallboardError if a value is out of range."""
@@ -82,8 +90,9 @@ else:
     AppArgs = create_model(
         "AppArgs",
         __base__=_ServeArgs,
-        __doc__="The settings of an application: the fields of EngineConfig and HttpSettings, and Serve's own.",
+        __doc__="The settings of an application: those of EngineConfig, ScalingSettings and HttpSettings, and more.",
         **_model_fields(EngineConfig),
+        **_model_fields(ScalingSettings),
         **_model_fields(HttpSettings),
     )
 
@@ -107,6 +116,13 @@ class EngineHost:
         if self._supervisor.failed:
             raise CallboardError(self._supervisor.failed)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks this once a second, and gives the answers of all replicas to the policy of scaling."""
+        return report_of(await self._supervisor.figures())
+
+    async def wake(self) -> None:
+        """Returns as soon as there is an engine: Serve starts a replica for this call if there is none."""
+
     async def __del__(self) -> None:
         """Serve calls this before it ends the replica, and the engine with it: what runs is finished first."""
         await self._supervisor.drain(self._drain_timeout_s)
@@ -121,15 +137,22 @@ class Front:
         settings: HttpSettings,
         served_model_name: str | None,
         engines: DeploymentHandle[Any],
+        may_be_none: bool,
     ) -> None:
         """Returns at once: until the tokenizer is loaded and an engine there, /ready says what is still to come.
 
-        `engines` is the deployment that this one needs; it is reached over sockets, not through its handle."""
+        `engines` is the deployment that this one needs. It is reached over sockets; only where there `may_be_none`, a
+        call through its handle has Serve start one."""
         missing = [f"{name}={value}" for name, value in FAST_SERVE.items() if os.environ.get(name) != value]
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))
         app_name = serve.get_replica_context().app_name
-        self._engines = EngineGroup(RayDirectory(engines_of(app_name, config)))
+        self._engines = EngineGroup(
+            RayDirectory(engines_of(app_name, config)),
+            FromZero(lambda: _wake(engines), config.max_queued_requests, config.queue_timeout_s)
+            if may_be_none
+            else None,
+        )
         draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
         self._service = Service(self._engines, None, served_model_name or config.model, draft)
         if settings.otlp_traces_endpoint is not None:
@@ -184,11 +207,45 @@ class Front:
                     }
 
 
+async def _wake(engines: DeploymentHandle[Any]) -> None:
+    """Returns when there is an engine; raises CallboardError if none can be started."""
+    try:
+        await engines.wake.remote()
+    except DeploymentUnavailableError as e:
+        raise CallboardError("No engine could be started; the log of the Serve controller says why.") from e
+
+
+def _replicas(scaling: ScalingSettings) -> dict[str, Any]:
+    """Serve's options for the number of engines."""
+    if scaling.least == scaling.most:
+        return {"num_replicas": scaling.most}
+    limits = {
+        "min_engines": scaling.least,
+        "max_engines": scaling.most,
+        "downscale_delay_s": scaling.scale_in_delay_s,
+        "idle_s": scaling.scale_to_zero_s,
+    }
+    policy: Any = AutoscalingPolicy(policy_function=ServePolicy, policy_kwargs=limits)  # type: ignore[no-untyped-call]
+    autoscaling = AutoscalingConfig(
+        min_replicas=scaling.least,
+        max_replicas=scaling.most,
+        policy=policy,
+        metrics_interval_s=_REPORTS_S,
+        # Serve's own rule, which starts the first replica, counts the calls of this time.
+        look_back_period_s=_LOOK_BACK_S,
+        # All delays are the policy's.
+        upscale_delay_s=0,
+        downscale_delay_s=0,
+        downscale_to_zero_delay_s=0,
+    )
+    return {"autoscaling_config": autoscaling}
+
+
 def build_app(args: AppArgs) -> serve.Application:
     """The application: a front that HTTP reaches, and the engines behind it.
 
     Raises CallboardError if a value is out of range or the cluster lacks what is asked for."""
-    config, settings = args.engine_config(), args.http_settings()
+    config, settings, scaling = args.engine_config(), args.http_settings(), args.scaling()
     if not ray.is_initialized():
         ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -196,7 +253,7 @@ def build_app(args: AppArgs) -> serve.Application:
     engines: Any = serve.deployment(
         EngineHost,
         name="Engine",
-        num_replicas=args.num_replicas,
+        **_replicas(scaling),
         ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
         placement_group_bundles=bundles(config, gpu),
         placement_group_strategy="STRICT_PACK",
@@ -211,7 +268,7 @@ def build_app(args: AppArgs) -> serve.Application:
         num_replicas=args.num_fronts or default_fronts(resources),
         ray_actor_options={"num_cpus": FRONT_CPUS},
         # The engines' own limit of their queues comes first, with an error of OpenAI's shape.
-        max_ongoing_requests=args.num_replicas * config.max_queued_requests + 4096,
+        max_ongoing_requests=scaling.most * config.max_queued_requests + 4096,
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=_SHUTDOWN_POLL_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
@@ -221,5 +278,6 @@ def build_app(args: AppArgs) -> serve.Application:
         settings,
         args.served_model_name,
         engines.bind(config, gpu, settings.drain_timeout_s),
+        scaling.least == 0,
     )
     return application

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
-from serve_app.settings import HttpSettings
+from serve_app.settings import HttpSettings, ScalingSettings
 
 
 class _UsageError(CallboardError):
@@ -56,9 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every interface")
     serve.add_argument("--port", type=_port, default=8000, help="port to listen on")
     serve.add_argument("--served-model-name", metavar="NAME", help="the name that clients use; default: MODEL")
-    serve.add_argument("--num-replicas", type=_positive, default=1, metavar="N", help="model replicas")
-    fronts = "front replicas that share them; default: one per 4 CPUs, at most 4"
+    fronts = "front replicas that share the engines; default: one per 4 CPUs, at most 4"
     serve.add_argument("--num-fronts", type=_positive, metavar="N", help=fronts)
+    _add_flags(serve.add_argument_group("scaling", "how many model replicas there are"), ScalingSettings)
     _add_flags(serve.add_argument_group("http", "what the front door allows"), HttpSettings)
     _add_engine_flags(serve)
     serve.set_defaults(run=_serve)
@@ -225,7 +225,7 @@ def _serve(args: argparse.Namespace) -> int:
             host=args.host,
             port=args.port,
             served_model_name=args.served_model_name,
-            num_replicas=args.num_replicas,
+            scaling=_checked(ScalingSettings, **{f.name: getattr(args, f.name) for f in fields(ScalingSettings)}),
             num_fronts=args.num_fronts,
         )
     )

@@ -101,13 +101,17 @@ class _Routes:
     async def health(self, request: HttpRequest) -> Response:
         if reason := self._service.health():
             return _unavailable(reason, status="unavailable", reason=redacted(reason))
-        return _json({"status": "ok"})
+        return _json({"status": "ok", **self._scale()})
 
     async def ready(self, request: HttpRequest) -> Response:
         if reason := self._service.health():
             status = "loading" if self._service.loading else "unavailable"
             return _unavailable(reason, status=status, phase=redacted(reason))
-        return _json({"status": "ready"})
+        return _json({"status": "ready", **self._scale()})
+
+    def _scale(self) -> dict[str, str]:
+        """What there is to say of a healthy server's engines."""
+        return {} if self._service.engines() else {"phase": "scaled to zero; the next request starts an engine"}
 
     async def metrics(self, request: HttpRequest) -> Response:
         return Response(await self._service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -26,7 +26,7 @@ from runtime.core.types import CallboardError
 from serve_app.console import Console
 from serve_app.port import Port, port_of_its_own
 from serve_app.process_tree import Parent, run
-from serve_app.settings import HttpSettings
+from serve_app.settings import HttpSettings, ScalingSettings
 
 APP_NAME = "callboard"
 WORKERS_MODULES = (  # what Ray's workers import: Serve's actors, the replicas, the runner
@@ -58,7 +58,7 @@ class ServerSettings:
     host: str
     port: int
     served_model_name: str | None
-    num_replicas: int
+    scaling: ScalingSettings
     num_fronts: int | None
 
 
@@ -122,7 +122,7 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
     private: Any = ray._private
     private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
     private.node.Node.start_api_server = lambda *_, **__: None
-    num_actors = settings.num_replicas * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
+    num_actors = settings.scaling.most * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
     importing = threading.Thread(target=import_module, args=("serve_app.app",))  # while Ray's daemons start
     importing.start()
     sys.executable, own = python, sys.executable
@@ -158,7 +158,7 @@ def _deploy(settings: ServerSettings) -> None:
             **asdict(settings.config),
             **asdict(settings.http),
             served_model_name=settings.served_model_name,
-            num_replicas=settings.num_replicas,
+            **asdict(settings.scaling),
             num_fronts=settings.num_fronts,
         )
     )
@@ -247,7 +247,7 @@ def _fronts_are_connected(settings: ServerSettings) -> bool:
     deployment = serve.status().applications[APP_NAME].deployments["Front"]
     num_fronts = sum(deployment.replica_states.values())
     stats = ray.get([engine.stats.remote() for engine in _engines()])
-    return len(stats) >= settings.num_replicas and all(s["connections"] >= num_fronts for s in stats)
+    return len(stats) >= settings.scaling.least and all(s["connections"] >= num_fronts for s in stats)
 
 
 def _answers(settings: ServerSettings) -> bool:

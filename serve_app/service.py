@@ -82,6 +82,10 @@ class Service:
             raise _unavailable(self.health() or "", _LOADING_RETRY_S)
         return ServedModel(self.model, self._tokenizer, self._chats, self._client.info, self.draft is not None)
 
+    def engines(self) -> list[str]:
+        """The ids of the engines that there are; a healthy server may have none, and start one for the next request."""
+        return self._client.engines()
+
     def health(self) -> str | None:
         """None if requests can be served now; else one sentence that says why not."""
         return self._client.health() or ("The server is loading the tokenizer." if self.loading else None)

@@ -1,4 +1,4 @@
-"""HttpSettings: what the front door allows and for how long it waits, frozen and checked once."""
+"""What the front door allows, and how many engines there are: frozen, and checked once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,36 @@ from pathlib import Path
 
 from runtime.core.config import check_settings, setting
 from runtime.core.types import CallboardError
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingSettings:
+    """How many engines there are: always as many, or as there is work for."""
+
+    num_replicas: int = setting(1, "model replicas, each an engine with its runners", 1)
+    min_replicas: int | None = setting(
+        None, "fewest of them, when there is little to do; 0 is allowed; default: num_replicas", 0
+    )
+    max_replicas: int | None = setting(None, "most of them, when there is much to do; default: num_replicas", 1)
+    scale_in_delay_s: float = setting(120.0, "a replica goes when it was not needed for so long", 0)
+    scale_to_zero_s: float = setting(
+        300.0, "with min_replicas 0, the last replica goes when nothing was asked of it for so long", above=0
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.least > self.most:
+            raise CallboardError(f"min_replicas is {self.least}; it must be at most max_replicas, {self.most}.")
+
+    @property
+    def least(self) -> int:
+        """Replicas that there are at any time."""
+        return self.num_replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most(self) -> int:
+        """Replicas that there may be."""
+        return self.num_replicas if self.max_replicas is None else self.max_replicas
 
 
 @dataclass(frozen=True, slots=True)

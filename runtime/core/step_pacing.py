@@ -47,6 +47,11 @@ class StepPacing:
         """Seconds, for `observe_step`."""
         return self._clock()
 
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second; 0 until it is known."""
+        return 0.0 if self._token_us is None else 1e6 / self._token_us.mean
+
     def max_prompt_tokens(self, num_decoding: int, num_queued: int) -> int | None:
         """Prompt tokens for a step beside `num_decoding` rows; None: as many as there are. `num_queued` is the number
         of all that are still to be computed: where no target is given, a step takes at least a share of them, so that

@@ -20,7 +20,7 @@ from serve_app import cli
 from serve_app.http import build_http_app
 from serve_app.port import port_of_its_own
 from serve_app.service import Service
-from serve_app.settings import HttpSettings
+from serve_app.settings import HttpSettings, ScalingSettings
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +86,21 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
     assert settings == HttpSettings(**values)
     assert settings.api_keys() == ("k0", "k1", "k2", "k3")
     assert cli._http_settings(cli._parser().parse_args(["serve"])) == HttpSettings()
+
+
+def test_the_number_of_replicas_is_fixed_or_has_bounds():
+    def bounds(*argv):
+        args = cli._parser().parse_args(["serve", *argv])
+        scaling = ScalingSettings(**{f.name: getattr(args, f.name) for f in fields(ScalingSettings)})
+        return scaling.least, scaling.most
+
+    assert bounds() == (1, 1)
+    assert bounds("--num-replicas", "3") == (3, 3)
+    assert bounds("--min-replicas", "0") == (0, 1)
+    assert bounds("--num-replicas", "2", "--max-replicas", "5") == (2, 5)
+    assert bounds("--min-replicas", "0", "--max-replicas", "5") == (0, 5)
+    with pytest.raises(CallboardError, match="min_replicas is 3; it must be at most max_replicas, 2"):
+        bounds("--min-replicas", "3", "--max-replicas", "2")
 
 
 def test_without_keys_the_server_answers_to_its_own_names_only():
@@ -255,11 +270,14 @@ def test_generate_and_chat_in_process(smollm2_path: Path):
 def test_app_arguments_are_engine_config_and_what_concerns_serve():
     from serve_app.app import AppArgs
 
-    more = {"served_model_name", "num_replicas", "num_fronts"}
-    assert set(AppArgs.model_fields) == {f.name for f in (*fields(EngineConfig), *fields(HttpSettings))} | more
+    more = {"served_model_name", "num_fronts"}
+    configs = (*fields(EngineConfig), *fields(ScalingSettings), *fields(HttpSettings))
+    assert set(AppArgs.model_fields) == {f.name for f in configs} | more
     assert AppArgs().engine_config() == EngineConfig()
     assert AppArgs().http_settings() == HttpSettings()
     assert AppArgs.model_validate({"api_key": "a,b"}).http_settings().api_keys() == ("a", "b")
+    assert AppArgs().scaling() == ScalingSettings()
+    assert AppArgs.model_validate({"min_replicas": "0", "max_replicas": "3"}).scaling().least == 0
     assert AppArgs(draft="ngram", num_draft_tokens="auto").engine_config() == EngineConfig(draft="ngram")
     # `serve run` passes every value as text.
     args = AppArgs.model_validate({"model": "m", "max_num_seqs": "8", "prefix_cache": "false", "kv_cache_memory": "2"})

@@ -157,6 +157,17 @@ async def test_logprobs_end_with_the_stop_string():
     assert body["choices"][0]["logprobs"]["tokens"] == ["a", "b", "c"]
 
 
+async def test_a_server_without_engines_that_starts_one_when_asked_is_healthy():
+    engine = FakeEngine()
+    engine.engines = list
+    async with client_of(engine) as client:
+        for path, status in (("/health", "ok"), ("/ready", "ready")):
+            response = await client.get(path)
+            assert response.status_code == 200
+            assert response.json()["status"] == status
+            assert "scaled to zero" in response.json()["phase"]
+
+
 async def test_models_and_health():
     engine = FakeEngine()
     async with client_of(engine) as client:

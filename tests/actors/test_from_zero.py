@@ -1,0 +1,120 @@
+"""A group of engines that may have none: requests wait and ask for one, within their limits."""
+
+import asyncio
+
+import pytest
+
+from actors.engine_client import EngineRefusal, Refusal
+from actors.engine_group import EngineGroup, FromZero
+from runtime.core.types import CallboardError
+from tests.actors.test_link import Engine, Engines, eventually, read, request
+from tests.support.fake_runner import sequential
+
+
+class Zero:
+    """An engine that is there when it was asked for, and the group that asks."""
+
+    def __init__(self, max_requests=100, timeout_s=None):
+        self.engine, self.num_asked, self.may_start = Engine(delay_s=0.005), 0, asyncio.Event()
+        self.may_start.set()
+        self.error = None
+        self.engine.die()
+        self.group = EngineGroup(Engines(self.engine), FromZero(self.wake, max_requests, timeout_s))
+
+    async def wake(self):
+        self.num_asked += 1
+        if self.error is not None:
+            raise self.error
+        await self.may_start.wait()
+        if self.engine.loop is None:
+            self.engine.restart()
+
+    async def leave(self):
+        """As in scale-in: what runs comes to its end, or moves."""
+        await asyncio.wrap_future(self.engine.loop.drain("the engine goes", leaves=True))
+        await eventually(lambda: all(link.draining for link in self.group._links.values()))
+
+    async def __aenter__(self):
+        await self.group.start()
+        return self
+
+    async def __aexit__(self, *_):
+        self.group.close()
+        if self.engine.loop is not None:
+            self.engine.loop.close()
+
+
+async def test_who_starts_at_zero_asks_for_an_engine_to_know_the_model():
+    async with Zero() as zero:
+        assert zero.num_asked
+        assert zero.group.info.vocab_size
+        assert (await read(zero.group, request(0)))[:2] == sequential(request(0), 512)
+
+
+async def test_requests_wait_for_an_engine_that_they_ask_for_once():
+    async with Zero() as zero:
+        zero.engine.die()
+        await eventually(lambda: not zero.group.engines())
+        assert zero.group.health() is None
+        zero.may_start.clear()
+        num_asked = zero.num_asked
+        reading = asyncio.gather(*(read(zero.group, request(i)) for i in range(8)))
+        await eventually(lambda: len(zero.group._waiting) == 8)
+        await eventually(lambda: zero.num_asked > num_asked)
+        await asyncio.sleep(0.1)
+        assert zero.num_asked == num_asked + 1
+        assert zero.group.health() is None
+        zero.may_start.set()
+        for i, (tokens, reason, _) in enumerate(await reading):
+            assert (tokens, reason) == sequential(request(i), 512)
+
+
+async def test_a_request_that_meets_the_engine_as_it_leaves_waits_for_the_next_one():
+    async with Zero() as zero:
+        running = asyncio.create_task(read(zero.group, request(0, max_tokens=100)))
+        await eventually(lambda: zero.engine.loop.stats()["running"] == 1)
+        zero.may_start.clear()
+        await zero.leave()
+        assert zero.group.health() is None
+        new = asyncio.create_task(read(zero.group, request(1)))
+        await eventually(lambda: len(zero.group._waiting) == 1)
+        assert (await running)[:2] == sequential(request(0, max_tokens=100), 512)
+        zero.engine.die()
+        zero.may_start.set()
+        assert (await new)[:2] == sequential(request(1), 512)
+
+
+async def test_a_stream_that_its_engine_leaves_behind_goes_on_with_the_next_one():
+    async with Zero() as zero:
+        reading = asyncio.create_task(read(zero.group, request(0, max_tokens=150)))
+        await eventually(lambda: zero.engine.loop.core.steps_done > 10)
+        await zero.leave()
+        zero.engine.die()
+        assert (await reading)[:2] == sequential(request(0, max_tokens=150), 512)
+
+
+async def test_the_end_of_the_whole_server_is_told():
+    async with Zero() as zero:
+        await asyncio.wrap_future(zero.engine.loop.drain("the server ends"))
+        await eventually(lambda: zero.group.health() == "the server ends")
+        with pytest.raises(EngineRefusal, match="the server ends"):
+            await read(zero.group, request(0))
+
+
+async def test_so_many_wait_and_so_long():
+    async with Zero(max_requests=2, timeout_s=0.2) as zero:
+        zero.engine.die()
+        await eventually(lambda: not zero.group.engines())
+        zero.may_start.clear()
+        found = await asyncio.gather(*(read(zero.group, request(i)) for i in range(3)), return_exceptions=True)
+        assert [error.reason for error in found] == [Refusal.LATE, Refusal.LATE, Refusal.BUSY]
+        assert zero.group.num_streams == 0
+
+
+async def test_requests_fail_when_no_engine_can_be_started():
+    async with Zero() as zero:
+        zero.engine.die()
+        await eventually(lambda: not zero.group.engines())
+        zero.error = CallboardError("No engine could be started.")
+        with pytest.raises(CallboardError, match="could be started"):
+            await read(zero.group, request(0))
