@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from actors.autoscaling import EngineFigures
@@ -65,6 +67,17 @@ class EngineActor:
     async def figures(self) -> EngineFigures:
         """What the policy of scaling asks for."""
         return self._loop.figures()
+
+    async def processes(self) -> list[tuple[str, str, int]]:
+        """Role, node and id of the engine's process and of those that compute for it, as far as they live."""
+        found = [("engine", ray.get_runtime_context().get_node_id(), os.getpid())]
+        actors = [("runner", runner) for runner in self.runners.runners]
+        if self.draft is not None:
+            actors.append(("draft", self.draft.draft))
+        for role, actor in actors:
+            with suppress(RayError):
+                found.append((role, *(await actor.location.remote())))
+        return found
 
     async def num_live(self) -> int:
         """Requests that run or wait."""

@@ -52,7 +52,7 @@ class Parent:
         """Ends this process, with the reason, as soon as one of its own children with these names ends."""
         ends = select.poll()
         watched = {}
-        for pid in _children().get(os.getpid(), []):
+        for pid in children_of_all().get(os.getpid(), []):
             with suppress(OSError):
                 if (name := Path(f"/proc/{pid}/comm").read_text().strip()) in names:
                     watched[descriptor := os.pidfd_open(pid)] = name
@@ -189,7 +189,7 @@ def _end(strangers: set[int]) -> None:
         time.sleep(0.01)
 
 
-def _children() -> dict[int, list[int]]:
+def children_of_all() -> dict[int, list[int]]:
     """The children of every process, by its id."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -201,7 +201,7 @@ def _children() -> dict[int, list[int]]:
 
 def _descendants() -> set[int]:
     """Process ids of all that descend from this process."""
-    children = _children()
+    children = children_of_all()
     found: set[int] = set()
     todo = [os.getpid()]
     while todo:

@@ -1,0 +1,173 @@
+"""The rows and columns of the matrix: what is done to the application, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.faults.cell import Cell
+
+WHEN = {
+    "idle": "no request is there; a hundred come right after",
+    "prefill": "the prompts, of 1,000 tokens, are being computed: few streams have their first token",
+    "decode": "each stream has ten tokens at least",
+    "verify": "the same, with a draft model whose guesses are verified",
+    "drain": "the engine has been told to drain, and its streams are about to move",
+    "start": "the engine has been killed just before, and another one loads its model",
+}
+ENGINE_ROLES = ("engine", "runner", "draft", "supervisor")
+DRAFT_ONLY = "only the application of the column verify has a draft"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One row."""
+
+    name: str
+    text: str  # what is done
+    do: Callable[[Cell], Awaitable[None]]
+    undo: Callable[[Cell], Awaitable[None]] | None = None  # None: the application must recover by itself
+    hold_s: float = 0.0  # how long until it is undone
+    hits_engine: bool = False  # the streams of one engine are hit; the others should notice nothing
+    hits_cut: bool = False  # those are hit whose connections are lost
+    is_final: bool = False  # the application cannot recover: another one is made
+    through_proxy: bool = False
+    none_when: dict[str, str] | None = None  # columns that make no sense, and why
+
+    def why_not(self, when: str, has_disk: bool = True) -> str:
+        """Why a cell is empty; empty if it is not."""
+        if self.name == "full disk" and not has_disk:
+            return "this machine lets its users make no disks"
+        return (self.none_when or {}).get(when, "")
+
+
+def _signal(role: str, number: signal.Signals) -> Callable[[Cell], Awaitable[None]]:
+    """To the process of the victim engine, or to the first one of that role (HAProxy and all engines: to all)."""
+
+    async def send(cell: Cell) -> None:
+        for pid in cell.pids(role):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    return send
+
+
+def _kill(name: str, text: str, **fields: object) -> Fault:
+    role = str(fields.pop("role", name))
+    return Fault(f"{name} killed", text, _signal(role, signal.SIGKILL), **fields)  # type: ignore[arg-type]
+
+
+def _stop(name: str, text: str, hold_s: float = 0.0, **fields: object) -> Fault:
+    """Without `hold_s` the application itself must end what is stopped."""
+    undo = _signal(name, signal.SIGCONT) if hold_s else None
+    return Fault(f"{name} stopped", text, _signal(name, signal.SIGSTOP), undo, hold_s, **fields)  # type: ignore[arg-type]
+
+
+async def _nothing(cell: Cell) -> None:
+    pass
+
+
+async def _kill_raylet(cell: Cell) -> None:
+    await _signal("raylet", signal.SIGKILL)(cell)
+    await asyncio.sleep(1.0)
+    await cell.application.ask("add_node", timeout_s=60)
+
+
+async def _swallow(cell: Cell) -> None:
+    cell.proxy.open.clear()
+
+
+async def _carry_again(cell: Cell) -> None:
+    cell.proxy.open.set()
+    cell.proxy.delay_s = 0.0
+
+
+async def _slow(cell: Cell) -> None:
+    cell.proxy.delay_s = 0.2
+
+
+async def _fill_disk(cell: Cell) -> None:
+    path = cell.application.path("filler")
+
+    def fill() -> None:
+        with suppress(OSError), path.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+
+    await asyncio.to_thread(fill)
+
+
+async def _empty_disk(cell: Cell) -> None:
+    cell.application.path("filler").unlink(missing_ok=True)
+
+
+async def _shift_clock(cell: Cell) -> None:
+    await cell.application.ask("shift_clock", cell.victim, 3600.0)
+
+
+async def _shift_back(cell: Cell) -> None:
+    with suppress(RuntimeError):  # the engine is gone, and its clock with it
+        await cell.application.ask("shift_clock", cell.victim, -3600.0)
+
+
+async def _stop_reading(cell: Cell) -> None:
+    cell.reads.clear()
+
+
+async def _read_again(cell: Cell) -> None:
+    cell.reads.set()
+
+
+_NO_DRAFT = dict.fromkeys(("idle", "prefill", "decode", "drain", "start"), DRAFT_ONLY)
+_NO_STREAMS = {"idle": "nobody streams"}
+_NO_LINKS = {"start": "the engine that starts has no link yet"}
+FAULTS = [
+    Fault("nothing", "nothing: what the machine and the measurement do by themselves", _nothing),
+    _kill("runner", "SIGKILL to the runner of one engine (its only rank: more are not accepted yet)", hits_engine=True),
+    _stop("runner", "SIGSTOP to it; the engine gives up on a step after step_timeout_s", hits_engine=True),
+    _kill("draft", "SIGKILL to the draft of one engine", hits_engine=True, none_when=_NO_DRAFT),
+    _stop("draft", "SIGSTOP to it", hits_engine=True, none_when=_NO_DRAFT),
+    _kill("engine", "SIGKILL to one of two engines", hits_engine=True),
+    _stop("engine", "SIGSTOP to it; its supervisor kills it after 10 s", hits_engine=True),
+    _kill("engines", "SIGKILL to both at once: streams wait for one that has loaded its model", hits_engine=False),
+    _kill("supervisor", "SIGKILL to the Serve replica that one engine belongs to", hits_engine=True),
+    _stop("supervisor", "SIGSTOP to it for 10 s", 10.0, hits_engine=True),
+    _kill("front", "SIGKILL to one of two fronts: its clients lose their connections and ask again", hits_cut=True),
+    _stop("front", "SIGSTOP to it for 10 s", 10.0),
+    _kill("haproxy", "SIGKILL to HAProxy: all clients lose their connections and ask again", hits_cut=True),
+    _stop("haproxy", "SIGSTOP to it for 5 s", 5.0),
+    Fault("raylet killed", "SIGKILL to Ray's daemon of one engine's node; a second later another node joins",
+          _kill_raylet, hits_engine=True),
+    _stop("raylet", "SIGSTOP to it for 10 s", 10.0, hits_engine=True),
+    _kill("controller", "SIGKILL to Serve's controller"),
+    _stop("controller", "SIGSTOP to it for 10 s", 10.0),
+    _stop("gcs", "SIGSTOP to Ray's global control service for 60 s", 60.0,
+          none_when={"start": "Ray starts no process without it", "drain": "the order to drain is a Ray call"}),
+    Fault("gcs killed", "SIGKILL to it, and what goes on for 20 s; Ray then needs to be started anew",
+          _signal("gcs", signal.SIGKILL), _nothing, 20.0, is_final=True,
+          none_when={"start": "Ray starts no process without it", "drain": "the order to drain is a Ray call"}),
+    Fault("link half-open", "both links of one engine swallow all bytes for 20 s", _swallow, _carry_again, 20.0,
+          hits_engine=True, through_proxy=True, none_when=_NO_LINKS),
+    Fault("link slow", "both links of one engine take 200 ms more each way for 5 s", _slow, _carry_again, 5.0,
+          hits_engine=True, through_proxy=True, none_when=_NO_LINKS),
+    Fault("full disk", "the disk of Ray's and HAProxy's files is full for 10 s", _fill_disk, _empty_disk, 10.0),
+    Fault("clock jump", "`time.time` of one engine's process jumps by an hour, and back after 5 s (of Python alone: no "
+          "namespace has a clock of its own, and the system's is everybody's)", _shift_clock, _shift_back, 5.0,
+          hits_engine=True, none_when={"start": "the process is not there yet"}),
+    Fault("silent readers", "every tenth client reads nothing for 5 s", _stop_reading, _read_again, 5.0,
+          none_when=_NO_STREAMS),
+]  # fmt: skip
+BY_NAME = {fault.name: fault for fault in FAULTS}
+# What no cell shows, and why.
+ABSENT = {
+    "rank": "a model has one rank today, which is the row of the runner",
+    "head node": "the fronts of an application on one machine are on its head node; with fronts elsewhere it is the "
+    "row of the GCS, which is what the head node alone has",
+}

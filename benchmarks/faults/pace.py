@@ -1,0 +1,50 @@
+"""Steps of a chosen length, for an application whose model is so small that its steps take no time.
+
+Ray calls `install` in each of its workers before anything else. A runner's step then ends no sooner than
+CALLBOARD_FAULTS_STEP_MS after it began, as a large model's would: kills come in mid-step, and a hundred streams leave
+most of a small machine's cores idle.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+HOOK = f"{__name__}.install"
+STEP_MS = "CALLBOARD_FAULTS_STEP_MS"
+
+
+def install() -> None:
+    """Slow the runner that this worker may become, and do what Callboard does in each worker."""
+    import actors.runner
+    from actors.process import listen_on_loopback
+
+    listen_on_loopback()
+    serve_steps = actors.runner.serve_steps
+
+    def serve(address: Any, runner: Any, rank: int) -> None:
+        runner.launch = paced(runner.launch, float(os.environ.get(STEP_MS, "0")) / 1e3)
+        serve_steps(address, runner, rank)
+
+    actors.runner.serve_steps = serve
+
+
+def paced(launch: Callable[[Any], Callable[[], Any]], seconds: float) -> Callable[[Any], Callable[[], Any]]:
+    """`launch`, each of whose steps takes at least so long from its start, or from the end of the one before."""
+    end = 0.0
+
+    def paced_launch(plan: Any) -> Callable[[], Any]:
+        begin, wait = time.monotonic(), launch(plan)
+
+        def finish() -> Any:
+            nonlocal end
+            result = wait()
+            time.sleep(max(0.0, max(begin, end) + seconds - time.monotonic()))
+            end = time.monotonic()
+            return result
+
+        return finish
+
+    return paced_launch
