@@ -35,6 +35,7 @@ SINGLE_MACHINE = FAST_SERVE | {
     # started by another program, which imports Ray to read it.
     "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "actors.process.listen_on_loopback",
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # after 5 s Ray kills a proxy that a busy machine starts slowly
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three of these until an HAProxy that died is replaced
 }
 
 _QUIET_PORTS = 20_000, 65_536  # Ray's workers may be below

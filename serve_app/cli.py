@@ -85,6 +85,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine_flags(chat)
     chat.set_defaults(run=_chat)
 
+    chaos = commands.add_parser(
+        "chaos", help="kill processes of a running server while it streams, and count", formatter_class=_Formatter
+    )
+    chaos.add_argument("url", help="of a server of yours on this machine, such as http://127.0.0.1:8000")
+    what = "what to kill, one after another, with commas between: engine, runner, draft, supervisor, front"
+    chaos.add_argument("--kill", metavar="NAMES", type=_roles, default=(), help=f"{what}; default: keys say so")
+    chaos.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two kills")
+    chaos.add_argument("--streams", type=_positive, default=100, metavar="N", help="conversations at once")
+    chaos.add_argument("--max-tokens", type=_positive, default=200, metavar="N", help="tokens of each answer")
+    chaos.add_argument("--application", metavar="NAME", help="which one, if several run on the same Ray")
+    chaos.add_argument("--api-key", metavar="KEY", help="of the server, if it has any")
+    chaos.set_defaults(run=_chaos)
+
     generate = commands.add_parser("generate", help="complete a text on stdout", formatter_class=_Formatter)
     generate.add_argument("prompt", help="the text to go on with; - reads it from stdin")
     generate.add_argument("--model", default=DEFAULT_MODEL, help=_help("model"))
@@ -168,6 +181,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
+
+
+def _roles(text: str) -> tuple[str, ...]:
+    known, names = ("engine", "runner", "draft", "supervisor", "front"), tuple(text.split(","))
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+    return names
 
 
 def _number_or_auto(text: str) -> int | None:
@@ -267,6 +287,13 @@ def _generate(args: argparse.Namespace) -> int:
             print(piece, end="", flush=True)
     print()
     return 0
+
+
+def _chaos(args: argparse.Namespace) -> int:
+    from serve_app.chaos import Plan, chaos
+
+    plan = Plan(args.kill, args.every, args.streams, args.max_tokens, args.application, args.api_key)
+    return chaos(args.url, plan)
 
 
 def _chat(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from serve_app.process_tree import Parent, run
 
 NAME, NUM_ENGINES, NUM_FRONTS = "callboard", 2, 2
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to it
-_CALL_S = 5.0
+_CALL_S, _SOON_S = 5.0, 0.5
 
 
 def engines() -> dict[str, Any]:
@@ -67,30 +67,28 @@ class Application:
         from ray import serve
 
         found = engines()
-        stats, num_deaf = [], 0
-        for engine in found.values():
-            try:
-                stats.append(ray.get(engine.stats.remote(), timeout=_CALL_S))
-            except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-                num_deaf += 1
-        num_linked = sum(s["connections"] >= NUM_FRONTS and not s.get("draining") for s in stats)
+        asked = [call for engine in found.values() for call in (engine.stats.remote(), engine.health.remote())]
+        answers, _ = ray.wait(asked, num_returns=len(asked), timeout=_SOON_S) if asked else ([], [])
+        num_linked = 0
+        for stats, health in zip(asked[::2], asked[1::2], strict=True):
+            with suppress(ray.exceptions.RayError):
+                if stats in answers and health in answers and ray.get(health) is None:
+                    num_linked += ray.get(stats)["connections"] >= NUM_FRONTS
         states = {
             name: deployment.replica_states
             for name, deployment in serve.status().applications[NAME].deployments.items()
         }
         wanted = {"Engine": {"RUNNING": NUM_ENGINES}, "Front": {"RUNNING": NUM_FRONTS}}
-        is_whole = (num_linked, num_deaf, len(found)) == (NUM_ENGINES, 0, NUM_ENGINES) and states == wanted
-        return "" if is_whole else f"{num_linked} of {len(found)} engines are linked, {num_deaf} deaf; {states}"
+        is_whole = num_linked == len(found) == NUM_ENGINES and states == wanted
+        return "" if is_whole else f"{num_linked} of {len(found)} engines are linked and healthy; {states}"
 
     def victim(self) -> str:
-        """The id of the engine on the other node than the fronts'."""
+        """The id of the engine on the other node than the fronts', if there is one."""
         import ray
 
-        own = ray.get_runtime_context().get_node_id()
-        for engine, actor in engines().items():
-            if ray.get(actor.processes.remote(), timeout=_CALL_S)[0][1] != own:
-                return engine
-        raise LookupError("no engine is on the other node")
+        own, found = ray.get_runtime_context().get_node_id(), engines()
+        nodes = {e: ray.get(actor.processes.remote(), timeout=_CALL_S)[0][1] for e, actor in found.items()}
+        return max(nodes, key=lambda engine: nodes[engine] != own)
 
     def requests_of(self, engine: str) -> list[str]:
         """The ids of the requests that an engine has."""
@@ -230,7 +228,8 @@ def start(folder: str, model: str, **args: Any) -> Application:
 
 
 def main() -> None:
-    run(_live)  # whatever ends this, nothing of that Ray is left
+    with suppress(KeyboardInterrupt):
+        run(_live)  # whatever ends this, nothing of that Ray is left
 
 
 def _live(_: Parent) -> None:

@@ -129,7 +129,7 @@ _NO_DRAFT = dict.fromkeys(("idle", "prefill", "decode", "drain", "start"), DRAFT
 _NO_STREAMS = {"idle": "nobody streams"}
 _NO_LINKS = {"start": "the engine that starts has no link yet"}
 FAULTS = [
-    Fault("nothing", "nothing: what the machine and the measurement do by themselves", _nothing),
+    Fault("nothing", "what the machine and the measurement do by themselves", _nothing),
     _kill("runner", "SIGKILL to the runner of one engine (its only rank: more are not accepted yet)", hits_engine=True),
     _stop("runner", "SIGSTOP to it; the engine gives up on a step after step_timeout_s", hits_engine=True),
     _kill("draft", "SIGKILL to the draft of one engine", hits_engine=True, none_when=_NO_DRAFT),

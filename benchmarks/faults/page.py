@@ -57,6 +57,8 @@ def _cell(fault: Fault, when: str, told: list[dict[str, Any]]) -> str:
     for name, text in (("cut", "connections cut"), ("refused", "told to come back")):
         if number := sum(run[name] for run in runs):
             parts.append(f"{number / len(runs):.3g} {text}")
+    if held := {run["held_s"] for run in runs} - {0.0}:
+        parts.append(f"held {_seconds(max(held))}")
     parts.append("started anew" if fault.is_final else f"whole {_seconds(median(run['whole_s'] for run in runs))}")
     return "<br>".join([*parts, f"n={len(runs)}"])
 

@@ -1,0 +1,81 @@
+"""The fault matrix, once: two engines and two fronts lose processes while their streams are read; and the command that
+shows it. `python -m benchmarks.faults` does the rest of the matrix, with steps as long as a large model's."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.application import Application, deploy
+from benchmarks.faults.cell import NUM_TOKENS, Answers, Cell
+from benchmarks.faults.matrix import BY_NAME
+from serve_app.token_client import first_model
+from tests.conftest import RAY_FOLDER
+
+pytestmark = pytest.mark.timeout(200)
+
+NUM_STREAMS = 8
+ROOT = Path(__file__).parents[2]
+SETTINGS = {"deterministic": True, "num_threads": 1, "kv_cache_memory": 0.1, "max_num_batched_tokens": 512}
+
+
+class Here:
+    """The application, whose Ray is this session's."""
+
+    def __init__(self, url: str, session: str) -> None:
+        self.application, self.url = Application(RAY_FOLDER, url, session), url
+
+    async def ask(self, method, *arguments, timeout_s=15.0):
+        return await asyncio.to_thread(getattr(self.application, method), *arguments)
+
+
+@pytest.fixture(scope="module")
+def application(serve_url, tiny_path):
+    import ray
+    from ray import serve
+
+    deploy(str(tiny_path), **SETTINGS)
+    found = Here(serve_url, ray._private.worker._global_node.get_session_dir_path())
+    end = time.monotonic() + 120
+    while missing := found.application.strength():
+        assert time.monotonic() < end, missing
+        time.sleep(0.1)
+    yield found
+    serve.delete("callboard")
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_path) -> Answers:
+    return Answers(str(tiny_path), NUM_STREAMS, 20)
+
+
+@pytest.mark.parametrize(
+    ("fault", "when"),
+    [
+        ("engine killed", "decode"),
+        ("runner killed", "drain"),
+        ("supervisor killed", "decode"),
+        ("front killed", "decode"),
+    ],
+)
+async def test_nothing_is_lost(application, answers, fault, when):
+    server, _ = await first_model("127.0.0.1", int(application.url.rpartition(":")[2]), {})
+    figures = await Cell(application, server, answers, BY_NAME[fault], when, hold_s=None).run()
+    assert figures["requests"] >= NUM_STREAMS
+    assert figures["lost"] == figures["wrong_tokens"] == figures["refused"] == 0, figures
+    assert (figures["cut"] > 0) == (fault == "front killed")
+
+
+def test_chaos_shows_that_streams_go_on(application):
+    command = [sys.executable, "-m", "serve_app.cli", "chaos", application.url, "--kill", "engine,runner"]
+    options = ["--every", "1", "--streams", "6", "--max-tokens", str(NUM_TOKENS)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "killed the engine " in done.stdout
+    assert "killed the runner of engine " in done.stdout
+    assert " tokens: 0 lost, 0 doubled; 0 answers failed; " in done.stdout
+    assert "differed" not in done.stdout
