@@ -77,10 +77,11 @@ class AuthMiddleware:
                 f"The request's headers are over {self._max_header_bytes} bytes; send less.",
                 code="headers_too_large",
             )
-        if scope["path"] not in _PROBES and (host := self._unknown_host(headers)):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # Serve may have given the application a prefix
+        if path not in _PROBES and (host := self._unknown_host(headers)):
             text = f"This server does not answer as {shortened(host)!r}; pass that name to --allowed-host if it should."
             return ApiError(403, text, code="host_not_allowed")
-        if not self._digests or scope["path"] in _OPEN_PATHS:
+        if not self._digests or path in _OPEN_PATHS:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         presented = _digest(key.strip())

@@ -85,6 +85,16 @@ def test_every_route_but_the_probes_and_the_page_needs_one_of_the_keys(tmp_path)
         assert openai.OpenAI(base_url=f"{url}/v1", api_key="one").models.list().data[0].id == MODEL
 
 
+async def test_an_application_under_a_prefix_has_its_own_open_paths():
+    app = build_http_app(Service(FakeEngine(), byte_tokenizer(), MODEL), HttpSettings(api_key=("one",)))
+    transport = httpx.ASGITransport(app, root_path="/llama")
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost/llama") as client:
+        for path in ("/health", "/ready", "/", "/page/app.js"):
+            assert (await client.get(path)).status_code == 200, path
+        assert (await client.get("/v1/models")).status_code == 401
+        assert (await client.get("/v1/models", headers={"Authorization": "Bearer one"})).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("content", "says"), [(None, "cannot be read"), (b"\xff", "cannot be read"), (b"#\n", "empty")]
 )
