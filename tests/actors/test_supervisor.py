@@ -1,6 +1,8 @@
 """The supervisor's watch over an engine, without Ray: what it replaces, and what it says when it cannot go on."""
 
 import asyncio
+import threading
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from ray.exceptions import RayError
@@ -61,6 +63,21 @@ async def test_a_frozen_engine_is_killed_and_replaced(watched):
     await eventually(lambda: len(actors) == 2)
     assert killed == [(12345, 9), "ray"]
     assert (supervisor.num_restarts, supervisor.failed) == (1, None)
+
+
+async def test_a_head_that_is_away_stops_the_start_of_an_engine_and_nothing_else(monkeypatch):
+    """Ray's call that makes an actor of a name blocks until the head answers; the replica answers Serve meanwhile."""
+    is_back, engine = threading.Event(), FakeActor()
+    engine.start, engine.stats = Method(AsyncMock()), Method(AsyncMock(return_value={"pid": 12345}))
+    actor = Mock()
+    actor.options.return_value.remote.side_effect = lambda *_: is_back.wait(10) and engine
+    monkeypatch.setattr(supervisor_module.ray, "remote", lambda **_: lambda _: actor)
+    monkeypatch.setattr(supervisor_module, "engine_options", lambda group: {})
+    starting = asyncio.create_task(Supervisor(EngineConfig(), "app/engine/x", None, False)._start_engine())
+    await eventually(lambda: actor.options.return_value.remote.called)
+    assert not starting.done()
+    is_back.set()
+    assert await starting is engine
 
 
 @pytest.mark.parametrize("how", ["dies", "step thread ends"])
