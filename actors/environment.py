@@ -1,13 +1,15 @@
 """Settings that Ray reads once, when it is imported or started: they must be in the environment before that.
 
-On a cluster they belong in front of `ray start` on every node (cluster.yaml does that).
+On a cluster every node has them before `ray start`: `eval "$(python -m actors.environment)"`, as in cluster.yaml.
 """
 
 from __future__ import annotations
 
 import random
 import secrets
+import shlex
 import socket
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +40,16 @@ SINGLE_MACHINE = FAST_SERVE | {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three of these until an HAProxy that died is replaced
 }
 
+# A node of a cluster.
+CLUSTER = FAST_SERVE | {
+    "RAY_AUTH_MODE": "token",  # Ray listens on every interface, and whoever may speak to it runs code as its user
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Nodes end when they have not reached the head for so long; until then they serve without it.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    # A head that has not reached a node for this many checks, of some 12 s, ends it when it reaches it again.
+    "RAY_health_check_failure_threshold": "10",
+}
+
 _QUIET_PORTS = 20_000, 65_536  # Ray's workers may be below
 _REPLICA_PORTS = range(30_000, 31_000)  # Serve gives them to its replicas
 
@@ -51,17 +63,10 @@ def ray_token() -> dict[str, str]:
 def single_machine(folder: str, bind: str = "") -> dict[str, str]:
     """Settings for a Ray of one server's own, so that several servers run on one machine: for those who have its token,
     and with an HAProxy that has its files in `folder` and listens on `bind` alone (empty: where Serve is told to)."""
-    files = {
-        "CONFIG_FILE_LOC": "haproxy.cfg",
-        "SOCKET_PATH": "admin.sock",
-        "METRICS_SOCKET_PATH": "metrics.sock",
-        "SERVER_STATE_BASE": "",
-        "SERVER_STATE_FILE": "server-state",
-    }
     return {
         **SINGLE_MACHINE,
         **ray_token(),
-        **{f"RAY_SERVE_HAPROXY_{key}": str(Path(folder, name)) for key, name in files.items()},
+        **haproxy_files(folder),
         haproxy.COMMAND: haproxy.write_command(folder, private=True, bind=bind),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(quiet_port()),
         # Ctrl-C is meant: do not wait for a load balancer elsewhere to notice.
@@ -69,6 +74,18 @@ def single_machine(folder: str, bind: str = "") -> dict[str, str]:
         # A model that does not load will not load the second time either.
         "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
     }
+
+
+def haproxy_files(folder: str) -> dict[str, str]:
+    """Settings for an HAProxy that has its files in `folder`: Serve's own are one folder for all of a machine's."""
+    files = {
+        "CONFIG_FILE_LOC": "haproxy.cfg",
+        "SOCKET_PATH": "admin.sock",
+        "METRICS_SOCKET_PATH": "metrics.sock",
+        "SERVER_STATE_BASE": "",
+        "SERVER_STATE_FILE": "server-state",
+    }
+    return {f"RAY_SERVE_HAPROXY_{key}": str(Path(folder, name)) for key, name in files.items()}
 
 
 def quiet_port() -> int:
@@ -81,3 +98,13 @@ def quiet_port() -> int:
             return port
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    """Print what a shell evaluates before it starts a node of a cluster."""
+    settings = CLUSTER | {haproxy.COMMAND: haproxy.write_command(f"{sys.prefix}/bin")}
+    print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in settings.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The command line, the application's arguments, and the YAML files that start it elsewhere."""
+"""The command line and the application's arguments."""
 
 import os
 import socket
@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-import yaml
 
-from actors.environment import FAST_SERVE
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app import cli
@@ -295,27 +293,3 @@ def test_serve_gives_the_builder_its_argument_model():
 
     with pytest.raises(ValueError, match="no_such_field"):
         call_user_app_builder_with_args_if_necessary(build_app, {"no_such_field": "1"})
-
-
-def test_serve_yaml_is_what_serve_and_the_builder_accept():
-    from ray.serve.schema import ServeDeploySchema
-
-    from serve_app.app import AppArgs
-
-    config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
-    schema = ServeDeploySchema.model_validate(config)
-    assert schema.applications[0].import_path == "serve_app.app:build_app"
-    AppArgs.model_validate(schema.applications[0].args).engine_config()
-
-
-def test_cluster_yaml_is_what_ray_up_accepts():
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    text = (ROOT / "cluster.yaml").read_text()
-    config = prepare_config(yaml.safe_load(text))
-    validate_config(config)
-    for commands in (config["head_start_ray_commands"], config["worker_start_ray_commands"]):
-        start = commands[-1]
-        assert "ray start" in start
-        for name, value in FAST_SERVE.items():
-            assert f"{name}={value}" in start[: start.index("ray start")]

@@ -1,0 +1,74 @@
+"""Machines of one's own on this one: network namespaces on a bridge, whose cables can be pulled.
+
+The program that uses them runs in namespaces of its own (`alone`): users, so that none of it needs root; processes, so
+that all end with it; and a network, whose bridge the machines are plugged into. A machine whose cable is pulled
+(`pull`) is cut off as by a dead switch: no connection is closed, and packets are lost without an answer.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+HOST = "10.77.0.254"  # the program itself, on the bridge
+_ALONE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def alone(*arguments: str) -> list[str]:
+    """The command that runs this Python with `arguments` where machines can be made."""
+    return [*_ALONE, sys.executable, *arguments]
+
+
+def refusal() -> str | None:
+    """One sentence on why there can be no machines here; None if there can."""
+    try:
+        check = subprocess.run(
+            [*_ALONE, "ip", "link", "add", "bridge0", "type", "bridge"], capture_output=True, text=True
+        )
+    except FileNotFoundError as e:
+        return f"{e.filename} is missing, which makes network namespaces."
+    return f"The kernel refuses network namespaces: {check.stderr.strip()}" if check.returncode else None
+
+
+def make_bridge() -> None:
+    """What the machines are plugged into; the program has an address on it."""
+    for command in ("link set lo up", "link add bridge0 type bridge", f"addr add {HOST}/24 dev bridge0"):
+        _ip(command)
+    _ip("link set bridge0 up")
+
+
+class Machine:
+    """One machine. What runs there sees this program's files and processes, but a network of its own, and other files
+    than the other machines in `folder`."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.address = f"10.77.0.{number}"
+        self._cable = f"cable{number}"
+        for path in (folder, own := folder.with_name(f"{folder.name}{number}")):
+            path.mkdir(exist_ok=True)
+        # A namespace lives as long as a process in it.
+        hold = f"mount --bind {own} {folder} && echo && exec sleep infinity"
+        self._holder = subprocess.Popen(["unshare", "--net", "--mount", "sh", "-c", hold], stdout=subprocess.PIPE)
+        assert self._holder.stdout is not None
+        self._holder.stdout.readline()
+        _ip(f"link add {self._cable} type veth peer name eth0 netns {self._holder.pid}")
+        for command in (f"addr add {self.address}/24 dev eth0", "link set lo up", "link set eth0 up"):
+            subprocess.run([*self.command("ip"), *command.split()], check=True)
+        _ip(f"link set {self._cable} master bridge0 up")
+
+    def command(self, *command: str) -> list[str]:
+        """The command that runs `command` there."""
+        return ["nsenter", f"--target={self._holder.pid}", "--net", "--mount", "--wd", *command]
+
+    def pull(self) -> None:
+        """Cut it off."""
+        _ip(f"link set {self._cable} down")
+
+    def plug(self) -> None:
+        """Let it be reached again."""
+        _ip(f"link set {self._cable} up")
+
+
+def _ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True)
