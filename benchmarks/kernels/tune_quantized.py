@@ -58,6 +58,7 @@ FORMS = {
     "int4-minimums": Form("uint4", 128, 1, True),
     "nf4": Form("table", 64),
     "mxfp4": Form("e2m1", 32),
+    "nvfp4": Form("e2m1", 16),
 }
 Config = QuantizedConfig | QuantizedTiling | None  # None: the rule's
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +16,11 @@ from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.attention import attention_exact, attention_torch
 from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.experts import ExpertLayer, Experts, GroupedExperts
-from runtime.kernels.fp8_experts import Fp8Experts, Fp8Weight
+from runtime.kernels.fp8_experts import Fp8Experts, has_fp8_experts
 from runtime.kernels.fp8_linear import Fp8Linear, has_fp8_product
 from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.gated_activation import (
+    Activation,
     gated_activation_exact,
     gated_activation_torch,
     gated_activation_triton,
@@ -28,6 +30,7 @@ from runtime.kernels.linear import Activate, Linear, Norm, Product, cpu_product
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.paged_attention import PagedBatch
 from runtime.kernels.prefill_attention import prefill_attention
+from runtime.kernels.quantized_experts import QuantizedExperts
 from runtime.kernels.quantized_linear import QuantizedLinear
 from runtime.kernels.quantized_weight import QuantizedWeight
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
@@ -74,6 +77,14 @@ class DenseExperts(Protocol):
     ) -> ExpertLayer: ...
 
 
+class QuantizedMixture(Protocol):
+    """The same of weights that are codes, all in one form."""
+
+    def __call__(
+        self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]]
+    ) -> ExpertLayer: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The operations that a decoder is written with; signatures are those of the torch references."""
@@ -86,7 +97,7 @@ class Kernels:
     rope_store_kv: RopeStoreKV
     attention: Attention
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
-    fp8_experts: Callable[[ExpertsSpec, Linear, Iterable[tuple[Fp8Weight, Fp8Weight]]], ExpertLayer] | None = None
+    quantized_experts: QuantizedMixture | None = None
 
 
 def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
@@ -104,7 +115,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
             rope_store_kv_triton,
             partial(_attend, deterministic=deterministic),
             partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
-            partial(Fp8Experts, activation=activation, deterministic=deterministic),
+            partial(_quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype),
         )
     norm = rms_norm_torch if spec.norm == "rms" else layer_norm_torch
     activate = partial(
@@ -131,6 +142,21 @@ def _quantized_linear(
     if not deterministic and dtype != torch.float32 and has_fp8_product(weight):
         return Fp8Linear(weight, bias, **around)
     return QuantizedLinear(weight, bias, deterministic=deterministic, **around)
+
+
+def _quantized_experts(
+    spec: ExpertsSpec,
+    router: Linear,
+    weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],
+    activation: Activation,
+    deterministic: bool,
+    dtype: torch.dtype,
+) -> ExpertLayer:
+    pairs = iter(weights)
+    first = next(pairs)
+    takes_fp8_rows = dtype != torch.float32 and has_fp8_experts(first)
+    kind = Fp8Experts if takes_fp8_rows else QuantizedExperts
+    return kind(spec, router, chain([first], pairs), activation, deterministic)
 
 
 def _attend(

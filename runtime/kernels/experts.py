@@ -8,7 +8,7 @@ experts are added in the order of its preference, so that a row's bits do not de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -21,6 +21,7 @@ from runtime.kernels.linear import Activate, Linear, Product
 
 W = TypeVar("W")
 
+MOST_SINGLE = 32  # choices that have a program each, although several may be of one expert
 _ROUND = 1024  # choices that a program sorts, or columns that one adds, at once
 
 
@@ -90,10 +91,7 @@ class GroupedExperts:
         deterministic: bool,
     ) -> None:
         self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
-        for expert, parts in enumerate(weights):
-            if not expert:
-                self.gate_up, self.down = (part.new_empty(spec.num_experts, *part.shape) for part in parts)
-            self.gate_up[expert], self.down[expert] = parts
+        ((self.gate_up,), (self.down,)) = stacked(([[part] for part in parts] for parts in weights), spec.num_experts)
 
     def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
         """residual += the mixture of norm(residual), [num_tokens, hidden] contiguous."""
@@ -154,6 +152,17 @@ class GroupedExperts:
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
             PDL=pdl, num_warps=tile.num_warps, num_stages=tile.num_stages, launch_pdl=pdl,
         )  # fmt: skip
+
+
+def stacked(experts: Iterable[Sequence[Sequence[torch.Tensor]]], num_experts: int) -> list[list[torch.Tensor]]:
+    """The tensors of the weights of all experts, [num_experts, ...] each; one expert's are read at a time."""
+    for expert, weights in enumerate(experts):
+        if not expert:
+            stacks = [[t.new_empty(num_experts, *t.shape) for t in weight] for weight in weights]
+        for weight, stack in zip(weights, stacks, strict=True):
+            for tensor, place in zip(weight, stack, strict=True):
+                place[expert] = tensor
+    return stacks
 
 
 def choose_tile(num_choices: int, num_experts: int, dtype: torch.dtype, deterministic: bool) -> Tile:
@@ -233,6 +242,34 @@ def _sort_kernel(
 
 
 @jit
+def choices_of_tile(
+    place, starts_ptr, order_ptr, num_experts, SINGLE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """The place-th tile of choices, those of the experts one after another: its expert, or num_experts if there are not
+    as many tiles; its rows among choices sorted by expert, which of them there are, and the choices there. If SINGLE
+    each choice is a tile, unsorted, and order_ptr has its expert."""
+    lanes = tl.arange(0, BLOCK_M)
+    if SINGLE:
+        expert = tl.load(order_ptr + place)
+        rows = place + lanes
+        live = lanes == 0
+        choices = rows
+    else:
+        experts = tl.arange(0, EXPERTS)
+        real = experts < num_experts
+        ends = tl.load(starts_ptr + experts + 1, mask=real, other=0)
+        tiles = (ends - tl.load(starts_ptr + experts, mask=real, other=0) + BLOCK_M - 1) // BLOCK_M
+        last = tl.cumsum(tiles, axis=0)
+        expert = tl.sum(((last <= place) & real).to(tl.int32), axis=0)
+        there = expert < num_experts
+        tile = place - tl.sum(tl.where(experts == expert, last - tiles, 0), axis=0)
+        rows = tl.load(starts_ptr + expert, mask=there, other=0) + tile * BLOCK_M + lanes
+        live = rows < tl.load(starts_ptr + expert + 1, mask=there, other=0)
+        choices = tl.load(order_ptr + rows, mask=live, other=0)
+    return expert, rows, live, choices
+
+
+@jit
 def _grouped_product_kernel(
     x_ptr,  # [num_tokens, K], or without ACTIVATION [num_choices, K] sorted by expert
     weight_ptr,  # [num_experts, N, K], with ACTIVATION [num_experts, 2 * N, K]: rows of gate, then of up
@@ -254,18 +291,11 @@ def _grouped_product_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    place, experts = tl.program_id(0), tl.arange(0, EXPERTS)
-    real = experts < num_experts
-    counts = tl.load(starts_ptr + experts + 1, mask=real, other=0) - tl.load(starts_ptr + experts, mask=real, other=0)
-    tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(tiles, axis=0)
-    expert = tl.sum(((ends <= place) & real).to(tl.int32), axis=0)
+    expert, rows, live, choices = choices_of_tile(
+        tl.program_id(0), starts_ptr, order_ptr, num_experts, False, EXPERTS, BLOCK_M
+    )
     if expert >= num_experts:
         return
-    tile = place - tl.sum(tl.where(experts == expert, ends - tiles, 0), axis=0)
-    rows = tl.load(starts_ptr + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    live = rows < tl.load(starts_ptr + expert + 1)
-    choices = tl.load(order_ptr + rows, mask=live, other=0)
     sources = choices // TOP_K if ACTIVATION is not None else tl.where(live, rows, 0)
     targets = rows if ACTIVATION is not None else choices
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -286,6 +316,31 @@ def _grouped_product_kernel(
         acc = activated(acc, ACTIVATION) * up
     at = out_ptr + targets.to(tl.int64)[:, None] * N + cols[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (cols < N)[None, :])
+
+
+@jit
+def add_results(
+    results_ptr,  # float32 [num_choices, N]
+    mixture_ptr,  # float32 [num_choices]: the experts' weights
+    residual_ptr,  # [num_tokens, N], added to
+    counter_ptr,  # int32: 0 for each token and program of columns
+    token,
+    cols,
+    N,
+    TOP_K: tl.constexpr,
+):
+    """For programs of one choice each: the last one of a token that stored these columns adds its results."""
+    tl.debug_barrier()  # all of this program's stores come before its arrival
+    if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == TOP_K - 1:
+        tl.store(counter_ptr, 0)
+        total = tl.zeros(cols.shape, tl.float32)
+        for i in tl.static_range(TOP_K):
+            choice = token * TOP_K + i
+            result = tl.load(results_ptr + choice * N + cols, mask=cols < N, other=0.0, cache_modifier=".cg")
+            total += result.to(tl.float32) * tl.load(mixture_ptr + choice)
+        at = residual_ptr + token * N + cols
+        total += tl.load(at, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(at, total.to(residual_ptr.dtype.element_ty), mask=cols < N)
 
 
 @jit

@@ -14,13 +14,12 @@ import torch
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import TensorDescriptor, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.batch_invariant_linear import MAX_SPLIT_TILES, _counters
-from runtime.kernels.experts import GroupedExperts, Tile
+from runtime.kernels.experts import MOST_SINGLE, GroupedExperts, Tile, add_results, choices_of_tile, stacked
+from runtime.kernels.fp8_linear import has_fp8_product
 from runtime.kernels.fp8_rows import Fp8Rows, normed_fp8_rows, to_e4m3
 from runtime.kernels.gated_activation import Activation, activated
 from runtime.kernels.linear import Linear
-
-MOST_SINGLE = 32  # choices that have a program each, although several may be of one expert
-Fp8Weight = tuple[torch.Tensor, ...]  # codes [N, K]; scales [N, 1], or of blocks [N / 128, K / 128]
+from runtime.kernels.quantized_weight import QuantizedWeight
 
 
 @jit
@@ -54,25 +53,10 @@ def _fp8_experts_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    place, lanes = tl.program_id(0), tl.arange(0, BLOCK_M)
-    if SINGLE:
-        expert = tl.load(order_ptr + place)
-        rows = place + lanes
-        live = lanes == 0
-        choices = rows
-    else:
-        experts = tl.arange(0, EXPERTS)
-        real = experts < num_experts
-        ends = tl.load(starts_ptr + experts + 1, mask=real, other=0)
-        tiles = (ends - tl.load(starts_ptr + experts, mask=real, other=0) + BLOCK_M - 1) // BLOCK_M
-        last = tl.cumsum(tiles, axis=0)
-        expert = tl.sum(((last <= place) & real).to(tl.int32), axis=0)
-        if expert >= num_experts:
-            return
-        tile = place - tl.sum(tl.where(experts == expert, last - tiles, 0), axis=0)
-        rows = tl.load(starts_ptr + expert) + tile * BLOCK_M + lanes
-        live = rows < tl.load(starts_ptr + expert + 1)
-        choices = tl.load(order_ptr + rows, mask=live, other=0)
+    place = tl.program_id(0)
+    expert, rows, live, choices = choices_of_tile(place, starts_ptr, order_ptr, num_experts, SINGLE, EXPERTS, BLOCK_M)
+    if expert >= num_experts:
+        return
     sources = tl.where(live, choices // TOP_K if ACTIVATION is not None else rows, 0)
     targets = rows if ACTIVATION is not None else choices
     first = tl.program_id(1) * BLOCK_N
@@ -109,24 +93,12 @@ def _fp8_experts_kernel(
         largest = tl.maximum(tl.max(tl.abs(y), axis=0), 7.888609052210118e-31)
         tl.store(out_ptr + at, to_e4m3(tl.clamp(y * (448.0 / largest)[None, :], -448.0, 448.0)), mask=inside)
         tl.store(out_scales_ptr + targets * (N // BLOCK_N) + tl.program_id(1), largest / 448.0, mask=live)
-    elif SINGLE:
-        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # all of this program's stores come before its arrival
-        token = place // TOP_K
-        counter = counters_ptr + token * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != TOP_K - 1:
-            return
-        tl.store(counter, 0)
-        total = tl.zeros([BLOCK_N], tl.float32)
-        for i in tl.static_range(TOP_K):
-            choice = token * TOP_K + i
-            result = tl.load(out_ptr + choice * N + cols, mask=cols < N, other=0.0, cache_modifier=".cg")
-            total += result.to(tl.float32) * tl.load(mixture_ptr + choice)
-        at_residual = residual_ptr + token * N + cols
-        total += tl.load(at_residual, mask=cols < N, other=0.0).to(tl.float32)
-        tl.store(at_residual, total.to(residual_ptr.dtype.element_ty), mask=cols < N)
     else:
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if SINGLE and ACTIVATION is None:
+        token = place // TOP_K
+        counter = counters_ptr + token * tl.num_programs(1) + tl.program_id(1)
+        add_results(out_ptr, mixture_ptr, residual_ptr, counter, token, cols, N, TOP_K)
 
 
 class Fp8Experts(GroupedExperts):
@@ -137,18 +109,13 @@ class Fp8Experts(GroupedExperts):
         self,
         spec: ExpertsSpec,
         router: Linear,
-        weights: Iterable[tuple[Fp8Weight, Fp8Weight]],
+        weights: Iterable[tuple[QuantizedWeight, QuantizedWeight]],  # that `has_fp8_experts`
         activation: Activation,
         deterministic: bool,
     ) -> None:
         self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
-        for expert, parts in enumerate(weights):
-            if not expert:
-                stacked = [[t.new_empty(spec.num_experts, *t.shape) for t in part] for part in parts]
-                (self.gate_up, self.gate_up_scales), (self.down, self.down_scales) = stacked
-            for part, stack in zip(parts, stacked, strict=True):
-                for tensor, place in zip(part, stack, strict=True):
-                    place[expert] = tensor
+        tensors = ([(w.codes, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair] for pair in weights)
+        (self.gate_up, self.gate_up_scales), (self.down, self.down_scales) = stacked(tensors, spec.num_experts)
 
     def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
         (num_tokens, hidden), ffn = residual.shape, self.down.shape[2]
@@ -209,3 +176,8 @@ def fp8_tile(num_choices: int, num_experts: int, deterministic: bool) -> Tile:
     if num_choices > 16 * num_experts or deterministic:
         return Tile(64, 128, 128, 8, 4)
     return Tile(16, 64, 128, 4, 4 if num_choices <= MOST_SINGLE else 3)
+
+
+def has_fp8_experts(pair: tuple[QuantizedWeight, QuantizedWeight]) -> bool:
+    """True if rows of codes can be multiplied with experts whose weights are like these, gate_up and down."""
+    return all(has_fp8_product(weight) and not any(size % 128 for size in weight.shape) for weight in pair)

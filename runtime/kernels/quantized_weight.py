@@ -31,7 +31,7 @@ class QuantizedWeight:
     codes: torch.Tensor  # [N, K] float8_e4m3fn or int8; uint8 [N, K / 2], of `pack_planes`
     scales: torch.Tensor  # float32 [groups, at least N / scale_rows], or [1, N] of whole rows
     minimums: torch.Tensor | None = None  # like scales: number = code * scale - minimum
-    group: int = 0  # columns that share a scale, 32, 64 or 128; 0: all
+    group: int = 0  # columns that share a scale, 16, 32, 64 or 128; 0: all
     scale_rows: int = 1  # rows that do
     table: tuple[float, ...] = ()
 
@@ -46,7 +46,7 @@ class QuantizedWeight:
 
 def plane_of(group: int) -> int:
     """Columns that lie between the two nibbles of a byte: a step's two planes are of one group, or of one each."""
-    return 32 if group == 32 else 64
+    return group if group in (16, 32) else 64
 
 
 def quantized_weight(
@@ -55,7 +55,7 @@ def quantized_weight(
     scales: torch.Tensor,  # float32 [ceil(N / scale_rows), ceil(K / group) or 1]
     minimums: torch.Tensor | None = None,
     *,
-    group: int = 0,  # 32, 64 or a multiple of 128; 0: all
+    group: int = 0,  # 16, 32, 64 or a multiple of 128; 0: all
     scale_rows: int = 1,
     table: tuple[float, ...] = (),
 ) -> QuantizedWeight:
@@ -272,6 +272,6 @@ def kernel_options(weight: QuantizedWeight) -> dict[str, Any]:
     table = tuple(torch.tensor(weight.table).bfloat16().tolist()) if INTERPRETED else ()
     return {
         "FORM": weight.form, "TABLE": table, "ASM": instructions(weight), "PLANE": weight.plane,
-        "GROUP": weight.group, "SCALE_ROWS": weight.scale_rows, "SCALE_STRIDE": weight.scales.shape[1],
+        "GROUP": weight.group, "SCALE_ROWS": weight.scale_rows, "SCALE_STRIDE": weight.scales.shape[-1],
         "MINIMUMS": weight.minimums is not None,
     }  # fmt: skip

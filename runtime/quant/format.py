@@ -13,7 +13,7 @@ import torch
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.core.sharding import Part
 from runtime.kernels import Kernels
-from runtime.kernels.experts import ExpertLayer, Experts
+from runtime.kernels.experts import ExpertLayer
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
 
@@ -88,10 +88,8 @@ class WeightFormat(ABC):
     def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         """The product with a weight and what surrounds it in a decoder."""
 
+    @abstractmethod
     def experts(
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
-        """A mixture from each expert's gate_up and down; here one expert's products after another's."""
-        return Experts(
-            spec, router, weights, lambda weight: self.linear(weight, None, kernels).product, kernels.activate
-        )
+        """A mixture from each expert's gate_up and down."""

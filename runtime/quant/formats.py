@@ -85,10 +85,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         layer, experts, _ = parameter.partition(".experts.")
         parts = next((parts for parts in linears if part in parts), None)
         if experts:
-            names, form = tuple(of_experts[layer]), own_form(parameter)
-            if products is None or form is None or not agree(names):
-                return False
-            return products.takes_experts(form, [shapes[name] for name in names])
+            return agree(tuple(of_experts[layer]))
         return agree(tuple(f"{prefix}.{part}.weight" for part in parts) if parts else (parameter,))
 
     @cache

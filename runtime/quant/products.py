@@ -7,12 +7,20 @@ from typing import Protocol
 
 import torch
 
+from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels import Kernels, cpu_quantized
 from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.fp8_linear import multiplies_fp8
+from runtime.kernels.experts import ExpertLayer, Experts
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized_weight import E2M1, MAX_GROUP, pack_planes, plane_of, quantized_weight
+from runtime.kernels.quantized_weight import (
+    E2M1,
+    MAX_GROUP,
+    QuantizedWeight,
+    pack_planes,
+    plane_of,
+    quantized_weight,
+)
 from runtime.quant.format import Shape, Weight
 from runtime.quant.forms import Float8, Form, Integer4, Integer8, Table
 
@@ -26,9 +34,6 @@ class Products(Protocol):
     def fits(self, form: Form, shape: Shape) -> bool:
         """True if a weight of this shape, in a form that is taken, can stay codes."""
 
-    def takes_experts(self, form: Form, shapes: Iterable[Shape]) -> bool:
-        """True if mixtures of experts, too, can multiply with weights of these shapes in a form that is taken."""
-
     def packed(self, form: Form, weight: Weight) -> Weight:
         """A form's weight as it stays on the device: tensors with as many rows for a block of the weight's as the
         form's have, so that those of the parts of a fused map can be joined (`WeightFormat.join`)."""
@@ -39,8 +44,16 @@ class Products(Protocol):
     def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         """The product with a packed weight, and what surrounds it in a decoder."""
 
+    def experts(
+        self, form: Form, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+    ) -> ExpertLayer:
+        """A mixture from each expert's packed gate_up and down; here one expert's products after another's."""
+        return Experts(
+            spec, router, weights, lambda weight: self.linear(form, weight, None, kernels).product, kernels.activate
+        )
 
-class CpuProducts:
+
+class CpuProducts(Products):
     """Products of bfloat16 inputs on a CPU with AVX-512: with int8 codes that have a scale a row, and with int4."""
 
     def __init__(self, deterministic: bool) -> None:
@@ -55,9 +68,6 @@ class CpuProducts:
         if form.bits == 8:
             return shape[1] % cpu_quantized.INT8_COLUMNS == 0
         return shape[0] % cpu_quantized.INT4_ROWS == 0 and _group(form, shape) > 0
-
-    def takes_experts(self, form: Form, shapes: Iterable[Shape]) -> bool:
-        return True
 
     def packed(self, form: Form, weight: Weight) -> Weight:
         codes, scale, *minimum = weight
@@ -92,24 +102,17 @@ def _group(form: Form, shape: Shape) -> int:
     return next((group for group in cpu_quantized.INT4_GROUPS if columns % group == 0), 0)
 
 
-class TritonProducts:
-    """The products of quantized_linear.py in bfloat16, and with fp8 codes those of fp8_linear.py and fp8_experts.py."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+class TritonProducts(Products):
+    """The products of quantized_linear.py and quantized_experts.py in bfloat16, and with fp8 codes those of
+    fp8_linear.py and fp8_experts.py."""
 
     def takes(self, form: Form) -> bool:
         known = isinstance(form, Float8 | Integer8 | Table)
-        has_groups = form.columns in (32, 64) or (form.columns > 0 and form.columns % MAX_GROUP == 0)
+        has_groups = form.columns in (16, 32, 64) or (form.columns > 0 and form.columns % MAX_GROUP == 0)
         return known and (has_groups or (form.columns == 0 and form.rows == 1))
 
     def fits(self, form: Form, shape: Shape) -> bool:
         return shape[1] % (2 * plane_of(form.columns) if form.bits == 4 else 16) == 0
-
-    def takes_experts(self, form: Form, shapes: Iterable[Shape]) -> bool:
-        if not isinstance(form, Float8) or (form.rows, form.columns) not in ((1, 0), (128, 128)):
-            return False
-        return multiplies_fp8(self._device) and not any(size % 128 for shape in shapes for size in shape)
 
     def packed(self, form: Form, weight: Weight) -> Weight:
         codes, *more = weight
@@ -122,19 +125,30 @@ class TritonProducts:
         return form.device_bytes(shape)
 
     def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
-        codes, scales, *more = weight
-        minimums = more[0] if more else None
-        table: tuple[float, ...] = ()
-        name = "fp8"
-        if isinstance(form, Table):
-            name, table = "e2m1" if form.table == E2M1 else "table", form.table
-        elif isinstance(form, Integer8):
-            name = "int8" if form.bits == 8 else "int4" if minimums is None else "uint4"
-            if minimums is not None and form.bits == 8:
-                minimums = minimums - 128 * scales  # of codes that were made signed
-        packed = quantized_weight(name, codes, scales, minimums, group=form.columns, scale_rows=form.rows, table=table)
         assert kernels.quantized_linear is not None
-        return kernels.quantized_linear(packed, bias)
+        return kernels.quantized_linear(_quantized(form, weight), bias)
+
+    def experts(
+        self, form: Form, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
+    ) -> ExpertLayer:
+        assert kernels.quantized_experts is not None
+        pairs = ((_quantized(form, gate_up), _quantized(form, down)) for gate_up, down in weights)
+        return kernels.quantized_experts(spec, router, pairs)
+
+
+def _quantized(form: Form, weight: Weight) -> QuantizedWeight:
+    """A packed weight as kernels read it."""
+    codes, scales, *more = weight
+    minimums = more[0] if more else None
+    table: tuple[float, ...] = ()
+    name = "fp8"
+    if isinstance(form, Table):
+        name, table = "e2m1" if form.table == E2M1 else "table", form.table
+    elif isinstance(form, Integer8):
+        name = "int8" if form.bits == 8 else "int4" if minimums is None else "uint4"
+        if minimums is not None and form.bits == 8:
+            minimums = minimums - 128 * scales  # of codes that were made signed
+    return quantized_weight(name, codes, scales, minimums, group=form.columns, scale_rows=form.rows, table=table)
 
 
 def products_of(numerics: Numerics) -> Products | None:
@@ -143,5 +157,5 @@ def products_of(numerics: Numerics) -> Products | None:
     if on_cpu and numerics.dtype == torch.bfloat16 and cpu_quantized.has_vector_code():
         return CpuProducts(numerics.deterministic)
     if numerics.backend == "triton" and (numerics.dtype == torch.bfloat16 or INTERPRETED):
-        return TritonProducts(numerics.device)
+        return TritonProducts()
     return None

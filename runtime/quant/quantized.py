@@ -57,6 +57,4 @@ class Kept(WeightFormat):
     def experts(
         self, spec: ExpertsSpec, router: Linear, weights: Iterable[tuple[Weight, Weight]], kernels: Kernels
     ) -> ExpertLayer:
-        if kernels.fp8_experts is not None:  # on a GPU: no others stay codes there
-            return kernels.fp8_experts(spec, router, weights)
-        return super().experts(spec, router, weights, kernels)
+        return self._products.experts(self.form, spec, router, weights, kernels)

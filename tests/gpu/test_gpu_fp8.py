@@ -87,10 +87,9 @@ def test_a_feed_forward_layer_is_near_its_dense_numbers_and_goes_row_by_row(bloc
 def test_mixtures_are_near_their_dense_numbers(deterministic, block):
     spec, hidden, ffn = ExpertsSpec(16, 4, True), 1024, 768
     pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(16)]
-    stored = [tuple((w.codes, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair) for pair in pairs]
     router, norm = randn(16, hidden), torch.rand(hidden, device="cuda").bfloat16()
     route = FusedLinear(router, None, "silu", deterministic)
-    mixture = Fp8Experts(spec, route, stored, "silu", deterministic)
+    mixture = Fp8Experts(spec, route, pairs, "silu", deterministic)
     dense = [tuple(dequantize(w) for w in pair) for pair in pairs]
     twin = Experts(
         spec, Linear(lambda x: F.linear(x, router.float()), rms_norm_torch, torch.abs), dense,

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from runtime.kernels.fp8_experts import has_fp8_experts
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized_weight import QuantizedWeight, dequantize
+from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.quant.forms import FORMS
 from runtime.quant.products import TritonProducts, products_of
 
@@ -15,8 +16,9 @@ FORMS_WITH_KERNELS = {
     f"{name} {change}": replace(FORMS[name], **change)
     for name in FORMS
     for change in (
-        {}, {"columns": 32}, {"columns": 64}, {"columns": 128}, {"columns": 384}, {"rows": 64, "columns": 128},
-        {"has_minimum": True}, {"columns": 32, "has_minimum": True}, {"columns": 256, "has_minimum": True},
+        {}, {"columns": 16}, {"columns": 32}, {"columns": 64}, {"columns": 128}, {"columns": 384},
+        {"rows": 64, "columns": 128}, {"has_minimum": True}, {"columns": 32, "has_minimum": True},
+        {"columns": 256, "has_minimum": True},
     )
     if name.startswith("int") or "has_minimum" not in change
 }  # fmt: skip
@@ -24,7 +26,7 @@ FORMS_WITH_KERNELS = {
 
 @pytest.mark.parametrize("name", FORMS_WITH_KERNELS)
 def test_packed_weights_have_the_numbers_of_the_form(name):
-    form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(torch.device("meta")), (192, 384)
+    form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(), (192, 384)
     assert products.takes(form)
     assert products.fits(form, shape)
     dense = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -42,8 +44,8 @@ def test_packed_weights_have_the_numbers_of_the_form(name):
 
 
 def test_forms_and_shapes_without_kernels_are_widened():
-    products, int4, fp8 = TritonProducts(torch.device("meta")), FORMS["int4"], FORMS["fp8"]
-    assert not any(products.takes(replace(int4, columns=columns)) for columns in (16, 48, 192))
+    products, int4, fp8 = TritonProducts(), FORMS["int4"], FORMS["fp8"]
+    assert not any(products.takes(replace(int4, columns=columns)) for columns in (8, 48, 192))
     assert not products.takes(replace(fp8, rows=128))
     assert not products.fits(replace(int4, columns=64), (64, 192))
     assert products.fits(replace(int4, columns=32), (64, 192))
@@ -57,13 +59,21 @@ def test_nothing_keeps_codes_in_float32():
     assert products_of(Numerics(torch.float32, cpu, "torch", False, False)) is None
 
 
-def test_mixtures_stay_fp8_where_rows_can_be_codes_too(monkeypatch):
-    monkeypatch.setattr("runtime.quant.products.multiplies_fp8", lambda device: device.type == "cuda")
-    fp8, shapes = FORMS["fp8"], [(768, 2048), (2048, 768)]
-    hopper, other = (TritonProducts(torch.device(device)) for device in ("cuda", "meta"))
-    assert hopper.takes_experts(fp8, shapes)
-    assert hopper.takes_experts(replace(fp8, rows=128, columns=128), shapes)
-    assert not hopper.takes_experts(fp8, [(704, 2048), (2048, 704)])
-    assert not hopper.takes_experts(replace(fp8, columns=128), shapes)
-    assert not hopper.takes_experts(FORMS["int4"], shapes)
-    assert not other.takes_experts(fp8, shapes)
+def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
+    monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: True)
+
+    def pair(form: str, hidden: int, ffn: int, **block: int) -> tuple[QuantizedWeight, QuantizedWeight]:
+        dtype = torch.float8_e4m3fn if form == "fp8" else torch.int8
+        shapes = ((2 * ffn, hidden), (hidden, ffn))
+        rows, columns = block.get("scale_rows", 1), block.get("group", 0)
+        scales = [torch.ones(-(-n // rows), -(-k // columns) if columns else 1) for n, k in shapes]
+        made = zip(shapes, scales, strict=True)
+        return tuple(quantized_weight(form, torch.zeros(shape, dtype=dtype), s, **block) for shape, s in made)
+
+    assert has_fp8_experts(pair("fp8", 256, 128))
+    assert has_fp8_experts(pair("fp8", 256, 128, group=128, scale_rows=128))
+    assert not has_fp8_experts(pair("fp8", 256, 192))
+    assert not has_fp8_experts(pair("fp8", 256, 128, group=128))
+    assert not has_fp8_experts(pair("int8", 256, 128))
+    monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: False)
+    assert not has_fp8_experts(pair("fp8", 256, 128))

@@ -33,16 +33,17 @@ from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
-from runtime.kernels import _triton  # noqa: E402
+from runtime.kernels import _triton, fp8_linear  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
-from runtime.kernels.fp8_experts import Fp8Experts  # noqa: E402
+from runtime.kernels.fp8_experts import Fp8Experts, has_fp8_experts  # noqa: E402
 from runtime.kernels.fp8_linear import fp8_linear_triton  # noqa: E402
 from runtime.kernels.fp8_rows import fp8_rows_triton  # noqa: E402
 from runtime.kernels.fused_linear import FusedLinear  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
+from runtime.kernels.quantized_experts import QuantizedExperts  # noqa: E402
 from runtime.kernels.quantized_linear import QuantizedLinear  # noqa: E402
-from runtime.kernels.quantized_weight import E2M1, quantized_weight  # noqa: E402
+from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, quantized_weight  # noqa: E402
 from runtime.models.decoder import Decoder  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.grammar_state import GrammarState  # noqa: E402
@@ -100,6 +101,20 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {"registers": int(words["REG"]), "stack": int(words["STACK"])}
 
 
+def weight_of(name: str, size_out: int, size_in: int) -> QuantizedWeight:
+    """A weight without data in a form of FORMS."""
+    form = FORMS[name]
+    dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form.code, torch.uint8)
+    row_bytes = size_in // 2 if dtype == torch.uint8 else size_in
+    codes = torch.empty((size_out, row_bytes), dtype=dtype, device=META)
+    groups = -(-size_in // form.group) if form.group else 1
+    scales = torch.empty((-(-size_out // form.scale_rows), groups), device=META)
+    return quantized_weight(
+        form.code, codes, scales, scales if form.minimums else None, group=form.group, scale_rows=form.scale_rows,
+        table={"table": NF4, "e2m1": E2M1}.get(form.code, ()),
+    )  # fmt: skip
+
+
 def quantized_layers() -> Iterator[tuple[str, QuantizedLinear, tuple[int, ...]]]:
     """Layers of the forms whose decoding differs, with numbers of rows."""
     for size_out, size_in, names, rows in (
@@ -107,43 +122,37 @@ def quantized_layers() -> Iterator[tuple[str, QuantizedLinear, tuple[int, ...]]]
         (4096, 14336, ["int8", "int4"], (16, 512)),
     ):
         for name in names:
-            form = FORMS[name]
-            dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(form.code, torch.uint8)
-            row_bytes = size_in // 2 if dtype == torch.uint8 else size_in
-            codes = torch.empty((size_out, row_bytes), dtype=dtype, device=META)
-            groups = -(-size_in // form.group) if form.group else 1
-            scales = torch.empty((-(-size_out // form.scale_rows), groups), device=META)
-            weight = quantized_weight(
-                form.code, codes, scales, scales if form.minimums else None, group=form.group,
-                scale_rows=form.scale_rows, table={"table": NF4, "e2m1": E2M1}.get(form.code, ()),
-            )  # fmt: skip
-            yield f"{name} {size_out}x{size_in}", QuantizedLinear(weight, None, "silu", False), rows
+            layer = QuantizedLinear(weight_of(name, size_out, size_in), None, "silu", False)
+            yield f"{name} {size_out}x{size_in}", layer, rows
+
+
+def inputs(rows: int, size: int) -> torch.Tensor:
+    return torch.empty((rows, size), dtype=torch.bfloat16, device=META)
 
 
 def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Products of rows that are codes: few and many rows of the weight, scales of rows and of blocks. Then mixtures of
-    Qwen3-30B-A3B's shape, with fewer experts."""
-
-    def weight(size_out: int, size_in: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = torch.empty((size_out, size_in), dtype=torch.float8_e4m3fn, device=META)
-        return codes, torch.empty((size_out // 128, size_in // 128) if block else (size_out, 1), device=META)
-
-    def inputs(rows: int, size: int) -> torch.Tensor:
-        return torch.empty((rows, size), dtype=torch.bfloat16, device=META)
-
+    """Products of rows that are codes: few and many rows of the weight, scales of rows and of blocks."""
     for size_out, size_in, block in ((4096, 14336, 0), (4096, 4096, 128)):
-        whole = quantized_weight("fp8", *weight(size_out, size_in, block), group=block, scale_rows=block or 1)
+        whole = weight_of("fp8-block" if block else "fp8", size_out, size_in)
         for rows in (16, 32, 64, 256, 512):
             x, residual = fp8_rows_triton(inputs(rows, size_in)), inputs(rows, size_out)
             name = f"fp8 rows, {size_out}x{size_in} block {block} torch.bfloat16, {rows} rows"
             yield name, partial(fp8_linear_triton, x, whole, residual=residual)
+
+
+def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Mixtures of Qwen3-30B-A3B's shape, with fewer experts: of one choice a program, of few and of many an expert."""
     spec, hidden, ffn = ExpertsSpec(16, 8, True), 2048, 768
     router = FusedLinear(inputs(16, hidden), None, "silu", deterministic=False)
-    for block in (0, 128):
-        pairs = [(weight(2 * ffn, hidden, block), weight(hidden, ffn, block)) for _ in range(16)]
-        mixture = Fp8Experts(spec, router, pairs, "silu", False)
-        for rows in (1, 16, 256):
-            name = f"fp8 mixture, block {block} torch.bfloat16, {rows} rows"
+    for form, deterministic, numbers in (
+        ("fp8", False, (1, 16, 256)), ("fp8-block", False, (1, 16, 256)), ("int4-minimums", False, (1, 16, 256)),
+        ("mxfp4", False, (1,)), ("nvfp4", False, (16,)), ("nf4", False, (256,)), ("int4", True, (1,)),
+    ):  # fmt: skip
+        pair = weight_of(form, 2 * ffn, hidden), weight_of(form, hidden, ffn)
+        kind = Fp8Experts if has_fp8_experts(pair) else QuantizedExperts
+        mixture = kind(spec, router, [pair] * 16, "silu", deterministic)
+        for rows in numbers:
+            name = f"{form} mixture{' deterministic' * deterministic} torch.bfloat16, {rows} rows"
             yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(1, hidden)[0], 1e-5)
 
 
@@ -167,6 +176,7 @@ def main() -> None:
     driver.set_active(Hopper())
     _triton._has_pdl = lambda device: True
     torch.cuda.get_device_properties = lambda device=None: H200
+    fp8_linear.multiplies_fp8 = lambda device: True
 
     for model, changed, dtype, deterministic, batches in SERVED:
         of_spec = {field: value for field, value in changed.items() if field != "kv_cache_dtype"}
@@ -205,10 +215,9 @@ def main() -> None:
         norm = torch.empty(size_in, dtype=torch.bfloat16, device=META)
         for rows in numbers:
             case = f"{name} torch.bfloat16, {rows} rows"
-            x = torch.empty((rows, size_in), dtype=torch.bfloat16, device=META)
-            layer.normed(x, norm, 1e-5)
+            layer.normed(inputs(rows, size_in), norm, 1e-5)
 
-    for case, run in fp8_products():  # noqa: B007
+    for case, run in (*fp8_products(), *mixtures()):  # noqa: B007
         run()
 
 

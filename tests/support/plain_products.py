@@ -1,7 +1,5 @@
 """Products with codes of every form, in torch: weights stay codes in tests where there is no kernel."""
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 
@@ -10,6 +8,7 @@ from runtime.kernels.linear import Linear
 from runtime.quant.format import Shape, Weight
 from runtime.quant.forms import Form, Integer4
 from runtime.quant.packing import unpack_nibbles
+from runtime.quant.products import Products
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -19,16 +18,13 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-class PlainProducts:
+class PlainProducts(Products):
     """Two codes of 4 bits are a byte, the low nibble first; each product makes the weight's numbers anew."""
 
     def takes(self, form: Form) -> bool:
         return True
 
     def fits(self, form: Form, shape: Shape) -> bool:
-        return True
-
-    def takes_experts(self, form: Form, shapes: Iterable[Shape]) -> bool:
         return True
 
     def packed(self, form: Form, weight: Weight) -> Weight:

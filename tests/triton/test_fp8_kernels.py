@@ -109,7 +109,8 @@ def test_few_choices_of_wide_rows_have_a_counter_each(monkeypatch):
     monkeypatch.setattr(Fp8Experts, "_combine", lambda *args: None)
     hidden = 4096
     pair = tuple(
-        (torch.zeros(n, k, dtype=torch.float8_e4m3fn), torch.ones(n, 1)) for n, k in ((256, hidden), (hidden, 128))
+        quantized_weight("fp8", torch.zeros(n, k, dtype=torch.float8_e4m3fn), torch.ones(n, 1))
+        for n, k in ((256, hidden), (hidden, 128))
     )
     route = Linear(lambda x: x[:, :2].contiguous(), rms_norm_triton, torch.abs)
     mixture = Fp8Experts(ExpertsSpec(2, 1, True), route, [pair, pair], "silu", False)
@@ -122,7 +123,6 @@ def test_few_choices_of_wide_rows_have_a_counter_each(monkeypatch):
 def test_mixtures_are_near_their_dense_numbers(block):
     spec, hidden, ffn = ExpertsSpec(5, 2, True), 256, 128
     pairs = [(some_weight(2 * ffn, hidden, block), some_weight(hidden, ffn, block)) for _ in range(5)]
-    stored = [tuple((w.codes, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair) for pair in pairs]
     router, norm = torch.randn(5, hidden).half(), torch.rand(hidden).half()
     route = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
     twin = Experts(
@@ -132,7 +132,7 @@ def test_mixtures_are_near_their_dense_numbers(block):
     )  # fmt: skip
     x = torch.randn(20, hidden).half()
     for deterministic in (False, True):
-        mixture = Fp8Experts(spec, route, stored, "silu", deterministic)
+        mixture = Fp8Experts(spec, route, pairs, "silu", deterministic)
         firsts = []
         for num_rows in (1, 20):  # of one choice a program, if not deterministic, and of sorted ones
             got, want = x[:num_rows].clone(), x[:num_rows].float()

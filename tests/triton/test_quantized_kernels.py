@@ -29,7 +29,7 @@ NF4 = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 
 FORMS = [("fp8", 0, 1), ("fp8", 128, 128), ("int8", 0, 1), ("int8", 32, 1), ("int8 minimums", 128, 1),
          ("int8 minimums", 0, 1), ("int4", 0, 1), ("int4", 128, 1), ("int4", 64, 1), ("int4", 32, 1), ("int4", 256, 1),
          ("uint4 minimums", 128, 1), ("uint4 minimums", 64, 1), ("uint4 minimums", 32, 1), ("table", 64, 1),
-         ("e2m1", 32, 1)]  # fmt: skip
+         ("e2m1", 32, 1), ("int4", 16, 1)]  # fmt: skip
 forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(map(str, form)))
 
 
@@ -85,7 +85,7 @@ OPTIONS = (
 
 
 def test_planes_are_packed_and_unpacked():
-    for plane, size in ((32, 192), (64, 128), (64, 256)):
+    for plane, size in ((16, 96), (32, 192), (64, 128), (64, 256)):
         codes = torch.randint(16, (3, size), dtype=torch.uint8)
         assert torch.equal(unpack_planes(pack_planes(codes, plane), plane), codes)
 
@@ -148,7 +148,7 @@ def test_many_rows(form):
 def test_every_code_is_decoded_exactly():
     """Each row of x picks out one column: a sum of one number is exact."""
     for form in FORMS:
-        if form[1] in (0, 32, 64) or "fp8" in form[0]:
+        if form[1] in (0, 16, 32, 64) or "fp8" in form[0]:
             weight = some_weight(form, 64, 16)
             eye = torch.eye(16, weight.shape[1])
             got = quantized_skinny_gemm_triton(eye, weight, out_dtype=torch.float32, config=QuantizedConfig(64, 32, 4))

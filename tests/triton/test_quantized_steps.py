@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels.quantized_configs import QuantizedConfig
 from runtime.quant.formats import LAYOUTS
 from runtime.quant.layouts import OneByOne
@@ -17,10 +18,13 @@ from tests.triton.test_family_steps import logits
 KINDS = {
     "fp8": Scheme("made-up", "fp8"),
     "int4 with minimums": Scheme("made-up", "int4", columns=32, symmetric=False),
+    "int8 experts": Scheme("made-up", "int8"),
 }
 
 
-@pytest.mark.parametrize(("kind", "deterministic"), [("fp8", False), ("int4 with minimums", True)])
+@pytest.mark.parametrize(
+    ("kind", "deterministic"), [("fp8", False), ("int4 with minimums", True), ("int8 experts", False)]
+)
 def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
     wide = QuantizedConfig(block_n=128, block_k=128, num_warps=4)
     monkeypatch.setattr("runtime.kernels.quantized_skinny_gemm.quantized_config", lambda *arguments: wide)
@@ -30,7 +34,11 @@ def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setitem(LAYOUTS, "made-up", OneByOne)
     spec = replace(SPEC, num_layers=1, hidden_size=128, ffn_size=192)
-    spec = replace(spec, quantization={n: KINDS[kind] for n in spec.shapes() if n.endswith(".weight")})
+    maps = [name for name in spec.shapes() if name.endswith(".weight")]
+    if "experts" in kind:
+        spec = replace(spec, ffn_size=48, experts=ExpertsSpec(3, 1, True))
+        maps = [name for name in spec.shapes() if ".experts." in name]
+    spec = replace(spec, quantization=dict.fromkeys(maps, KINDS[kind]))
     want = logits(spec, "torch", deterministic=False, graphs=False)
     got = logits(spec, "triton", deterministic, graphs=True)
     torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)

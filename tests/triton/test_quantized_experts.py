@@ -1,0 +1,59 @@
+"""Mixtures of experts whose weights are codes against their torch twin: every form, one choice a program, few and many
+an expert; a row's bits in deterministic mode."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime.core.decoder_spec import ExpertsSpec
+from runtime.kernels.experts import Experts
+from runtime.kernels.gated_activation import gated_activation_torch
+from runtime.kernels.linear import Linear
+from runtime.kernels.quantized_experts import QuantizedExperts
+from runtime.kernels.quantized_weight import dequantize
+from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from tests.triton.test_quantized_kernels import some_weight
+
+SPEC = ExpertsSpec(3, 2, True)
+ROWS = {"single": 2, "few": 17, "many": 25}  # 4, 34 and 50 choices of three experts
+
+
+@pytest.mark.parametrize(
+    ("form", "hidden", "ffn", "rows"),
+    [
+        (("fp8", 0, 1), 80, 48, "few"),
+        (("fp8", 128, 128), 128, 128, "single"),
+        (("int8", 0, 1), 80, 48, "many"),
+        (("int4", 128, 1), 128, 128, "few"),
+        (("int4", 32, 1), 64, 192, "few"),
+        (("uint4 minimums", 64, 1), 128, 128, "single"),
+        (("uint4 minimums", 32, 1), 64, 64, "many"),
+        (("table", 64, 1), 128, 128, "single"),
+        (("e2m1", 32, 1), 64, 64, "many"),
+        (("int4", 16, 1), 96, 32, "few"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else str(part).replace("'", ""),
+)
+def test_mixtures(form, hidden, ffn, rows):
+    torch.manual_seed(0)
+    pairs = [(some_weight(form, 2 * ffn, hidden), some_weight(form, hidden, ffn)) for _ in range(SPEC.num_experts)]
+    for weight in (weight for pair in pairs for weight in pair):
+        weight.scales.add_(0.01 * (weight.scales.numel() < 128))  # one block of all would be zero
+    router, norm = torch.randn(SPEC.num_experts, hidden), torch.rand(hidden)
+    route = Linear(lambda x: torch.cat([F.linear(row, router) for row in x.split(1)]), rms_norm_triton, torch.abs)
+    twin = Experts(
+        SPEC, Linear(lambda x: F.linear(x, router), rms_norm_torch, torch.abs),
+        [tuple(dequantize(w) for w in pair) for pair in pairs],
+        lambda w: lambda x: F.linear(x, w), lambda y: gated_activation_torch(y, "silu"),
+    )  # fmt: skip
+    x = torch.randn(ROWS[rows], hidden) * 1e-3  # small beside what is added
+    want = x.clone()
+    twin.add_to(want, norm, 1e-5)
+    for deterministic in (False, True)[: 1 + (rows == "many")]:
+        got, alone = x.clone(), x[:1].clone()
+        mixture = QuantizedExperts(SPEC, route, pairs, "silu", deterministic)
+        mixture.add_to(got, norm, 1e-5)
+        assert (got - want).norm() < 3e-5 * (want - x).norm(), deterministic
+    if deterministic:
+        mixture.add_to(alone, norm, 1e-5)
+        assert torch.equal(alone[0], got[0])
