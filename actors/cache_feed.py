@@ -1,6 +1,9 @@
-"""CacheFeed: the engine's side of what fronts know of its prefix cache and its load."""
+"""The engine's side of what fronts know of its prefix cache and its load: what is told, and when to whom."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
 
 from actors.messages import CacheUpdate
 from runtime.core.engine_load import EngineLoad
@@ -37,3 +40,54 @@ class CacheFeed:
         added = b"".join([key for key, is_cached in changes.items() if is_cached])
         evicted = b"".join([key for key, is_cached in changes.items() if not is_cached])
         return CacheUpdate(self._number, added, evicted, EngineLoad.of(self._scheduler))
+
+
+class Follower(Protocol):
+    """A front's connection, as far as it matters here."""
+
+    last_stream: int  # the number of the last stream that it has submitted
+
+    def send(self, message: CacheUpdate) -> None:
+        """Does not wait."""
+        ...
+
+
+class Followers:
+    """The connections that want to know, each told of every change, but at most once in EVERY_S. Where there are none,
+    nothing is noted either."""
+
+    EVERY_S = 0.02
+
+    def __init__(self, feed: CacheFeed, now: Callable[[], float]) -> None:
+        self._feed, self._now = feed, now
+        self._followers: set[Follower] = set()
+        self._told_at = 0.0
+        self.are_behind = False  # set by the engine when there may be something that they have not been told
+
+    def follow(self, follower: Follower, wanted: bool) -> None:
+        """One begins, with a snapshot; or, without `wanted`, it ends, if it ever began."""
+        if wanted:
+            self._followers.add(follower)
+            self._send(self._feed.snapshot(), follower)
+            return
+        self._followers.discard(follower)
+        if not self._followers:
+            self._feed.stop()
+
+    def tell(self) -> float | None:
+        """Tell them what has changed, if that may be now; else returns in how many seconds it may."""
+        if not self.are_behind or not self._followers:
+            return None
+        now = self._now()
+        if (delay_s := self._told_at + self.EVERY_S - now) > 0:
+            return delay_s
+        self._told_at, self.are_behind = now, False
+        update = self._feed.update()
+        for follower in self._followers:
+            self._send(update, follower)
+        return None
+
+    @staticmethod
+    def _send(update: CacheUpdate, follower: Follower) -> None:
+        update.last_stream = follower.last_stream
+        follower.send(update)

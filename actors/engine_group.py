@@ -1,8 +1,9 @@
 """An EngineClient over all engines of an application: one link to each that the directory lists.
 
-A stream belongs to the group, not to a link. It goes to the healthy engine with least load, and moves to another one,
-with the tokens that it has received, when its engine is lost, frozen or about to end; without another one it waits.
-Noise by position makes the continuation what it would have been (C4, C8).
+A stream belongs to the group, not to a link. It goes to the healthy engine that `router.py` chooses, and moves to
+another one, chosen in the same way, with the tokens that it has received, when its engine is lost, frozen or about to
+end; without another one it waits. While there is one engine, nothing is hashed and nothing followed. Noise by position
+makes the continuation what it would have been (C4, C8).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Protocol
 
 from actors.engine_client import EngineRefusal, OnEngine, Refusal, nobody
 from actors.link import EngineLink, Stream
-from actors.messages import AbortById, Refused
+from actors.messages import AbortById, CacheUpdate, Refused
 from actors.metrics import MetricValues, Snapshot
+from actors.router import Choice, Prompt, Router, RoutingPolicy
 from actors.transport import Address
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
@@ -58,9 +60,13 @@ class EngineGroup:
 
     info: ModelInfo
 
-    def __init__(self, directory: Directory, from_zero: FromZero | None = None) -> None:
+    def __init__(
+        self, directory: Directory, from_zero: FromZero | None = None, policy: RoutingPolicy = "prefix"
+    ) -> None:
         self._directory, self._from_zero = directory, from_zero
         self._asking: asyncio.Task[None] | None = None
+        self._router = Router(policy)  # over the links that are usable, by name
+        self._last_prompt = Prompt(())  # all choices of a request have one
         self._links: dict[str, EngineLink] = {}
         self._waiting: dict[Stream, None] = {}  # streams without an engine
         self._wake = asyncio.Event()  # the directory is to be looked at now
@@ -128,20 +134,47 @@ class EngineGroup:
 
     # ---- which engine ---------------------------------------------------------------------------------------------
 
-    def _choose(self, stream: Stream) -> EngineLink | None:
+    def _choose(self, stream: Stream) -> Choice | None:
         """The best engine for a stream among those that have not refused it; None if there is none."""
-
-        def rank(link: EngineLink) -> tuple[bool, bool, bool, int]:
-            return link.draining, bool(link.reason), not stream.suits(link.info), link.num_streams
-
         usable = [link for link in self._links.values() if link.usable and link not in stream.refusals]
-        return min(usable, key=rank, default=None)
+        if len(usable) > 1:
+            ranks = [(link.draining, bool(link.reason), not stream.suits(link.info)) for link in usable]
+            best = min(ranks)
+            usable = [link for link, rank in zip(usable, ranks, strict=True) if rank == best]
+        if not usable:
+            return None
+        if len(usable) == 1 and not usable[0].is_followed:
+            return Choice(usable[0].name)
+        return self._router.choose(self._prompt_of(stream), [link.name for link in usable])
+
+    def _prompt_of(self, stream: Stream) -> Prompt:
+        """A stream's known tokens; blocks that were hashed for it once are not hashed again."""
+        request, prompt = stream.request, stream.prompt
+        if prompt is None:
+            prompt = self._last_prompt
+            uses_cache = request.params.prompt_logprobs is None or stream.scored
+            alike = prompt.token_ids is request.token_ids and prompt.salt == request.cache_salt
+            if not alike or prompt.uses_cache != uses_cache:
+                prompt = self._last_prompt = Prompt(request.token_ids, request.cache_salt, uses_cache)
+        if len(stream.received) > (num_seen := len(prompt.token_ids) - len(request.token_ids)):
+            prompt = prompt.continued(stream.received[num_seen:])
+        stream.prompt = prompt
+        return prompt
+
+    def _submit(self, stream: Stream, choice: Choice) -> None:
+        """Let the chosen engine serve a stream."""
+        link = self._links[choice.engine]
+        link.submit(stream)
+        if link.is_followed:
+            num_tokens = len(stream.request.token_ids) + len(stream.received)
+            self._router.placed(link.name, stream.number, num_tokens - choice.num_cached)
+            stream.num_expected = choice.num_cached if self._router.policy == "prefix" else None
 
     def _place(self, stream: Stream) -> None:
         """Let an engine serve a stream; without one it waits."""
-        link = self._choose(stream)
-        if link is not None:
-            link.submit(stream)
+        choice = self._choose(stream)
+        if choice is not None:
+            self._submit(stream, choice)
         else:
             self._park(stream)
 
@@ -190,12 +223,28 @@ class EngineGroup:
         self._waiting.pop(stream, None)
         return waited
 
+    def on_cache_update(self, link: EngineLink, update: CacheUpdate) -> None:
+        """An engine has told of its cache and its load."""
+        if not self._router.apply(link.name, update):
+            link.follow(True)
+
+    def _follow(self) -> None:
+        """Follow all engines while there are several to choose from."""
+        usable = [link for link in self._links.values() if link.usable]
+        wanted = len(usable) > 1 and self._router.policy != "round-robin"
+        for link in usable:
+            if link.is_followed != wanted:
+                link.follow(wanted)
+
     def on_status(self, link: EngineLink) -> None:
         """Streams without an engine go to it at once. Those of a draining engine go on meanwhile, so they move when
         nothing has changed for a while: if all engines drain, one after the other, they had better stay."""
         self.info = max((k.info for k in self._links.values() if k.usable), key=lambda info: info.max_model_len)
         if not link.reason:
             self._is_served.set()
+        if link.name not in self._router:
+            self._router.add(link.name, link.info)
+            self._follow()
         waiting, self._waiting = self._waiting, {}
         for stream in waiting:
             self._place(stream)
@@ -207,13 +256,17 @@ class EngineGroup:
         """Move the streams of draining engines to those that will go on, and go on in the same way."""
         for link in [k for k in self._links.values() if k.draining]:
             for stream in link.streams:
-                other = self._choose(stream)
-                if other is not None and not other.reason and stream.suits(other.info):
+                choice = self._choose(stream)
+                other = link if choice is None else self._links[choice.engine]
+                if choice is not None and not other.reason and stream.suits(other.info):
                     link.drop(stream)
-                    other.submit(stream)
+                    self._submit(stream, choice)
 
     def on_lost(self, link: EngineLink, streams: list[Stream]) -> None:
         """Its streams go on elsewhere at once; whether the engine is gone the directory will tell."""
+        if link.name in self._router:
+            self._router.remove(link.name)
+            self._follow()
         for stream in streams:
             self._place(stream)
         self._wake.set()
@@ -227,9 +280,11 @@ class EngineGroup:
         alike = [k for k in self._links.values() if k.usable and k.info == link.info]
         for other in alike if refused.reason is Refusal.NEVER else [link]:
             stream.refusals[other] = error
-        ends = self._from_zero is not None and all(link.leaves for link in stream.refusals)
-        if ends or self._choose(stream) is not None:
-            self._place(stream)
+        choice = self._choose(stream)
+        if choice is not None:
+            self._submit(stream, choice)
+        elif self._from_zero is not None and all(link.leaves for link in stream.refusals):
+            self._park(stream)
         else:
             by_hope = list(Refusal)
             stream.fail(min(stream.refusals.values(), key=lambda error: by_hope.index(error.reason)))

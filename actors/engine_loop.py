@@ -16,9 +16,10 @@ from functools import partial
 from typing import Any
 
 from actors.autoscaling import EngineFigures
+from actors.cache_feed import CacheFeed, Followers
 from actors.engine_client import Refusal
 from actors.link_server import Connection, LinkServer, Stream
-from actors.messages import Abort, AbortById, Ended, Refused, Status, Submit, client_id
+from actors.messages import Abort, AbortById, Ended, Follow, FromFront, Refused, Status, Submit, client_id
 from actors.metrics import EngineMetrics, MetricValues, Snapshot
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.draft_client import DraftClient, DraftWire, speculation_of
@@ -46,7 +47,7 @@ class EngineLoop:
         self.config = config
         self._start_runners = start_runners
         # From a connection, its message or None when it comes or goes; from anyone else, what the step thread shall do.
-        self._inbox: queue.SimpleQueue[tuple[Connection, Submit | Abort | AbortById | None] | Callable[[], None]]
+        self._inbox: queue.SimpleQueue[tuple[Connection, FromFront | None] | Callable[[], None]]
         self._inbox = queue.SimpleQueue()
         self._connections: set[Connection] = set()
         self._by_id: dict[str, dict[Stream, None]] = {}  # live ones by their clients' ids
@@ -64,6 +65,7 @@ class EngineLoop:
         speculation = speculation_of(config, self.info, time.monotonic)
         pacing = StepPacing(config.max_itl_ms, time.monotonic)
         self.core = EngineCore(config, self.info, self.executor, speculation, pacing)
+        self._followers = Followers(CacheFeed(self.core.scheduler), time.monotonic)
         self._meter = EngineMetrics(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
         self.reason = None
@@ -183,6 +185,7 @@ class EngineLoop:
                     state.owner.connection.frame.accepted.append((state.owner.number, True))
                     self._untold.add(state.owner.connection)
                 self._emit()
+                self._followers.tell()
                 if late and self.core.must_wait_to_plan():
                     continue  # an idle engine has just begun a step: who arrives during it is in the next one
                 meter.before_collect()
@@ -193,6 +196,7 @@ class EngineLoop:
                 continue
             if self._output is not None:
                 meter.collected()
+                self._followers.are_behind = True
             self._progress = time.monotonic()
 
     def _wait_to_plan(self) -> None:
@@ -212,12 +216,13 @@ class EngineLoop:
                 self._finish_times.clear()
                 has_backlog = any(c.has_backlog for c in self._connections)
                 idle_s = _CHECK_EVERY_S if logger.isEnabledFor(logging.DEBUG) else None
+                untold_s = self._followers.tell()
                 try:
-                    item = inbox.get(timeout=0.05 if has_backlog else idle_s)
+                    item = inbox.get(timeout=untold_s or (0.05 if has_backlog else idle_s))
                 except queue.Empty:
                     for connection in self._connections:
                         connection.send_backlog()
-                    if not has_backlog:
+                    if not has_backlog and not untold_s:
                         faults = self.core.scheduler.find_faults()
                         logger.debug("idle; faults of blocks and slots: %s", " ".join(faults) or "none")
                     continue
@@ -226,13 +231,14 @@ class EngineLoop:
                 item = inbox.get()
             self._take_message(item)
 
-    def _take_message(self, item: tuple[Connection, Submit | Abort | AbortById | None] | Callable[[], None]) -> None:
+    def _take_message(self, item: tuple[Connection, FromFront | None] | Callable[[], None]) -> None:
+        self._followers.are_behind = True
         if isinstance(item, tuple):
             self._handle(*item)
         else:
             item()
 
-    def _handle(self, connection: Connection, message: Submit | Abort | AbortById | None) -> None:
+    def _handle(self, connection: Connection, message: FromFront | None) -> None:
         if isinstance(message, Submit):
             self._submit(connection, message)
         elif isinstance(message, Abort):
@@ -241,16 +247,20 @@ class EngineLoop:
                 self._forget(stream)
         elif isinstance(message, AbortById):
             self._abort(message)
+        elif isinstance(message, Follow):
+            self._followers.follow(connection, message.wanted)
         elif connection not in self._connections:
             self._connections.add(connection)
             connection.send(self._status())
         else:
             self._connections.discard(connection)
+            self._followers.follow(connection, False)
             for stream in list(connection.streams.values()):
                 self.core.abort(stream.key)
                 self._forget(stream)
 
     def _submit(self, connection: Connection, message: Submit) -> None:
+        connection.last_stream = message.stream
         if not message.resumed and (refusal := self._refusal(message)) is not None:
             connection.send(refusal)
             return

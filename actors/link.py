@@ -21,7 +21,10 @@ from actors.messages import (
     LOST_AFTER_BEATS,
     Abort,
     AbortById,
+    CacheUpdate,
     EngineLoading,
+    Follow,
+    FromFront,
     Heartbeat,
     Refused,
     Report,
@@ -33,6 +36,7 @@ from actors.messages import (
 )
 from actors.metrics import MetricValues, Snapshot
 from actors.names import engine_id
+from actors.router import Prompt
 from actors.transport import Address, FrameCutter, connect_stream, framed
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
@@ -62,6 +66,8 @@ class Stream:
     info: ModelInfo | None = None  # of the last engine that it was given to
     accepted: bool = False  # an engine has taken it: it skips the queue limits of the next one
     waits: bool = False  # it is in the queue of its engine, as far as is known, and was never in a step
+    prompt: Prompt | None = None  # its tokens as caches know them; None: no choice has asked yet
+    num_expected: int | None = None  # of its tokens, those that its engine should have cached; None: no choice was made
     num_losses: int = 0  # engines that died while they computed it
     refusals: dict[EngineLink, EngineRefusal] = field(default_factory=dict)  # by those that did not take it
     _waiter: asyncio.Future[None] | None = None
@@ -162,6 +168,7 @@ class EngineLink:
         self.reason: str | None = "The engine is starting."  # why it serves nothing now; None: it is healthy
         self.usable = False  # it is connected, and the engine has told its Status
         self.draining = self.leaves = False
+        self.is_followed = False  # it tells of its cache and its load
         self.suspects: list[Stream] = []  # what the engine computed when its connection ended
         self._task = asyncio.create_task(self._keep_connected())
 
@@ -206,6 +213,11 @@ class EngineLink:
         """Let this engine end a request, whoever submitted it."""
         self._send(AbortById(request_id))
 
+    def follow(self, wanted: bool) -> None:
+        """Let this engine tell of its cache and its load from now on, beginning with a snapshot; or no more."""
+        self.is_followed = wanted
+        self._send(Follow(wanted))
+
     async def report(self, figures: MetricValues) -> Snapshot | None:
         """Give the engine what was counted, and get all that it knows: its last answer if it is slow, None if there is
         no engine, which then has not got `figures`."""
@@ -217,7 +229,7 @@ class EngineLink:
         await asyncio.wait((asked,), timeout=_REPORT_S)
         return self._snapshot
 
-    def _send(self, message: Submit | Abort | AbortById | Heartbeat | Report) -> None:
+    def _send(self, message: FromFront | Heartbeat | Report) -> None:
         if self._connection is not None:  # else its streams are already with another link
             self._connection.transport.write(framed(encode(message)))
 
@@ -263,7 +275,7 @@ class EngineLink:
         """Its streams are for the group to place anew; the link knows them no more, and looks for its engine again."""
         if connection is not self._connection:
             return  # closed, or it ended before it was used
-        self._connection, self.usable = None, False
+        self._connection, self.usable, self.is_followed = None, False, False
         self.draining = self.leaves = False
         self.reason = "The engine is restarting."
         for asked in self._reports:
@@ -277,9 +289,11 @@ class EngineLink:
 
     # ---- what the engine says -------------------------------------------------------------------------------------
 
-    def on_message(self, message: Tokens | Refused | Status | Snapshot | Heartbeat) -> None:
+    def on_message(self, message: Tokens | Refused | Status | Snapshot | Heartbeat | CacheUpdate) -> None:
         if isinstance(message, Tokens):
             self._on_tokens(message)
+        elif isinstance(message, CacheUpdate):
+            self._group.on_cache_update(self, message)
         elif isinstance(message, Status):
             self.reason, self.draining, self.leaves = message.reason, message.draining, message.leaves
             self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
@@ -303,6 +317,7 @@ class EngineLink:
                 output = stream.output()
                 output.num_cached, output.queued_s, output.prefill_s = num_cached, queued_s, prefill_s
                 output.first_sampled_at = sampled_at
+                output.num_expected = stream.num_expected
         for number, num_draft_tokens, num_accepted in frame.verified:
             if (stream := streams.get(number)) is not None:
                 output = stream.output()

@@ -20,13 +20,12 @@ import msgspec
 
 from actors.messages import (
     LEASE_S,
-    Abort,
-    AbortById,
+    CacheUpdate,
+    FromFront,
     Heartbeat,
     Refused,
     Report,
     Status,
-    Submit,
     Tokens,
     decode_from_front,
     encode,
@@ -74,6 +73,7 @@ class Connection:
         self._sending = threading.Lock()
         self.serial = next(_serials)
         self.streams: dict[int, Stream] = {}
+        self.last_stream = 0  # the number of the last that it has submitted
         self.last_heard = time.monotonic()
         self.frame = Tokens()  # what this step gains, but for its columns
         self.stream_column, self.token_column = array("i"), array("i")
@@ -87,7 +87,7 @@ class Connection:
         self.stream_column, self.token_column = array("i"), array("i")
         self.send(frame)
 
-    def send(self, message: Tokens | Refused | Status | Snapshot | Heartbeat) -> None:
+    def send(self, message: Tokens | Refused | Status | Snapshot | Heartbeat | CacheUpdate) -> None:
         """Queue a message and write what the socket takes; a front that lets too much pile up is cut off."""
         frame = framed(encode(message))
         with self._sending:
@@ -135,7 +135,7 @@ class LinkServer:
 
     def __init__(
         self,
-        deliver: Callable[[Connection, Submit | Abort | AbortById | None], None],
+        deliver: Callable[[Connection, FromFront | None], None],
         report: Callable[[MetricValues], Snapshot],
     ) -> None:
         self._deliver, self._report = deliver, report

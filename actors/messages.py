@@ -138,6 +138,7 @@ class EngineLoading(CallboardError):
     """There is an engine, but it has no address yet: it loads its model. The text says how far it is."""
 
 
+FromFront = Submit | Abort | AbortById | Follow  # what a front tells an engine's step thread
 encode = msgspec.msgpack.Encoder().encode
-decode_from_front = msgspec.msgpack.Decoder(Submit | Abort | AbortById | Heartbeat | Report | Follow).decode
+decode_from_front = msgspec.msgpack.Decoder(FromFront | Heartbeat | Report).decode
 decode_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat | CacheUpdate).decode

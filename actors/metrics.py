@@ -114,6 +114,12 @@ METRICS = ENGINE_METRICS | {  # and what replicas count
     "callboard:delivery_lag_seconds": _histogram(
         "From the sampling of a request's last token until it was written.", _SHORT_S
     ),
+    "callboard:routed_cached_tokens": _counter(
+        "Cached prompt tokens of requests for which an engine was chosen: expected by the choice, found by the engine.",
+        "by",
+        "expected",
+        "found",
+    ),
     "callboard:requests_refused": _counter(
         "Requests that were not served, by the reason.", "reason", "never", "busy", "draining", "late"
     ),

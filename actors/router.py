@@ -43,9 +43,9 @@ class Choice(NamedTuple):
 class Prompt:
     """A request's known tokens as caches know them. Blocks are hashed once, and no further than somebody asks."""
 
-    def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
-        """Requests of another `salt` share no block with this one."""
-        self.token_ids, self.salt = token_ids, salt
+    def __init__(self, token_ids: Sequence[int], salt: str = "", uses_cache: bool = True) -> None:
+        """Requests of another `salt` share no block with this one; one that `uses_cache` not has no hits."""
+        self.token_ids, self.salt, self.uses_cache = token_ids, salt, uses_cache
         self._hashes: dict[_Kind, list[bytes]] = {}  # of the leading blocks
 
     def continued(self, token_ids: Sequence[int]) -> Prompt:
@@ -56,7 +56,7 @@ class Prompt:
 
     def num_hits(self, kind: _Kind) -> int:
         """Blocks that a cache can give, at most: never the last token, which must be computed to sample."""
-        return (len(self.token_ids) - 1) // kind[1]
+        return (len(self.token_ids) - 1) // kind[1] if self.uses_cache else 0
 
     def keys(self, kind: _Kind) -> Iterator[int]:
         """The keys of these blocks and, as one more block, of what follows them (int64)."""
@@ -115,6 +115,9 @@ class Router:
         self._tokens[place.index] = self._rows[place.index] = 0
         self._salts[place.index] = int.from_bytes(blake2b(engine.encode(), digest_size=8).digest(), "little")
 
+    def __contains__(self, engine: str) -> bool:
+        return engine in self._engines
+
     def remove(self, engine: str) -> None:
         """An engine is gone, or cut off: its picture is worth nothing any more."""
         place = self._engines.pop(engine)
@@ -170,8 +173,6 @@ class Router:
     def choose(self, prompt: Prompt, candidates: Collection[str] | None = None) -> Choice:
         """The best of `candidates` (at least one; None: of all engines) for a request with these known tokens."""
         names = self._engines if candidates is None else candidates
-        if len(names) == 1:
-            return Choice(next(iter(names)))
         places = [self._engines[name] for name in names]
         at = np.array([place.index for place in places])
         if self.policy == "round-robin":

@@ -152,6 +152,7 @@ class Front:
             FromZero(lambda: _wake(engines), config.max_queued_requests, config.queue_timeout_s)
             if may_be_none
             else None,
+            settings.routing_policy,
         )
         draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
         self._service = Service(self._engines, None, served_model_name or config.model, draft)

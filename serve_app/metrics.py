@@ -49,6 +49,7 @@ class ChoiceStats:
     engine: str = ""  # the id of the one that serves it; "": none does yet
     num_output: int = 0
     num_cached: int = 0
+    num_expected: int | None = None  # what a choice among engines had expected of it; None: there was none to make
     queued_s: float = 0.0
     prefill_s: float = 0.0
     first_at: float = 0.0  # when the engine sampled its first token; 0: it has none
@@ -66,6 +67,7 @@ class ChoiceStats:
         if not self.first_at:
             self.first_at, self.num_cached = output.first_sampled_at or output.sampled_at, output.num_cached
             self.queued_s, self.prefill_s = output.queued_s, output.prefill_s
+            self.num_expected = output.num_expected
         self.num_output += len(output.token_ids)
         self.last_at = output.sampled_at
 
@@ -161,6 +163,9 @@ class ServiceMetrics:
         observe("vllm:request_generation_tokens", choice.num_output)
         observe("vllm:request_params_max_tokens", request.params.max_tokens)
         observe("vllm:e2e_request_latency_seconds", (choice.last_at or time.time()) - arrived_at)
+        if choice.num_expected is not None:
+            figures.count("callboard:routed_cached_tokens", "expected", choice.num_expected)
+            figures.count("callboard:routed_cached_tokens", "found", choice.num_cached)
         if choice.first_at:
             decode_s = choice.last_at - choice.first_at
             observe("vllm:time_to_first_token_seconds", choice.first_at - arrived_at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from runtime.core.config import check_settings, setting
 from runtime.core.types import CallboardError
@@ -64,6 +65,11 @@ class HttpSettings:
     max_prompts: int = setting(1024, "most prompts of one request", 1)
     client_priority: bool = setting(
         False, "clients may send a priority below 0, to be served before others; above 0, to be served later, they may"
+    )
+    routing_policy: Literal["prefix", "least-load", "round-robin"] = setting(
+        "prefix",
+        "which engine gets a request, of several: the one that holds most of its prompt and has least to do, the one "
+        "with the fewest requests, or the next one",
     )
     request_timeout_s: float | None = setting(None, "longest time for a whole answer; default: any", above=0)
     keep_alive_s: float = setting(15.0, "a stream that waits for its first token sends a comment this often", above=0)

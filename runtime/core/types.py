@@ -176,6 +176,7 @@ class RequestOutput:
     stop_token_id: int | None = None  # the stop id that ended it; None for EOS, which is not delivered as a stop id
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, if asked for
     num_cached: int = 0  # prompt tokens served from the prefix cache
+    num_expected: int | None = None  # of these, those that a choice among engines had expected; None: there was none
     error: str = ""  # one sentence, with FinishReason.ERROR and GRAMMAR
     # All of them with the first output, if asked for; entry i is about prompt token i + 1.
     prompt_logprobs: Sequence[TokenLogprobs] = ()

@@ -210,15 +210,17 @@ async def test_streams_stay_when_all_engines_drain(monkeypatch):
 async def test_streams_wait_for_another_kind_of_engine_as_long_as_theirs_goes_on(monkeypatch):
     """Of a draining engine; what another dtype makes of the rest is another answer."""
     monkeypatch.setattr("actors.engine_group._SETTLED_S", 0.02)
-    other = Engine(info=info_with(fingerprint="other"))
-    async with Group(Engine(delay_s=0.005), other) as group:
+    engine, other = Engine(delay_s=0.005), Engine(info=info_with(fingerprint="other"))
+    async with Group(engine) as group:
         reading = asyncio.create_task(read(group, request(0, max_tokens=100)))
         first = group._links["app/engine/0#1"]
         await eventually(lambda: first.num_streams == 1 and first.streams[0].received)
-        engine = group._directory.all[0]
+        group._directory.all.append(other)
+        await eventually(lambda: len(healthy(group)) == 2)
         await asyncio.wrap_future(engine.loop.drain("It ends."))
         assert (await reading)[:2] == sequential(request(0, max_tokens=100), 512)
         assert other.loop.core.steps_done == 0
+        other.loop.close()
 
 
 async def test_a_full_engine_is_passed_by(monkeypatch):
@@ -329,15 +331,16 @@ async def test_an_abort_by_id_finds_a_stream_where_it_is_now():
     engines = [Engine(delay_s=0.01), Engine(delay_s=0.01)]
     async with Group(*engines) as group:
         moved = asyncio.create_task(read(group, request(0, max_tokens=400)))
-        await eventually(lambda: running(engines[0]) == 1)
-        engines[0].die()
-        await eventually(lambda: running(engines[1]) == 1)
+        await eventually(lambda: any(map(running, engines)))
+        first, second = sorted(engines, key=running, reverse=True)
+        first.die()
+        await eventually(lambda: running(second) == 1)
         group.abort("r0")
         assert (await moved)[1] is FinishReason.ABORT
         waiting = asyncio.create_task(read(group, request(1, max_tokens=400)))
         left = asyncio.create_task(read(group, request(2, max_tokens=400)))
-        await eventually(lambda: live(engines[1]) == 2)
-        engines[1].die()
+        await eventually(lambda: live(second) == 2)
+        second.die()
         await eventually(lambda: len(group._waiting) == 2)
         group.abort("r1")
         assert (await waiting)[1] is FinishReason.ABORT

@@ -1,0 +1,100 @@
+"""Streams go to the engine that holds most of their prefix, over real sockets."""
+
+import asyncio
+
+from runtime.core.types import Request, SamplingParams
+from tests.actors.test_engine_group import Group, healthy, info_with, link_closing, live, running
+from tests.actors.test_link import Engine, eventually, link_to, only_link, read
+from tests.support.fake_runner import sequential
+
+
+def asking(prompt, name="r", salt="", **params):
+    params = {"max_tokens": 8, "ignore_eos": True, **params}
+    return Request(name, prompt, len(prompt), SamplingParams(**params), cache_salt=salt)
+
+
+def conversation(i, length=33):
+    return [1 + (i * 5 + k * k) % 28 for k in range(length)]
+
+
+async def first_output(group, request):
+    async for output in group.generate(request):
+        return output
+
+
+def keys_of(engine):
+    keys = engine.loop.core.scheduler.kv_cache.cache.keys()
+    return {int.from_bytes(key, "little", signed=True) for key in keys}
+
+
+def is_pictured(group, engine):
+    (name,) = [link.name for link in group._links.values() if link.engine == str(group._directory.all.index(engine))]
+    return group._router.held(name) == keys_of(engine)
+
+
+async def test_second_turns_go_where_the_first_ones_were():
+    engines = [Engine() for _ in range(3)]
+    async with Group(*engines) as group:
+        await eventually(lambda: all(is_pictured(group, e) for e in engines))
+        where = {}
+        for i in range(6):
+            chosen = []
+            async for output in group.generate(asking(conversation(i)), chosen.append):
+                if output.num_expected is not None:
+                    assert (output.num_expected, output.num_cached) == (0, 0)
+            where[i] = chosen
+        assert len({name for (name,) in where.values()}) > 1
+        await eventually(lambda: all(is_pictured(group, e) for e in engines))
+        for i in range(6):
+            answer = sequential(asking(conversation(i)), 512)[0]
+            second, chosen = asking([*conversation(i), *answer, 5, 6, 7]), []
+            outputs = [output async for output in group.generate(second, chosen.append)]
+            assert chosen == where[i]
+            assert outputs[0].num_expected == outputs[0].num_cached == 40
+        other = await first_output(group, asking(conversation(0), salt="another tenant"))
+        assert (other.num_expected, other.num_cached) == (0, 0)
+        scored = await first_output(group, asking(conversation(0), prompt_logprobs=0))
+        assert (scored.num_expected, scored.num_cached) == (0, 0)
+
+
+async def test_streams_of_a_dead_engine_go_to_the_one_that_holds_most_of_their_prefix():
+    engines = [Engine(delay_s=0.005), Engine(), Engine(), Engine()]
+    prompt = conversation(0, 65)
+    for engine, length in zip(engines[1:], (20, 64, 36), strict=True):
+        async with link_closing(link_to(engine)) as group:
+            await group.start()
+            await read(group, asking(prompt[:length]))
+            assert not only_link(group).is_followed  # there is nothing to choose
+            assert engine.loop.core.scheduler.kv_cache.cache.changes is None
+    async with Group(engines[0]) as group:
+        asked = [asking(prompt, f"r{i}", max_tokens=300, seed=None) for i in range(2)]
+        reading = [asyncio.create_task(read(group, request)) for request in asked]
+        await eventually(lambda: running(engines[0]) == 2 and engines[0].loop.core.steps_done > 5)
+        group._directory.all += engines[1:]
+        await eventually(lambda: len(healthy(group)) == 4)
+        await eventually(lambda: all(is_pictured(group, e) for e in engines[1:]))
+        engines[0].die()
+        await eventually(lambda: live(engines[2]) == 2)
+        for task, request in zip(reading, asked, strict=True):
+            assert (await task)[:2] == sequential(request, 512)
+        assert engines[2].loop.core.scheduler.stats.prompt_tokens_cached >= 2 * 64
+        await eventually(lambda: is_pictured(group, engines[2]))
+        for engine in engines[1:]:
+            engine.loop.close()
+
+
+async def test_a_picture_outlives_broken_connections_and_lost_runners():
+    engines = [Engine(info=info_with(num_kv_blocks=30)), Engine()]
+    async with Group(*engines) as group:
+        for i in range(8):
+            await read(group, asking(conversation(i)))
+        await eventually(lambda: all(is_pictured(group, e) for e in engines))
+        for link in healthy(group):
+            link._connection.transport.abort()
+        engines[0].runners[-1].dead = "The runner was killed."
+        await asyncio.gather(*(read(group, asking(conversation(i))) for i in range(4)))
+        await eventually(lambda: len(healthy(group)) == 2)
+        await eventually(lambda: all(is_pictured(group, e) for e in engines))
+        engines[0].die()
+        await eventually(lambda: len(healthy(group)) == 1)
+        await eventually(lambda: engines[1].loop.core.scheduler.kv_cache.cache.changes is None)
