@@ -67,9 +67,10 @@ class ScalingPolicy:
         self._spare_since: float | None = None
         self._most_needed = 0  # since then
 
-    def decide(self, engines: Sequence[EngineFigures], num_engines: int, now: float) -> int:
+    def decide(self, engines: Sequence[EngineFigures], num_engines: int, now: float, num_away: int = 0) -> int:
         """The number of engines from now on. `num_engines` were asked for the last time; `engines` are those of them
-        that serve. While some are starting or restarting none goes: their load is unknown, or with the others."""
+        that serve, and `num_away` have served and are restarted. Until these are back none goes: what they had to do
+        waits for them. Engines that are not there yet keep nobody: there may be no room for them."""
         num_engines = self._within_bounds(num_engines)
         load = engines_needed(engines)
         wanted = self._within_bounds(_ceil(load))
@@ -82,10 +83,10 @@ class ScalingPolicy:
             self._busy_since = None
             return wanted
         self._busy_since = None
-        if len(engines) < num_engines:
+        if num_away:
             self._spare_since = None
             return num_engines
-        if self._min == 0 and all(e.idle_s >= self._idle_s for e in engines):
+        if self._min == 0 and engines and all(e.idle_s >= self._idle_s for e in engines):
             return 0
         return self._without_spare(max(1, self._within_bounds(_ceil(load / SPARE))), num_engines, now)
 
@@ -128,8 +129,10 @@ class ServePolicy:
         self._policy = ScalingPolicy(**settings)  # type: ignore[arg-type]
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        engines = _reported(context)
+        num_away = len(context.running_replicas) - len(engines)
         # Serve's own clock jumps where the machine's is set.
-        return self._policy.decide(_reported(context), context.target_num_replicas, time.monotonic()), {}
+        return self._policy.decide(engines, context.target_num_replicas, time.monotonic(), num_away), {}
 
 
 def _reported(context: AutoscalingContext) -> list[EngineFigures]:

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import cloudpickle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors import autoscaling
-from actors.autoscaling import EngineFigures, ScalingPolicy, engines_needed
+from actors.autoscaling import EngineFigures, ScalingPolicy, ServePolicy, engines_needed, report_of
 
 IDLE = EngineFigures(0, 1000.0, 0, 10, 0, 100, 1e9)
 
@@ -53,9 +54,15 @@ def test_engines_stay_that_were_needed_within_the_delay():
 
 def test_no_engine_goes_while_another_is_away():
     policy = ScalingPolicy(0, 4, 2, 10, 20)
-    assert set(targets(policy, 60, lambda second, n: [IDLE] * 2, 3)) == {3}
-    assert targets(policy, 60, lambda second, n: [IDLE] * n, 3)[-1] == 0
-    assert set(targets(policy, 60, lambda second, n: [], 1)) == {1}
+    assert {policy.decide([IDLE] * 2, 3, float(second), num_away=1) for second in range(60)} == {3}
+    assert policy.decide([replace(IDLE, idle_s=1.0)] * 3, 3, 60.0) == 3  # the delay begins when it is back
+    assert policy.decide([replace(IDLE, idle_s=1.0)] * 3, 3, 70.0) == 1
+
+
+def test_engines_that_do_not_come_keep_nobody():
+    policy = ScalingPolicy(0, 4, 2, 10, 20)
+    assert targets(policy, 40, lambda second, n: [replace(IDLE, idle_s=float(second))], 4)[-1] == 0
+    assert set(targets(policy, 60, lambda second, n: [], 1)) == {1}  # the first one, which a request has asked for
 
 
 def test_the_last_engine_goes_when_nothing_was_asked_for_a_while():
@@ -152,6 +159,32 @@ def test_a_square_wave_has_at_most_one_reversal():
         assert history[0] == history[-1] == 1
         assert max(history) >= 4
     assert max(reversals) == 1, reversals
+
+
+def replica(name, figures, before=()):
+    """As Serve has its reports: a series for each number."""
+    values = [*before, report_of(figures)]
+    return {key: {name: [SimpleNamespace(value=v[key]) for v in values if key in v]} for v in values for key in v}
+
+
+def context(*replicas, target):
+    series = {}
+    for reports in replicas:
+        for key, of in reports.items():
+            series.setdefault(key, {}).update(of)
+    running = [name for reports in replicas for name in reports["serves"]]
+    return SimpleNamespace(raw_metrics=series, running_replicas=running, target_num_replicas=target)
+
+
+def test_serves_policy_takes_the_last_reports():
+    policy = ServePolicy(min_engines=0, max_engines=3, upscale_delay_s=0, downscale_delay_s=0, idle_s=5)
+    busy = replace(IDLE, num_live=12, idle_s=0)
+    assert policy(context(target=0)) == (0, {})
+    assert policy(context(replica("a", busy), target=1))[0] == 2
+    assert policy(context(replica("a", busy, [report_of(IDLE)]), replica("b", busy), target=2))[0] == 3
+    assert policy(context(replica("a", IDLE), replica("b", None, [report_of(IDLE)]), target=2))[0] == 2
+    assert policy(context(replica("a", IDLE), replica("b", None), target=2))[0] == 2
+    assert policy(context(replica("a", IDLE), replica("b", IDLE), target=2))[0] == 0
 
 
 def test_serve_can_pickle_the_policy_by_value():

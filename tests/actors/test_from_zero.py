@@ -118,3 +118,23 @@ async def test_requests_fail_when_no_engine_can_be_started():
         zero.error = CallboardError("No engine could be started.")
         with pytest.raises(CallboardError, match="could be started"):
             await read(zero.group, request(0))
+
+
+async def test_an_engine_tells_what_it_has_to_do():
+    engine = Engine(delay_s=0.01, max_num_seqs=2)
+    group = EngineGroup(Engines(engine))
+    await group.start()
+    try:
+        idle = engine.loop.figures()
+        assert (idle.num_live, idle.queued_tokens, idle.num_used_blocks, idle.max_rows) == (0, 0, 0, 2)
+        reading = asyncio.gather(*(read(group, request(i)) for i in range(3)))
+        await eventually(lambda: engine.loop.stats()["running"] == 2 and engine.loop.figures().num_live == 3)
+        busy = engine.loop.figures()
+        assert busy.num_used_blocks > 0
+        assert (busy.num_live, busy.queued_tokens, busy.idle_s) == (3, 5, 0)
+        await reading
+        await eventually(lambda: engine.loop.figures().idle_s > 0)
+        assert engine.loop.figures().num_blocks == busy.num_blocks > 0
+    finally:
+        group.close()
+        engine.loop.close()

@@ -8,9 +8,12 @@ import pytest
 from ray.exceptions import RayError
 
 from actors import supervisor as supervisor_module
+from actors.autoscaling import EngineFigures
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from tests.actors.test_link import eventually
+
+FIGURES = EngineFigures(0, 0, 0, 1, 0, 1, 0)
 
 
 class Method:
@@ -27,11 +30,18 @@ class FakeActor:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.frozen = False
         self.wait_for_exit, self.health = Method(lambda: self.ended), Method(self._health)
+        self.figures = Method(self._figures)
 
     async def _health(self):
         if self.frozen:
             await asyncio.Event().wait()
         return ""
+
+    async def _figures(self):
+        await self._health()
+        if self.ended.done():
+            raise RayError("it is dead")
+        return FIGURES
 
 
 @pytest.fixture
@@ -101,3 +111,17 @@ async def test_a_watch_that_fails_is_told_to_serve(watched, monkeypatch):
     actors[0].ended.set_result(None)
     await eventually(lambda: supervisor.failed is not None)
     assert supervisor.failed == "The engine's supervisor failed: ValueError: unheard of"
+
+
+@pytest.mark.parametrize("how", ["frozen", "dead"])
+async def test_an_engine_that_is_away_has_no_figures(watched, monkeypatch, how):
+    supervisor, actors, _ = watched
+    monkeypatch.setattr(supervisor_module, "_FIGURES_TIMEOUT_S", 0.05)
+    assert await supervisor.figures() == FIGURES
+    if how == "frozen":
+        actors[0].frozen = True
+    else:
+        actors[0].ended.set_exception(RayError("killed"))
+    assert await supervisor.figures() is None
+    await eventually(lambda: len(actors) == 2)
+    assert await supervisor.figures() == FIGURES
