@@ -20,6 +20,8 @@ from actors.runner_group import DraftKeeper, RunnerGroup, host_address
 from actors.transport import Address
 from runtime.core.config import EngineConfig, ModelInfo
 
+_LOADING_S = 1.0  # a front that waits for the model to be loaded hears this often how far it is
+
 
 class EngineActor:
     """The engine's process: owns the runner actors, which therefore die with it."""
@@ -33,7 +35,7 @@ class EngineActor:
         self._config, self._num_restarts = config, num_restarts
         self.runners = RunnerGroup(config, group, gpu)
         self.draft = DraftKeeper(config, group, gpu, application) if config.has_draft_model else None
-        self._loaded = False
+        self._loaded = asyncio.Event()
 
     async def start(self) -> ModelInfo:
         """Load the model. Raises CallboardError with the sentence of the runner that could not."""
@@ -42,14 +44,17 @@ class EngineActor:
         self._loop = await asyncio.to_thread(EngineLoop, self._config, self.runners.start, self._num_restarts)
         if self.draft is not None:
             await asyncio.to_thread(self.draft.keep, self._loop.attach_draft)
-        self._loaded = True
+        self._loaded.set()
         self._watch = asyncio.create_task(self._check_progress())
         freeze_garbage()
         return self._loop.info
 
     async def open_link(self, node_id: str) -> tuple[Address, ModelInfo]:
-        """An address for one connection of a front on `node_id`; raises EngineLoading while there is none."""
-        if not self._loaded:
+        """An address for one connection of a front on `node_id`, as soon as the model is loaded; raises EngineLoading
+        when that takes a while."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._loaded.wait(), _LOADING_S)
+        if not self._loaded.is_set():
             phases = await self.phases()
             last = phases[-1].splitlines()[0].partition(" s  ")[2] if phases else "starting the model runners"
             raise EngineLoading(f"The engine is loading its model ({last}).")

@@ -9,7 +9,6 @@ makes the continuation what it would have been (C4, C8).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
@@ -27,8 +26,7 @@ from runtime.core.types import CallboardError, FinishReason, Request, RequestOut
 
 logger = logging.getLogger(__name__)
 
-_LISTING_S = 1.0  # between two looks into the directory
-_SOON_S = 0.1  # the first ones after an engine was lost
+_RETRY_S = 1.0  # after the directory could not be asked
 _SETTLED_S = 1.0  # without a change, before streams leave a draining engine
 _ASKING_S = 0.5  # between two calls for an engine: the one that answered may have been about to go
 _MAX_LOSSES = 3  # engines that died while they computed a stream: it is at fault, as far as one can know
@@ -37,12 +35,14 @@ _MAX_LOSSES = 3  # engines that died while they computed a stream: it is at faul
 class Directory(Protocol):
     """Tells which engines there are."""
 
-    async def engines(self) -> list[str]:
-        """The names of the living ones; an engine that is started anew has a new name, and the same id."""
+    async def changed(self, known: list[str]) -> list[str]:
+        """The names of the living ones, as soon as these are others than `known`; an engine that is started anew has a
+        new name, and the same id."""
         ...
 
     async def open_link(self, name: str) -> tuple[Address, ModelInfo]:
-        """An address for one connection to an engine, and its model; raises while it has none."""
+        """An address for one connection to an engine, and its model; one that loads its model may answer when it has,
+        or raise after a while."""
         ...
 
 
@@ -69,20 +69,20 @@ class EngineGroup:
         self._last_prompt = Prompt(())  # all choices of a request have one
         self._links: dict[str, EngineLink] = {}
         self._waiting: dict[Stream, None] = {}  # streams without an engine
-        self._wake = asyncio.Event()  # the directory is to be looked at now
+        self._names: list[str] = []  # in the directory
         self._is_served = asyncio.Event()
-        self._listing: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._relief: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Returns when there is a healthy engine. The others are used as soon as they are there."""
-        self._listing = asyncio.create_task(self._keep_listing())
+        self._following = asyncio.create_task(self._follow_directory())
         self._ask_for_engine()
         await self._is_served.wait()
 
     def close(self) -> None:
         """Let all engines go."""
-        for pending in (self._listing, self._relief, self._asking):
+        for pending in (self._following, self._relief, self._asking):
             if pending is not None:
                 pending.cancel()
         for link in self._links.values():
@@ -269,7 +269,7 @@ class EngineGroup:
             self._follow()
         for stream in streams:
             self._place(stream)
-        self._wake.set()
+        self._update()
 
     def on_refused(self, link: EngineLink, stream: Stream, refused: Refused) -> None:
         """Another engine may take it; else its reader hears of the refusal that is the likeliest to pass."""
@@ -291,23 +291,22 @@ class EngineGroup:
 
     # ---- which engines there are ----------------------------------------------------------------------------------
 
-    async def _keep_listing(self) -> None:
-        pause, said = _SOON_S, ""
+    async def _follow_directory(self) -> None:
+        said = ""
         while True:
             try:
-                self._update(await self._directory.engines())
-                said = ""
+                self._names = await self._directory.changed(self._names)
             except Exception as e:  # links that are there need no directory
                 if said != (said := f"{type(e).__name__}: {e}"):
                     logger.warning("the engines cannot be listed: %s", said)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._wake.wait()
-            pause = _SOON_S if self._wake.is_set() else min(2 * pause, _LISTING_S)
-            self._wake.clear()
+                await asyncio.sleep(_RETRY_S)
+            else:
+                said = ""
+                self._update()
 
-    def _update(self, names: list[str]) -> None:
+    def _update(self) -> None:
         """A link to each new engine; none any more to one that is gone, and not connected either."""
+        names = self._names
         for name in names:
             if name not in self._links:
                 self._links[name] = EngineLink(name, partial(self._directory.open_link, name), self)

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.1  # between attempts to connect
+_RETRY_S = 0.1  # before another attempt to connect; each time twice as long, up to a second
+_MAX_RETRY_S = 1.0
 _CONNECT_S = 10.0  # an attempt may take so long: a frozen engine answers no Ray call
 _REPORT_S = 2.0  # an engine that does not answer a report within this is told of by its last answer
 
@@ -240,13 +241,14 @@ class EngineLink:
         return await connect_stream(address, lambda: _Connection(self))
 
     async def _keep_connected(self) -> None:
-        said = ""
+        said, pause = "", _RETRY_S
         while True:
             try:
                 async with asyncio.timeout(_CONNECT_S):
                     connection = await self._connect()
-            except EngineLoading as e:
-                self.reason = str(e)
+            except EngineLoading as e:  # it has been waited for, and the next attempt waits again
+                self.reason, pause = str(e), _RETRY_S
+                continue
             except Exception as e:  # whatever keeps us from the engine now may pass: it is being started
                 if said != (said := f"{type(e).__name__}: {e}"):
                     logger.warning("no link to engine %s yet: %s", self.name, said)
@@ -255,16 +257,18 @@ class EngineLink:
                 if not connection.lost.done():
                     self._connection = connection
                     await self._watch(connection)
-            await asyncio.sleep(_RETRY_S)  # an engine that cuts it off at once is not asked without end
+                    pause = _RETRY_S
+            await asyncio.sleep(pause)  # an engine that cuts it off at once is not asked without end
+            pause = min(2 * pause, _MAX_RETRY_S)
 
     async def _watch(self, connection: _Connection) -> None:
         """Returns when the connection is lost. Beats are counted, not seconds: when this process is late itself, it
-        sends no more than one."""
+        sends no more than one. LOST_AFTER_BEATS of them without an answer are enough."""
         num_silent = 0
         while not connection.lost.done():
             num_silent = 0 if connection.heard else num_silent + 1
             connection.heard = False
-            if num_silent > LOST_AFTER_BEATS:
+            if num_silent >= LOST_AFTER_BEATS:
                 logger.warning("engine %s has answered none of %d heartbeats", self.name, LOST_AFTER_BEATS)
                 connection.cut()
                 return

@@ -10,7 +10,7 @@ import uvloop
 
 from actors import link as link_module
 from actors.engine_client import EngineRefusal, Refusal
-from actors.messages import Heartbeat
+from actors.messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
 from actors.transport import Address
 from runtime.core.types import FinishReason, Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, eventually, link_to, read, request
@@ -59,11 +59,11 @@ def freeze(engine):
 
 @pytest.fixture
 def fast_beats(monkeypatch):
-    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.03)
+    monkeypatch.setattr(link_module, "HEARTBEAT_S", 0.05)
 
 
 async def check(reading, count, max_tokens):
-    for i, (tokens, reason, _) in enumerate(await asyncio.wait_for(reading, 10)):
+    for i, (tokens, reason, _) in enumerate(await asyncio.wait_for(reading, 30)):
         assert (tokens, reason) == sequential(request(i, max_tokens=max_tokens), 512)
     assert i + 1 == count
 
@@ -349,19 +349,76 @@ async def test_an_abort_by_id_finds_a_stream_where_it_is_now():
         assert group.num_streams == 0
 
 
-async def test_a_directory_that_does_not_answer_harms_no_link():
-    engine = Engine()
+@pytest.mark.usefixtures("fast_beats")
+async def test_an_engine_is_lost_after_so_many_beats():
+    """A partition is noticed within 1.5 s: at worst it comes just after an answer."""
+    assert (LOST_AFTER_BEATS + 1) * HEARTBEAT_S <= 1.5
+    engine, num_beats = Engine(), 0
     async with Group(engine) as group:
+        (link,) = healthy(group)
+        send, engine.open_link = link._send, asyncio.Event().wait
 
-        async def broken():
-            raise OSError("no GCS")
+        def count(message):
+            nonlocal num_beats
+            num_beats += isinstance(message, Heartbeat)
+            send(message)
 
-        directory, group._directory.engines = group._directory.engines, broken
-        group._wake.set()
-        assert (await read(group, request(0)))[:2] == sequential(request(0), 512)
-        await eventually(lambda: not group._wake.is_set())
-        group._directory.engines = directory
-        other = Engine()
-        group._directory.all.append(other)
-        await eventually(lambda: group.engines() == ["0", "1"])
-        other.loop.close()
+        freeze(engine)
+        link._send = count
+        await eventually(lambda: not link.connected)
+        assert LOST_AFTER_BEATS - 1 <= num_beats <= LOST_AFTER_BEATS + 1
+
+
+async def test_an_engine_that_becomes_ready_says_so_itself():
+    """A front asks once, and is answered when the model is loaded."""
+    engine, ready, num_asked = Engine(), asyncio.Event(), 0
+    open_link = engine.open_link
+
+    async def open_link_when_ready():
+        nonlocal num_asked
+        num_asked += 1
+        await ready.wait()
+        return await open_link()
+
+    engine.open_link = open_link_when_ready
+    async with link_closing(link_to(engine)) as group:
+        starting = asyncio.create_task(group.start())
+        await asyncio.sleep(0.3)
+        assert group.health() == "The engine is starting."
+        ready.set()
+        await asyncio.wait_for(starting, 1.0)
+        assert num_asked == 1
+    engine.loop.close()
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+async def test_without_its_directory_a_group_goes_on(monkeypatch, is_silent: bool):
+    """Streams, new requests, and links that break; what has changed meanwhile it learns when the directory is back."""
+    monkeypatch.setattr("actors.engine_group._RETRY_S", 0.05)
+    engines = [Engine(delay_s=0.002), Engine(delay_s=0.002)]
+    async with Group(*engines) as group:
+        directory, is_back = group._directory, asyncio.Event()
+        changed = directory.changed
+
+        async def away(known):
+            if is_silent:
+                await is_back.wait()
+            if not is_back.is_set():
+                raise OSError("no GCS")
+            return await changed(known)
+
+        monkeypatch.setattr(directory, "changed", away)
+        group._following.cancel()
+        group._following = asyncio.create_task(group._follow_directory())
+        reading = asyncio.create_task(read(group, request(0, max_tokens=200)))
+        await eventually(lambda: group.num_streams == 1)
+        for link in healthy(group):
+            link._connection.transport.abort()
+        assert (await reading)[:2] == sequential(request(0, max_tokens=200), 512)
+        await eventually(lambda: len(healthy(group)) == 2)
+        engines[1].die()
+        directory.all.append(Engine())
+        assert (await read(group, request(1)))[:2] == sequential(request(1), 512)
+        is_back.set()
+        await eventually(lambda: group.engines() == ["0", "2"] and len(group._links) == 2)
+        directory.all[2].loop.close()

@@ -79,8 +79,13 @@ class Engines:
     def __init__(self, *engines):
         self.all = list(engines)
 
-    async def engines(self):
+    def names(self):
         return [f"app/engine/{i}#{e.num_starts}" for i, e in enumerate(self.all) if e.loop is not None]
+
+    async def changed(self, known):
+        while (names := self.names()) == known:
+            await asyncio.sleep(0.01)
+        return names
 
     async def open_link(self, name):
         return await self.all[int(name.rpartition("/")[2].partition("#")[0])].open_link()
