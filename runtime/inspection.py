@@ -142,7 +142,8 @@ def _kv_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, check
     from runtime.models.kv_scales import has_kv_scales
 
     has_scales = checkpoint is not None and has_kv_scales(checkpoint)
-    stored = {"auto": numerics.dtype_name, "int8": "int8 with a scale a token and head"}.get(config.kv_cache_dtype)
+    form = spec.kv_cache_form(config.kv_cache_dtype)
+    stored = {"none": numerics.dtype_name, "int8": "int8 with a scale a token and head"}.get(form)
     if stored is None:
         stored = f"fp8 with {'the scales of the checkpoint' if has_scales else 'scale 1'}"
     return f"{stored}, {spec.kv_cache(numerics.dtype_name, config.kv_cache_dtype).bytes_per_token:,} bytes a token"

@@ -61,10 +61,11 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "compute dtype; auto is bfloat16 on a GPU, and on a CPU with quantization int8 or int4, else float32"
     )
-    kv_cache_dtype: Literal["auto", "fp8", "int8"] = setting(
+    kv_cache_dtype: Literal["auto", "none", "fp8", "int8"] = setting(
         "auto",
-        "how keys and values are stored: auto in the compute dtype; fp8 as e4m3, with the checkpoint's scales or 1, "
-        "and int8, with a scale a token and head, in half of bfloat16's memory",
+        "how keys and values are stored: none in the compute dtype; fp8 as e4m3, with the checkpoint's scales or 1, "
+        "and int8, with a scale a token and head, in half of bfloat16's memory; auto is fp8 for a checkpoint whose "
+        "kv_cache_scheme says so, else none",
     )
     kernel_backend: Literal["auto", "triton", "torch"] = setting("auto", "auto is triton on a GPU and torch on a CPU")
     deterministic: bool = setting(

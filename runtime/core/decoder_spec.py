@@ -78,6 +78,7 @@ class DecoderSpec:
     local_rope: RopeSpec | None = None  # of sliding layers; None: that of the others
     # The schemes (runtime.quant.scheme) of the parameters that the checkpoint has quantized; None: all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
+    fp8_kv_cache: bool = False  # the checkpoint asks for keys and values in fp8
 
     def linears(self) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
         """A layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.
@@ -105,9 +106,15 @@ class DecoderSpec:
                 f"max_model_len is {config.max_model_len}; the model's context is {self.max_positions} tokens at most."
             )
 
+    def kv_cache_form(self, kv_cache_dtype: str) -> str:
+        """none, fp8 or int8: what the setting means for this model."""
+        if kv_cache_dtype == "auto":
+            return "fp8" if self.fp8_kv_cache else "none"
+        return kv_cache_dtype
+
     def kv_cache(self, dtype: str, kv_cache_dtype: str = "auto") -> KVCacheSpec:
         """The KV cache of this model when it computes in `dtype`, "bfloat16" say. Sliding layers keep all keys, too."""
-        dtype, scale_dtype = QUANTIZED_DTYPES.get(kv_cache_dtype, (dtype, None))
+        dtype, scale_dtype = QUANTIZED_DTYPES.get(self.kv_cache_form(kv_cache_dtype), (dtype, None))
         group = KVGroupSpec(tuple(range(self.num_layers)), self.num_kv_heads, self.head_dim, dtype, scale_dtype)
         return KVCacheSpec((group,))
 

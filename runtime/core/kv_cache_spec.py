@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# EngineConfig.kv_cache_dtype, but for auto -> (dtype, scale_dtype) of a group.
+# EngineConfig.kv_cache_dtype, but for auto and none -> (dtype, scale_dtype) of a group.
 QUANTIZED_DTYPES = {"fp8": ("float8_e4m3fn", None), "int8": ("int8", "float16")}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int8": 1}
 

@@ -196,10 +196,15 @@ def fp8_tiling(weight: QuantizedWeight, num_rows: int) -> Fp8Tiling:
 
 def has_fp8_product(weight: QuantizedWeight) -> bool:
     """True if rows of codes can be multiplied with the weight on its device."""
-    size_out, size_in = weight.shape
-    is_shared = (weight.group, weight.scale_rows) in ((0, 1), (128, 128))
+    return is_fp8_product(weight.form, weight.shape, weight.group, weight.scale_rows, weight.codes.device)
+
+
+def is_fp8_product(form: str, shape: tuple[int, ...], group: int, scale_rows: int, device: torch.device) -> bool:
+    """`has_fp8_product` of a weight that `QuantizedWeight` describes by these."""
+    size_out, size_in = shape
+    is_shared = (group, scale_rows) in ((0, 1), (128, 128))
     is_aligned = size_in % 16 == 0 and size_out % 8 == 0  # the copy engine's rows are multiples of 16 bytes
-    return weight.form == "fp8" and is_shared and is_aligned and multiplies_fp8(weight.codes.device)
+    return form == "fp8" and is_shared and is_aligned and multiplies_fp8(device)
 
 
 def multiplies_fp8(device: torch.device) -> bool:

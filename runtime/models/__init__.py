@@ -11,7 +11,7 @@ from runtime.core.types import CallboardError
 from runtime.models import gemma, gpt2, llama, mistral, phi, qwen
 from runtime.models.config_checks import check_config
 from runtime.models.weight_map import WeightMap
-from runtime.quant import parse_schemes
+from runtime.quant import asks_for_fp8_kv_cache, parse_schemes
 
 _RANDOM = "logits and greedy tokens of random weights, against transformers"
 
@@ -81,4 +81,4 @@ def load_spec(config: Mapping[str, Any]) -> tuple[DecoderSpec, WeightMap]:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e
     weight_map = family.weight_map
     schemes = parse_schemes(config, lambda: weight_map.names_of(spec), weight_map.base)
-    return replace(spec, quantization=schemes or None), weight_map
+    return replace(spec, quantization=schemes or None, fp8_kv_cache=asks_for_fp8_kv_cache(config)), weight_map

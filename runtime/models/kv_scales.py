@@ -38,7 +38,7 @@ def read_kv_scales(source: TensorSource, spec: DecoderSpec) -> torch.Tensor | No
         if len(own) not in (1, spec.num_kv_heads):
             raise CallboardError(
                 f"Tensor {match[0]} has {len(own)} scales, neither one nor one of each of {spec.num_kv_heads} heads of "
-                "keys and values; use kv_cache_dtype=auto or int8, which do not read it."
+                "keys and values; use kv_cache_dtype=none or int8, which do not read it."
             )
         scales[int(match[1]), _PLACES[match[2]]] = own
     return torch.where((scales > 0) & scales.isfinite(), scales, 1.0)

@@ -59,6 +59,13 @@ def parse_schemes(config: Mapping[str, Any], names: Callable[[], Mapping[str, st
     return {parameter: scheme for parameter, scheme in first.items() if all(parameter in other for other in others)}
 
 
+def asks_for_fp8_kv_cache(config: Mapping[str, Any]) -> bool:
+    """True if a config.json has a kv_cache_scheme, as compressed-tensors writes it, of fp8."""
+    found = _quantization_config(config)
+    scheme = found.get("kv_cache_scheme") if isinstance(found, Mapping) else None
+    return isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+
+
 def _quantization_config(config: Mapping[str, Any]) -> Any:
     """That of a config.json, wherever its exporter put it."""
     places = (config, config.get("text_config") or {})

@@ -122,12 +122,20 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
 
 
 def widened_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
-    """The bytes of the largest linear map in the compute dtype, if some maps are codes: a GPU's product of many rows
-    may widen its weight anew."""
-    if numerics.backend != "triton" or not forms_on_device(spec, numerics):
-        return 0
-    fused = (sum(math.prod(shape) for shape in parts.values()) for parts, _ in spec.linears().values())
-    return max(fused) * numerics.dtype.itemsize
+    """The bytes, in the compute dtype, of the largest linear map of which a GPU's product of many rows makes a dense
+    copy: those of experts and of the head do not."""
+    format_of, shapes = weight_formats(spec, numerics), spec.shapes()
+    sizes = [0]
+    for layer in range(spec.num_layers):
+        for parts, _ in spec.linears().values():
+            names = [f"layers.{layer}.{part}.weight" for part in parts]
+            if all(name in shapes and _widens(format_of(name), shapes[name]) for name in names):
+                sizes.append(sum(math.prod(shapes[name]) for name in names))
+    return max(sizes) * numerics.dtype.itemsize
+
+
+def _widens(weight_format: WeightFormat, shape: Shape) -> bool:
+    return isinstance(weight_format, Kept) and weight_format.widens(shape)
 
 
 def forms_on_device(spec: DecoderSpec, numerics: Numerics) -> dict[str, str]:

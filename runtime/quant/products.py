@@ -11,6 +11,7 @@ from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels import Kernels, cpu_quantized
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.experts import ExpertLayer, Experts
+from runtime.kernels.fp8_linear import is_fp8_product
 from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized_weight import (
@@ -40,6 +41,10 @@ class Products(Protocol):
 
     def device_bytes(self, form: Form, shape: Shape) -> int:
         """The bytes of a weight on the device."""
+
+    def widens(self, form: Form, shape: Shape) -> bool:
+        """True if the product of many rows with a weight of this shape makes a dense copy of it on a GPU."""
+        return False
 
     def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         """The product with a packed weight, and what surrounds it in a decoder."""
@@ -106,6 +111,9 @@ class TritonProducts(Products):
     """The products of quantized_linear.py and quantized_experts.py in bfloat16, and with fp8 codes those of
     fp8_linear.py and fp8_experts.py."""
 
+    def __init__(self, numerics: Numerics) -> None:
+        self._numerics = numerics
+
     def takes(self, form: Form) -> bool:
         known = isinstance(form, Float8 | Integer8 | Table)
         has_groups = form.columns in (16, 32, 64) or (form.columns > 0 and form.columns % MAX_GROUP == 0)
@@ -123,6 +131,11 @@ class TritonProducts(Products):
 
     def device_bytes(self, form: Form, shape: Shape) -> int:
         return form.device_bytes(shape)
+
+    def widens(self, form: Form, shape: Shape) -> bool:
+        name = "fp8" if isinstance(form, Float8) else ""
+        has_fp8 = is_fp8_product(name, shape, form.columns, form.rows, self._numerics.device)
+        return not self._numerics.deterministic and not has_fp8
 
     def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         assert kernels.quantized_linear is not None
@@ -157,5 +170,5 @@ def products_of(numerics: Numerics) -> Products | None:
     if on_cpu and numerics.dtype == torch.bfloat16 and cpu_quantized.has_vector_code():
         return CpuProducts(numerics.deterministic)
     if numerics.backend == "triton" and (numerics.dtype == torch.bfloat16 or INTERPRETED):
-        return TritonProducts()
+        return TritonProducts(numerics)
     return None

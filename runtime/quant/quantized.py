@@ -45,6 +45,10 @@ class Kept(WeightFormat):
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
         return self._products.device_bytes(self.form, shape)
 
+    def widens(self, shape: Shape) -> bool:
+        """True if a product of many rows makes a dense copy of a weight of this shape."""
+        return self._products.widens(self.form, shape)
+
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
         return self._products.packed(self.form, self._layout.read(source, location, numerics.device))
 

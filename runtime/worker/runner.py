@@ -68,7 +68,7 @@ class ModelRunner:
         if forms_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         self.decoder = source.load(spec, numerics, self.memory.max_model_len)
-        self.kv_scales = source.kv_scales() if config.kv_cache_dtype == "fp8" else None
+        self.kv_scales = source.kv_scales() if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" else None
         self.grammar_state = GrammarState(source.spec.vocab_size, is_draft)
         if numerics.backend == "triton" and numerics.device.type == "cuda":
             self._measure_memory()
@@ -85,7 +85,8 @@ class ModelRunner:
     def _describe(self, weights_fingerprint: str) -> ModelInfo:
         numerics, memory, spec = self.numerics, self.memory, self.decoder.spec
         forms = forms_on_device(spec, numerics)
-        has_fp8 = bool(forms) and multiplies_fp8(numerics.device)  # there rows of activations are rounded to fp8, too
+        of_fp8 = any(form.startswith("fp8") for form in forms.values())
+        has_fp8 = of_fp8 and multiplies_fp8(numerics.device)  # there rows of activations are rounded to fp8, too
         of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8
         identity = (weights_fingerprint, *of_numerics, forms, memory.kv_cache)
         return ModelInfo(

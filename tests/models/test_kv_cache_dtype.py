@@ -1,5 +1,7 @@
 """EngineConfig.kv_cache_dtype: bits depend on no batch, chunk or hit; memory, identity, scales of a checkpoint."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -80,6 +82,21 @@ def test_a_draft_stores_keys_as_its_model_does():
 def runner_of(folder, kind: str) -> ModelRunner:
     config = EngineConfig(device="cpu", kv_cache_dtype=kind, num_kv_blocks=20, max_model_len=64, num_threads=1)
     return ModelRunner(config, CheckpointSource(folder))
+
+
+@pytest.mark.parametrize(("scheme", "dtype"), [("float", torch.float8_e4m3fn), ("int", torch.float32)])
+def test_auto_is_what_the_checkpoint_asks_for(tmp_path, scheme, dtype):
+    """A kv_cache_scheme as compressed-tensors writes it, and one that no cache here has."""
+    form = FORMATS["ct-fp8-channel"]
+    described = {"num_bits": 8, "type": scheme, "strategy": "tensor", "dynamic": False, "symmetric": True}
+    folder, _ = write(tmp_path, replace(form, config=form.config | {"kv_cache_scheme": described}))
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.0.self_attn.k_scale": torch.tensor([0.5])}, path)
+    layer, _ = runner_of(folder, "auto").steps.cache.layers
+    assert layer.values.dtype == dtype
+    if scheme == "float":
+        assert layer.scales[0].eq(0.5).all()
+    assert runner_of(folder, "none").steps.cache.layers[0].values.dtype == torch.float32
 
 
 def test_the_checkpoints_scales_are_those_of_fp8(tmp_path):

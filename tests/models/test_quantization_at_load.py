@@ -292,6 +292,15 @@ def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
             )
 
 
+@pytest.mark.parametrize(("form", "differs"), [("int4", False), ("fp8", True)])
+def test_a_device_that_rounds_rows_to_fp8_finds_no_blocks_of_one_that_does_not(monkeypatch, form, differs):
+    prints = set()
+    for multiplies in (False, True):
+        monkeypatch.setattr("runtime.worker.runner.multiplies_fp8", lambda device, multiplies=multiplies: multiplies)
+        prints.add(tiny_runner(dtype="bfloat16", quantization=form).info.fingerprint)
+    assert len(prints) == 1 + differs
+
+
 def test_a_draft_has_a_form_of_its_own():
     config = EngineConfig(draft="other", quantization="int4", head_quantization="int8", draft_quantization="fp8")
     own = config.draft_config()

@@ -6,12 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.kernels.fp8_experts import has_fp8_experts
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
+from runtime.quant.at_load import PLAIN
+from runtime.quant.formats import widened_bytes
 from runtime.quant.forms import FORMS
 from runtime.quant.products import TritonProducts, products_of
+from runtime.quant.scheme import Scheme
 
+GPU = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
 FORMS_WITH_KERNELS = {
     f"{name} {change}": replace(FORMS[name], **change)
     for name in FORMS
@@ -26,7 +31,7 @@ FORMS_WITH_KERNELS = {
 
 @pytest.mark.parametrize("name", FORMS_WITH_KERNELS)
 def test_packed_weights_have_the_numbers_of_the_form(name):
-    form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(), (192, 384)
+    form, products, shape = FORMS_WITH_KERNELS[name], TritonProducts(GPU), (192, 384)
     assert products.takes(form)
     assert products.fits(form, shape)
     dense = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -44,7 +49,7 @@ def test_packed_weights_have_the_numbers_of_the_form(name):
 
 
 def test_forms_and_shapes_without_kernels_are_widened():
-    products, int4, fp8 = TritonProducts(), FORMS["int4"], FORMS["fp8"]
+    products, int4, fp8 = TritonProducts(GPU), FORMS["int4"], FORMS["fp8"]
     assert not any(products.takes(replace(int4, columns=columns)) for columns in (8, 48, 192))
     assert not products.takes(replace(fp8, rows=128))
     assert not products.fits(replace(int4, columns=64), (64, 192))
@@ -53,8 +58,8 @@ def test_forms_and_shapes_without_kernels_are_widened():
 
 
 def test_nothing_keeps_codes_in_float32():
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert isinstance(products_of(Numerics(torch.bfloat16, gpu, "triton", False, True)), TritonProducts)
+    gpu, cpu = GPU.device, torch.device("cpu")
+    assert isinstance(products_of(GPU), TritonProducts)
     assert products_of(Numerics(torch.float32, gpu, "triton", False, False)) is None
     assert products_of(Numerics(torch.float32, cpu, "torch", False, False)) is None
 
@@ -77,3 +82,27 @@ def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
     assert not has_fp8_experts(pair("int8", 256, 128))
     monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: False)
     assert not has_fp8_experts(pair("fp8", 256, 128))
+
+
+def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
+    monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: True)
+    spec = DecoderSpec(
+        num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=256, vocab_size=101,
+        max_positions=64, norm_eps=1e-6,
+    )  # fmt: skip
+
+    def widened(form: str, parts: str, numerics: Numerics = GPU, **changed: object) -> int:
+        model = replace(spec, **changed)
+        names = [name for name in model.shapes() if name.rpartition(".")[0].rpartition(".")[2] in parts.split()]
+        schemes = dict.fromkeys(names, Scheme(PLAIN, form))
+        return widened_bytes(replace(model, quantization=schemes), numerics)
+
+    every = "q k v out gate up down"
+    assert widened("int8", every) == 2 * 2 * 256 * 128
+    assert widened("int8", "q k v out") == 2 * (128 + 2 * 64) * 128
+    assert widened("int8", "gate down") == 2 * 256 * 128  # gate is plain beside up
+    assert not widened("int8", every, replace(GPU, deterministic=True))
+    assert not widened("fp8", every)
+    assert widened("int8", "gate up down", experts=ExpertsSpec(4, 2, True)) == 0
+    monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: False)
+    assert widened("fp8", every) == 2 * 2 * 256 * 128

@@ -224,12 +224,13 @@ def test_a_gpu_of_our_own_is_filled():
     assert "CUDA graphs" in str(plan)
 
 
-@pytest.mark.parametrize("form", ["int4", "fp8"])
-def test_a_gpus_plan_has_room_for_a_weight_that_is_widened_for_many_rows(form):
+@pytest.mark.parametrize(("form", "is_widened"), [("int4", True), ("fp8", False)])
+def test_a_gpus_plan_has_room_for_a_weight_that_is_widened_for_many_rows(monkeypatch, form, is_widened):
+    monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: True)
     on_gpu = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
     config = EngineConfig(quantization=form).sized_for("cuda")
     dense, codes = (plan_memory(config, spec, on_gpu, 80 * GIB) for spec in (BIG, quantized_at_load(BIG, config)))
-    widened = 2 * 2 * BIG.ffn_size * BIG.hidden_size  # gate and up in bfloat16
+    widened = 2 * 2 * BIG.ffn_size * BIG.hidden_size * is_widened  # gate and up in bfloat16
     assert codes.weights < 0.7 * dense.weights
     assert codes.working - dense.working == codes.graphs - dense.graphs == widened
 
