@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 1.0  # after the directory could not be asked
 _SETTLED_S = 1.0  # without a change, before streams leave a draining engine
 _ASKING_S = 0.5  # between two calls for an engine: the one that answered may have been about to go
+_PROGRESS = 4  # tokens that clear a stream of the loss of runners, as in runtime/core/isolation.py
 _MAX_LOSSES = 3  # engines that died while they computed a stream: it is at fault, as far as one can know
 
 
@@ -248,19 +249,35 @@ class EngineGroup:
         waiting, self._waiting = self._waiting, {}
         for stream in waiting:
             self._place(stream)
+        if link.reason and not link.draining:
+            self._spare(link)
         if self._relief is not None:
             self._relief.cancel()
         self._relief = asyncio.get_running_loop().call_later(_SETTLED_S, self._relieve)
+
+    def _spare(self, link: EngineLink) -> None:
+        """Let streams not wait for an engine that loads its model again, because its runners were lost. One that has
+        come no further since it was moved so stays: its engine finds out whether it is what kills them."""
+        for stream in link.streams:
+            has_come_on = stream.spared_at is None or len(stream.received) - stream.spared_at >= _PROGRESS
+            if has_come_on and self._move(stream):
+                stream.spared_at = len(stream.received)
 
     def _relieve(self) -> None:
         """Move the streams of draining engines to those that will go on, and go on in the same way."""
         for link in [k for k in self._links.values() if k.draining]:
             for stream in link.streams:
-                choice = self._choose(stream)
-                other = link if choice is None else self._links[choice.engine]
-                if choice is not None and not other.reason and stream.suits(other.info):
-                    link.drop(stream)
-                    self._submit(stream, choice)
+                self._move(stream)
+
+    def _move(self, stream: Stream) -> bool:
+        """Let a healthy engine go on with a stream in the same way; False if there is no other."""
+        choice = self._choose(stream)
+        other = None if choice is None else self._links[choice.engine]
+        if choice is None or other is None or other.reason or not stream.suits(other.info):
+            return False
+        self._release(stream)
+        self._submit(stream, choice)
+        return True
 
     def on_lost(self, link: EngineLink, streams: list[Stream]) -> None:
         """Its streams go on elsewhere at once; whether the engine is gone the directory will tell."""

@@ -70,6 +70,7 @@ class Stream:
     prompt: Prompt | None = None  # its tokens as caches know them; None: no choice has asked yet
     num_expected: int | None = None  # of its tokens, those that its engine should have cached; None: no choice was made
     num_losses: int = 0  # engines that died while they computed it
+    spared_at: int | None = None  # tokens that it had when it left an engine that had lost its runners
     refusals: dict[EngineLink, EngineRefusal] = field(default_factory=dict)  # by those that did not take it
     _waiter: asyncio.Future[None] | None = None
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
+from itertools import zip_longest
 from typing import Any
 
 import ray
@@ -35,12 +38,14 @@ class RunnerGroup:
     def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool) -> None:
         self._config, self._group, self._gpu = config, group, gpu
         self.runners: list[Any] = []
+        self._processes: list[int | None] = []
 
     def start(self) -> tuple[Executor, ModelInfo]:
         """A fresh group of runners, loaded and connected; what was left of the old one is killed."""
         config = self._config
-        for runner in self.runners:
-            ray.kill(runner)
+        for runner, process in zip_longest(self.runners, self._processes):
+            _kill(runner, process)
+        self._processes = []
         actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
         self.runners = [
             actor.options(**runner_options(config, self._group, rank, self._gpu)).remote()
@@ -51,7 +56,9 @@ class RunnerGroup:
         for runner in self.runners:  # a closed executor wakes whoever waits for it, here and in the step thread
             runner.wait_for_exit.remote().future().add_done_callback(lambda _: executor.close())
         for rank, runner in enumerate(self.runners):
-            runner.attach.remote(executor.address(rank, _host_for(runner)))
+            host, process = _reach(runner)
+            self._processes.append(process)
+            runner.attach.remote(executor.address(rank, host))
         executor.accept()
         return executor, infos[0]
 
@@ -63,6 +70,7 @@ class DraftKeeper:
         self._config, self._group, self._gpu, self._application = config, group, gpu, application
         self._lost = threading.Event()
         self._attached: Any = None  # the actor that the step thread asks
+        self._process: int | None = None
 
     def load(self) -> None:
         """A draft actor with its model loaded; if engines share one, the oldest that lives."""
@@ -87,16 +95,17 @@ class DraftKeeper:
     def kill(self) -> None:
         """Another draft takes the place of this one, which does not answer."""
         hung, self._attached = self._attached, None
+        process, self._process = self._process, None
         if hung is not None:
             logger.error("the draft does not answer")
-            ray.kill(hung)
+            _kill(hung, process)
 
     def _connect(self, attach: Callable[[SocketDraft, StepTimes], None]) -> None:
         try:
-            host = _host_for(self.draft)
+            host, process = _reach(self.draft)
         except RayError:
             self.load()
-            host = _host_for(self.draft)
+            host, process = _reach(self.draft)
         with closing(Listener()) as listener:
             self.draft.attach.remote(listener.invite(host))
             accepted = listener.accept(_CONNECT_S)
@@ -104,7 +113,9 @@ class DraftKeeper:
             raise CallboardError(f"The draft did not connect within {_CONNECT_S:.0f} s.")
         self.draft.wait_for_exit.remote().future().add_done_callback(lambda _: self._lost.set())
         attach(SocketDraft(accepted[1]), self._step_us)
-        self._attached = self.draft
+        if self._process is not None:
+            os.close(self._process)
+        self._attached, self._process = self.draft, process
 
     def _replace(self, attach: Callable[[SocketDraft, StepTimes], None]) -> None:
         pause = _RETRY_S
@@ -127,10 +138,24 @@ def host_address() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def _host_for(actor: Any) -> str:
-    """Where the actor reaches this process by TCP; empty on the same node."""
-    ((node, _),) = _all([actor.location.remote()])
-    return "" if node == ray.get_runtime_context().get_node_id() else host_address()
+def _reach(actor: Any) -> tuple[str, int | None]:
+    """Where the actor reaches this process by TCP; on the same node an empty host, and a descriptor of its process."""
+    ((node, pid),) = _all([actor.location.remote()])
+    if node != ray.get_runtime_context().get_node_id():
+        return host_address(), None
+    with suppress(ProcessLookupError):  # its end is heard of soon
+        return "", os.pidfd_open(pid)
+    return "", None
+
+
+def _kill(actor: Any, process: int | None) -> None:
+    """End an actor. A process that is stopped or hangs does not hear what Ray tells it, and for some ten seconds would
+    keep its place, which the next one needs."""
+    ray.kill(actor)
+    if process is not None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
 
 
 def _all(refs: list[Any]) -> list[Any]:
