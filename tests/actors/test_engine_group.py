@@ -95,13 +95,13 @@ async def test_streams_of_an_engine_that_loads_its_model_again_go_on_elsewhere()
     engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
     start, is_loaded = engines[0].start, threading.Event()
     async with Group(*engines) as group:
-        reading = asyncio.gather(*(read(group, request(i, max_tokens=150)) for i in range(8)))
+        reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
         await eventually(lambda: all(e.loop.core.steps_done > 10 for e in engines))
         engines[0].start = lambda: is_loaded.wait(10) and start()
         engines[0].runners[-1].dead = "Rank 0 is gone."
         await eventually(lambda: live(engines[1]) == 8, 2.0)
         assert group.health() is None
-        await check(reading, 8, 150)
+        await check(reading, 8, 60)
         is_loaded.set()
         await eventually(lambda: len(healthy(group)) == 2)
         await eventually(lambda: not live(engines[0]))
