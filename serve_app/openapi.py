@@ -31,8 +31,8 @@ Aborted = _answer("Aborted", request_id=str, object=Literal["request.abort"])
 Tokenized = _answer("Tokenized", count=int, max_model_len=int, tokens=list[int], token_strs=list[str | None] | None)
 Detokenized = _answer("Detokenized", prompt=str)
 TokenizerInfo = _answer("TokenizerInfo", tokenizer_class=str, chat_template=str | None, model_max_length=int)
-Health = _answer("Health", status=Literal["ok"])
-Ready = _answer("Ready", status=Literal["ready"])
+Health = _answer("Health", status=Literal["ok"], phase=(str | None, None))  # only where there is no engine
+Ready = _answer("Ready", status=Literal["ready"], phase=(str | None, None))
 Version = _answer("Version", version=str)
 Document = _answer("Document", openapi=str)
 

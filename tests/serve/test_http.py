@@ -10,6 +10,7 @@ from actors.engine_client import EngineRefusal, Refusal
 from runtime.core.requests import choice_seed
 from serve_app.errors import ApiError
 from serve_app.limits import is_long
+from serve_app.openapi import Health, Ready
 from serve_app.settings import HttpSettings
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 
@@ -166,6 +167,7 @@ async def test_a_server_without_engines_that_starts_one_when_asked_is_healthy():
             assert response.status_code == 200
             assert response.json()["status"] == status
             assert "scaled to zero" in response.json()["phase"]
+            (Health if path == "/health" else Ready).model_validate(response.json())
 
 
 async def test_models_and_health():
