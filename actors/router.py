@@ -88,6 +88,13 @@ class _Engine:
         self.sent: deque[tuple[int, int]] = deque()  # stream, uncached tokens: what its load does not count yet
 
 
+class _Candidates(NamedTuple):
+    """Engines to choose from."""
+
+    at: NDArray[np.int64]  # their places
+    bits: dict[_Kind, int]  # by kind
+
+
 class Router:
     """Chooses among the engines that were added. Engines go by any name that all fronts give them alike."""
 
@@ -102,6 +109,7 @@ class Router:
         self._rows = np.zeros(0, np.int64)  # by index: requests, those of `sent` included
         self._salts = np.zeros(0, np.uint64)  # by index: the hash of the engine's name
         self._turn = 0
+        self._all: _Candidates | None = None  # all engines; None: they are not the same any more
 
     def add(self, engine: str, info: ModelInfo) -> None:
         """There is an engine, of which nothing is known but its model."""
@@ -111,6 +119,7 @@ class Router:
             self._tokens, self._rows = np.append(self._tokens, 0), np.append(self._rows, 0)
             self._salts = np.append(self._salts, np.uint64(0))
         place = self._engines[engine] = self._free.pop()
+        self._all = None
         place.open(engine, (info.fingerprint, info.block_size))
         self._tokens[place.index] = self._rows[place.index] = 0
         self._salts[place.index] = int.from_bytes(blake2b(engine.encode(), digest_size=8).digest(), "little")
@@ -121,6 +130,7 @@ class Router:
     def remove(self, engine: str) -> None:
         """An engine is gone, or cut off: its picture is worth nothing any more."""
         place = self._engines.pop(engine)
+        self._all = None
         self._known &= ~place.bit
         self._free.append(place)
 
@@ -172,15 +182,13 @@ class Router:
 
     def choose(self, prompt: Prompt, candidates: Collection[str] | None = None) -> Choice:
         """The best of `candidates` (at least one; None: of all engines) for a request with these known tokens."""
-        names = self._engines if candidates is None else candidates
-        places = [self._engines[name] for name in names]
-        at = np.array([place.index for place in places])
+        at, bits = self._find_all() if candidates is None else self._find(candidates)
         if self.policy == "round-robin":
             return Choice(self._in_turn(at))
         if self.policy == "least-load":
             rows = self._rows[at]
             return Choice(self._in_turn(at[rows == rows.min()]))
-        cached, key = self._cached_tokens(prompt, places)
+        cached, key = self._cached_tokens(prompt, bits)
         cached = cached[at]
         scores = (self._tokens[at] + (len(prompt.token_ids) - cached + 1)) * (self._rows[at] + 1)
         cached_of_good = np.where(scores <= SLACK * scores.min(), cached, -1)
@@ -198,21 +206,29 @@ class Router:
         self._tokens[place.index] += num_uncached
         self._rows[place.index] += 1
 
+    def _find_all(self) -> _Candidates:
+        if self._all is None:
+            self._all = self._find(self._engines)
+        return self._all
+
+    def _find(self, names: Collection[str]) -> _Candidates:
+        places, bits = [self._engines[name] for name in names], dict[_Kind, int]()
+        for place in places:
+            bits[place.kind] = bits.get(place.kind, 0) | place.bit
+        return _Candidates(np.array([place.index for place in places]), bits)
+
     def _in_turn(self, at: NDArray[np.int64]) -> str:
         """The engine whose turn it is, of those at these places."""
         self._turn += 1
         return self._places[int(at[self._turn % len(at)])].name
 
-    def _cached_tokens(self, prompt: Prompt, places: list[_Engine]) -> tuple[NDArray[np.int64], int]:
+    def _cached_tokens(self, prompt: Prompt, bits: dict[_Kind, int]) -> tuple[NDArray[np.int64], int]:
         """By index: the tokens of the prompt's longest prefix that each engine holds. And the key of the first block
         that none of them holds."""
         cached, first_key = np.zeros(len(self._places), np.int64), 0
-        masks: dict[_Kind, int] = {}
-        for place in places:
-            masks[place.kind] = masks.get(place.kind, 0) | place.bit
         holders = self._holders
-        for kind in sorted(masks):
-            mask, num_hits = masks[kind] & self._known, prompt.num_hits(kind)
+        for kind in sorted(bits):
+            mask, num_hits = bits[kind] & self._known, prompt.num_hits(kind)
             for depth, key in enumerate(prompt.keys(kind)):
                 rest = mask & holders.get(key, 0) if depth < num_hits else 0
                 if rest != mask:

@@ -163,7 +163,7 @@ def test_many_engines_and_long_common_prefixes():
     router, long = router_of(*names), prompt(1, 4 * 100 + 1)
     for i, name in enumerate(names):
         tell(router, name, prompt(1, 4 * i + 1))
-    cached, _ = router._cached_tokens(long, list(router._engines.values()))
+    cached, _ = router._cached_tokens(long, router._find_all().bits)
     assert cached.tolist() == [4 * i for i in range(100)]
     assert router.choose(long) == ("e99", 396)
 

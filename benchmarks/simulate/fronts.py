@@ -1,0 +1,101 @@
+"""The fronts of a simulated cluster: a real router each, and what engines have told them so far.
+
+Or, in their place, an oracle that no router can beat.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import Literal
+
+from actors.messages import CacheUpdate
+from actors.router import Choice, Prompt, Router, RoutingPolicy
+from benchmarks.simulate.engine import SimulatedEngine
+from runtime.core.config import ModelInfo
+from runtime.core.engine_load import EngineLoad
+from runtime.core.request_state import RequestState
+
+Policy = RoutingPolicy | Literal["oracle"]
+FRAME_S = 0.02  # an engine tells at most so often
+LAG_S = 0.0005  # from an engine's frame to the picture that the front has of it
+
+
+class Fronts:
+    """All fronts, by number. What an engine tells arrives everywhere at once, LAG_S later."""
+
+    def __init__(self, num_fronts: int, policy: RoutingPolicy, info: ModelInfo) -> None:
+        self._info, self._routers = info, [Router(policy) for _ in range(num_fronts)]
+        self._frames: deque[tuple[float, str, CacheUpdate, list[int]]] = deque()
+        self._engines: set[str] = set()
+        self._stream = 0
+
+    def add(self, engine: SimulatedEngine) -> None:
+        """An engine is ready, and all fronts have a link to it."""
+        engine.last_streams = [0] * len(self._routers)
+        self._engines.add(engine.name)
+        for router in self._routers:
+            router.add(engine.name, self._info)
+            router.apply(engine.name, engine.feed.snapshot())
+
+    def remove(self, engine: SimulatedEngine) -> None:
+        """It takes no more requests."""
+        self._engines.remove(engine.name)
+        for router in self._routers:
+            router.remove(engine.name)
+
+    def tell(self, engine: SimulatedEngine, now: float) -> None:
+        """What has changed in an engine goes to all fronts."""
+        self._frames.append((now + LAG_S, engine.name, engine.feed.update(), engine.last_streams[:]))
+
+    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Choice:
+        """An engine for a request that has come to this front, which counts it from now on."""
+        frames, router = self._frames, self._routers[number]
+        while frames and frames[0][0] <= now:
+            _, engine, update, last_streams = frames.popleft()
+            if engine not in self._engines:
+                continue
+            for each, update.last_stream in zip(self._routers, last_streams, strict=True):
+                if not each.apply(engine, update):
+                    raise RuntimeError("A frame was lost, and the simulation loses none.")
+        return router.choose(prompt, self._engines - set(refused) if refused else None)
+
+    def placed(self, number: int, choice: Choice, engine: SimulatedEngine, prompt: Prompt) -> None:
+        """The engine has taken it."""
+        self._stream += 1
+        engine.last_streams[number] = self._stream
+        self._routers[number].placed(choice.engine, self._stream, len(prompt.token_ids) - choice.num_cached)
+
+    def ended(self, state: RequestState) -> None:
+        """An answer is there."""
+
+
+class Oracle(Fronts):
+    """Knows at once what every engine has to do, and sees to it that whichever engine a request goes to has all of its
+    prompt in the cache that any engine has ever computed. Its caches need no luck, no room and no copies: a bound."""
+
+    def __init__(self, engines: dict[str, SimulatedEngine]) -> None:
+        self._all = engines
+        self._computed: set[bytes] = set()
+
+    def add(self, engine: SimulatedEngine) -> None:
+        pass
+
+    remove = add
+
+    def tell(self, engine: SimulatedEngine, now: float) -> None:
+        pass
+
+    def choose(self, number: int, prompt: Prompt, now: float, refused: Collection[str]) -> Choice:
+        def load(engine: SimulatedEngine) -> tuple[int, int]:
+            known = EngineLoad.of(engine.scheduler)
+            return known.queued_tokens, known.num_running + known.num_waiting
+
+        best = min((engine for name, engine in self._all.items() if name not in refused), key=load)
+        return Choice(best.name, best.warm(prompt, self._computed))
+
+    def placed(self, number: int, choice: Choice, engine: SimulatedEngine, prompt: Prompt) -> None:
+        pass
+
+    def ended(self, state: RequestState) -> None:
+        self._computed.update(state.block_hashes)
