@@ -24,6 +24,8 @@ FAST_SERVE = {
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",  # a reload must not cut a stream: above the longest one
     # A client that neither sends the rest of its request nor reads its answer is cut off. Waiting does not count.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "120",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # after 5 s Ray kills a proxy that a busy machine starts slowly
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three of these until an HAProxy that died is replaced
 }
 
 # One machine: Ray itself on loopback only, and no statistics sent anywhere.
@@ -36,8 +38,6 @@ SINGLE_MACHINE = FAST_SERVE | {
     # Called in each worker before anything else. A runtime environment could say so too, but the workers of one are
     # started by another program, which imports Ray to read it.
     "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "actors.process.listen_on_loopback",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # after 5 s Ray kills a proxy that a busy machine starts slowly
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # three of these until an HAProxy that died is replaced
 }
 
 # A node of a cluster.
@@ -46,8 +46,10 @@ CLUSTER = FAST_SERVE | {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Nodes end when they have not reached the head for so long; until then they serve without it.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
-    # A head that has not reached a node for this many checks, of some 12 s, ends it when it reaches it again.
+    # A head that was cut off ends, when it is back, what it has given up meanwhile: nodes after so many checks of 13 s,
+    # HAProxies (and replicas: serve_app/app.py) after three that were not answered within so many seconds.
     "RAY_health_check_failure_threshold": "10",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "40",
 }
 
 _QUIET_PORTS = 20_000, 65_536  # Ray's workers may be below

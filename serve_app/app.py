@@ -47,6 +47,7 @@ from serve_app.settings import HttpSettings, ScalingSettings
 logger = logging.getLogger("ray.serve")
 
 
+_HEALTH_TIMEOUT_S = 40  # Serve ends a replica after three; a head that was cut off for two minutes must end none
 _SHUTDOWN_POLL_S = 0.2  # how often Serve looks whether a replica that is to end still has requests
 _REPORTS_S = 1.0  # between two reports of an engine to the policy of scaling
 _LOOK_BACK_S = 3.0
@@ -260,6 +261,7 @@ def build_app(args: AppArgs) -> serve.Application:
         placement_group_strategy="STRICT_PACK",
         max_constructor_retry_count=1,  # a model that does not load will not load the second time either
         health_check_period_s=2,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=_SHUTDOWN_POLL_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
     )
@@ -271,6 +273,7 @@ def build_app(args: AppArgs) -> serve.Application:
         # The engines' own limit of their queues comes first, with an error of OpenAI's shape.
         max_ongoing_requests=scaling.most * config.max_queued_requests + 4096,
         health_check_period_s=2,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=_SHUTDOWN_POLL_S,
         graceful_shutdown_timeout_s=settings.drain_timeout_s + _SHUTDOWN_MARGIN_S,
     )

@@ -1,12 +1,13 @@
-"""A Callboard of three machines: what clients notice of it when Ray's control plane, or a machine, is away.
+"""A Callboard of several machines: what clients notice of it when Ray's control plane, or a machine, is away.
 
     python -m benchmarks.cluster                                      # every case, a minute each
     python -m benchmarks.cluster --cases gcs-stopped --seconds 10
 
-A head with nothing but Ray's GCS and Serve's controller, a machine with the front and an engine, and one with a second
-engine, as network namespaces of this one (network.py), each with its own raylet; nothing but a kernel with user
-namespaces is needed. Clients read streams one after another, and send short requests besides, over connections of
-their own. Each answer is compared with that of an undisturbed cluster. A JSON line a case.
+A machine with the front and an engine, one with a second engine, and one with nothing but Ray's GCS and Serve's
+controller (with the first one, if the head is not to be cut off), as network namespaces of this one (network.py), each
+with its own raylet; nothing but a kernel with user namespaces is needed. Clients read streams one after another, and
+send short requests besides, over connections of their own. Each answer is compared with that of an undisturbed cluster.
+A JSON line a case.
 """
 
 from __future__ import annotations
@@ -27,25 +28,28 @@ from benchmarks.cluster.clients import Clients
 from benchmarks.cluster.machines import Cluster
 from benchmarks.cluster.network import alone, make_bridge, refusal
 
-_BEFORE_S = 2.0  # under load before a disturbance
+_CASES = "gcs-stopped", "head-cut", "gcs-killed", "engine-cut"
+_BEFORE_S = 1.0  # under load before a disturbance
 
 
 async def _run(args: argparse.Namespace, folder: str) -> None:
-    cluster = Cluster(folder, dict(setting.split("=", 1) for setting in args.set))
+    settings = dict(setting.split("=", 1) for setting in args.set)
+    cluster = Cluster(folder, settings, has_head_apart="head-cut" in args.cases)
     started = time.monotonic()
     cluster.start(args.model)
     clients = Clients(cluster.url)
     await clients.wait_until_ready(2)
-    print(json.dumps({"case": "start", "seconds": round(time.monotonic() - started, 1)}), flush=True)
+    start = {"case": "start", "seconds": round(time.monotonic() - started, 1), "cpu_s": round(cluster.cpu_s(), 1)}
+    print(json.dumps(start), flush=True)
     await clients.learn()
-    cases: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+    disturbances: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         "gcs-stopped": (lambda: cluster.signal_gcs(signal.SIGSTOP), lambda: cluster.signal_gcs(signal.SIGCONT)),
         "head-cut": (cluster.head.pull, cluster.head.plug),
-        "engine-cut": (cluster.other.pull, cluster.other.plug),
-        "gcs-killed": (lambda: cluster.signal_gcs(signal.SIGKILL), lambda: None),
+        "gcs-killed": (lambda: cluster.signal_gcs(signal.SIGKILL), lambda: None),  # for good
+        "engine-cut": (cluster.other.pull, lambda: None),
     }
-    for name in args.cases or cases:
-        begin, end = cases[name]
+    for name in args.cases:
+        begin, end = disturbances[name]
         async with clients.load() as seen:
             await asyncio.sleep(_BEFORE_S)
             seen.reset()
@@ -61,7 +65,7 @@ def main() -> None:
     parser.add_argument("--model", help="a model's file or folder; default: a tiny one of random weights")
     parser.add_argument("--seconds", type=float, default=60.0, help="for which each disturbance lasts")
     parser.add_argument("--after", type=float, default=10.0, help="seconds for which clients come after its end")
-    parser.add_argument("--cases", nargs="*", help="of gcs-stopped, head-cut, engine-cut, gcs-killed; default: all")
+    parser.add_argument("--cases", nargs="*", choices=_CASES, default=_CASES, help="in their order; default: all")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="environment of Ray on all machines")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Ray, Serve and Callboard on three machines of one's own."""
+"""Ray, Serve and Callboard on two or three machines of one's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from benchmarks.cluster.network import Machine
 from tests.support.tiny_gguf import write_tiny_gguf
 
 PORT = 8000
-_HEAD = ["--port=6379", "--num-cpus=0", "--include-dashboard=false", "--no-monitor"]
+_HEAD = ["--head", "--port=6379", "--include-dashboard=false", "--no-monitor"]
+_ENGINE, _FRONT = ["--num-cpus=2"], ["--num-cpus=2", '--resources={"front": 1}']
+_QUICK = {  # as `callboard serve` has it: workers when they are needed, no lower than all else that the machine does
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",
+}
 _DEPLOY = """
 import json, sys
 import ray
@@ -29,30 +35,32 @@ _get_global_client().deploy_apps(ServeDeploySchema(**config))
 
 
 class Cluster:
-    """The machines, and the processes on them."""
+    """The machines, and the processes on them: a front with an engine, another engine, and the head, apart or with the
+    front."""
 
-    def __init__(self, folder: str, settings: dict[str, str]) -> None:
+    def __init__(self, folder: str, settings: dict[str, str], *, has_head_apart: bool) -> None:
         self._folder, own = Path(folder), Path(folder, "own")
         inherited = {name: value for name, value in os.environ.items() if "RAY_" not in name}
         places = {"RAY_TMPDIR": str(own), "HOME": str(own), **haproxy_files(str(own))}
         command = {COMMAND: write_command(folder)}
-        self._environment = {**inherited, **CLUSTER, **places, **command, **ray_token(), **settings}
-        self.head, self.front, self.other = (Machine(number, own) for number in (1, 2, 3))
+        self._environment = {**inherited, **CLUSTER, **_QUICK, **places, **command, **ray_token(), **settings}
+        self.front, self.other = Machine(2, own), Machine(3, own)
+        self.head = Machine(1, own) if has_head_apart else self.front
         self.url = f"http://{self.front.address}:{PORT}"
 
     def start(self, model: str | None) -> None:
         """Returns when Serve has been told what to start."""
         gcs = f"{self.head.address}:6379"
-        self._ray_start(self.head, "--head", *_HEAD).check()
-        workers = [
-            self._ray_start(self.front, f"--address={gcs}", "--num-cpus=2", '--resources={"front": 1}'),
-            self._ray_start(self.other, f"--address={gcs}", "--num-cpus=2"),
-        ]
-        for worker in workers:
-            worker.check()
+        is_apart = self.head is not self.front
+        self._ray_start(self.head, *_HEAD, *(["--num-cpus=0"] if is_apart else _FRONT)).check()
+        nodes = [self._ray_start(self.other, f"--address={gcs}", *_ENGINE)]
+        if is_apart:
+            nodes.append(self._ray_start(self.front, f"--address={gcs}", *_FRONT))
+        for node in nodes:
+            node.check()
         path = model or str(write_tiny_gguf(self._folder / "tiny.gguf", llama__context_length=16384))
         config = {
-            "proxy_location": "EveryNode",
+            "proxy_location": "EveryNode" if is_apart else "HeadOnly",
             "http_options": {"host": "0.0.0.0", "port": PORT},
             "logging_config": {"enable_access_log": False},
             "applications": [
@@ -76,6 +84,11 @@ class Cluster:
         fixed += ["--disable-usage-stats", "--include-log-monitor=false"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *fixed, *options]
         return _Started(machine.command(*command), self._environment)
+
+    def cpu_s(self) -> float:
+        """The time of a core that all processes have taken, those that have ended included."""
+        stats = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
+        return sum(int(ticks) for stat in stats for ticks in stat[11:15]) / os.sysconf("SC_CLK_TCK")
 
     def signal_gcs(self, number: int) -> None:
         """Send a signal to Ray's GCS."""
