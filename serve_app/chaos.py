@@ -65,6 +65,7 @@ class _Figures:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.longest_s = self.longest_since_s = 0.0  # pause, in all and since the last kill
+        self.errors: list[str] = []
         self._recent: list[tuple[float, int]] = []
 
     def add(self, now: float, num_tokens: int, pause_s: float) -> None:
@@ -127,7 +128,7 @@ class _Conversation:
         self._figures.counts["lost"] += max(0, -excess)
         if reading.error:
             self._figures.counts["failed"] += 1
-            print(f"\nA stream ended with an error: {reading.error}", flush=True)
+            self._figures.errors.append(reading.error)
 
 
 def chaos(url: str, plan: Plan) -> int:
@@ -268,6 +269,8 @@ class _Chaos:
             f"doubled; {counts['failed']} answers failed; connections lost and made again: {counts['cut']}; "
             f"longest pause {self._figures.longest_s:.2f} s."
         )
+        if self._figures.errors:
+            self._say(f"The first answer that failed: {self._figures.errors[0]}")
         if counts["differ"]:
             self._say(
                 f"Twins differed {counts['differ']} times: rounding does that unless the server runs with "

@@ -24,7 +24,7 @@ from serve_app.process_tree import Parent, run
 
 NAME, NUM_ENGINES, NUM_FRONTS = "callboard", 2, 2
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to it
-_CALL_S, _SOON_S = 5.0, 0.5
+_CALL_S, _SOON_S = 15.0, 1.0
 
 
 def engines() -> dict[str, Any]:

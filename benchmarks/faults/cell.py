@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
@@ -179,14 +182,16 @@ class Cell:
         return [int(name.rpartition("-")[0].rpartition("-")[2]) for name in ids]
 
     async def _pid_of_victim(self) -> int | None:
-        self._processes = await self.application.ask("processes")
+        async with asyncio.timeout(_WHOLE_S):
+            while True:
+                with suppress(RuntimeError):  # the fault may be that of who tells
+                    self._processes = await self.application.ask("processes")
+                    break
+                await asyncio.sleep(_POLL_S)
         return next((pid for role, engine, pid in self._processes if (role, engine) == ("engine", self.victim)), None)
 
     async def _restart_victim(self) -> None:
         """Kill the engine, and return when another one has begun in its place."""
-        import os
-        import signal
-
         before = await self._pid_of_victim()
         assert before is not None
         os.kill(before, signal.SIGKILL)

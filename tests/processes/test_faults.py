@@ -29,7 +29,10 @@ class Here:
         self.application, self.url = Application(RAY_FOLDER, url, session), url
 
     async def ask(self, method, *arguments, timeout_s=15.0):
-        return await asyncio.to_thread(getattr(self.application, method), *arguments)
+        try:
+            return await asyncio.to_thread(getattr(self.application, method), *arguments)
+        except Exception as e:  # of Ray's many
+            raise RuntimeError(f"{method} was not answered: {e}") from e
 
 
 @pytest.fixture(scope="module")
