@@ -194,9 +194,12 @@ def _many_choices_kernel(
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         w = _load_codes(codes, cols, start // 2 if PLANE else start, ROW_BYTES, WHOLE)
         x, high_x = _load_x(xs, xs, cols, live[:, None], start, K, PLANE, False, WHOLE)
-        scale, minimum, high_scale, high_minimum = _load_scales(
-            scales, minimums, groups, start, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE
-        )
+        step_scales = _load_scales(scales, minimums, groups, start, K, PLANE, GROUP, SCALE_STRIDE, MINIMUMS, WHOLE)
+        scale, minimum, high_scale, high_minimum = step_scales[0], step_scales[1], step_scales[2], step_scales[3]
+        if 2 * GROUP == PLANE and GROUP:
+            scale, minimum = _of_halves(cols, scale, step_scales[4]), _of_halves(cols, minimum, step_scales[5])
+            high_scale = _of_halves(cols, high_scale, step_scales[6])
+            high_minimum = _of_halves(cols, high_minimum, step_scales[7])
         if PLANE:
             low, high = decode_planes(w, FORM, TABLE, ASM, x.dtype)
             acc = _add_product(x, low, scale, minimum, acc, FORM, GROUP, MINIMUMS)
@@ -217,6 +220,12 @@ def _many_choices_kernel(
         targets = choices
     at = out_ptr + targets.to(tl.int64)[:, None] * width + outs[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (outs < width)[None, :])
+
+
+@jit
+def _of_halves(cols, first, second):
+    """What the columns of a plane's two groups have."""
+    return tl.where(cols < cols.shape[1] // 2, first, second)
 
 
 @jit
@@ -308,6 +317,7 @@ class QuantizedExperts(GroupedExperts):
             )  # fmt: skip
             return
         num_chunks, chunk = quantized_sum_order(size_out, size_in)
+        options["STAGES"] = tile.num_stages * tile.block_k // options["BLOCK_K"]  # as many bytes on the way
         _few_choices_kernel[grid](
             x, weight.codes, weight.scales, minimums, out, starts, order, mixture, residual, _counters(x.device),
             num_experts, size_out, SINGLE=is_single, NUM_CHUNKS=num_chunks, CHUNK=chunk,

@@ -235,8 +235,10 @@ def _store_numbers(
     numbers, start, scales, minimums, out, inside,
     K: tl.constexpr, GROUP: tl.constexpr, SCALE_STRIDE: tl.constexpr, MINIMUMS: tl.constexpr,
 ):  # fmt: skip
-    at = start // GROUP * SCALE_STRIDE if GROUP else 0
     cols = start + tl.arange(0, numbers.shape[1])[None, :]
+    at = start // GROUP * SCALE_STRIDE if GROUP else 0
+    if GROUP and numbers.shape[1] > GROUP:
+        at = cols // GROUP * SCALE_STRIDE
     numbers = numbers.to(tl.float32) * tl.load(scales + at)
     if MINIMUMS:
         numbers -= tl.load(minimums + at)

@@ -213,7 +213,7 @@ def _load_scales(
     K: tl.constexpr, PLANE: tl.constexpr, GROUP: tl.constexpr, SCALE_STRIDE: tl.constexpr, MINIMUMS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A step's scale and minimum, then those of the high plane."""
+    """A step's scale and minimum, then those of the high plane; then of each plane's second group, where it has two."""
     scale, minimum = 1.0, 0.0
     if GROUP:
         group = start // GROUP
@@ -225,7 +225,16 @@ def _load_scales(
         high_scale = _load_group(scales, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
         if MINIMUMS:
             high_minimum = _load_group(minimums, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
-    return scale, minimum, high_scale, high_minimum
+    second_scale, second_minimum, last_scale, last_minimum = scale, minimum, high_scale, high_minimum
+    if 2 * GROUP == PLANE and GROUP:
+        second_scale = _load_group(scales, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
+        high_scale = _load_group(scales, groups, group + 2, K, GROUP, SCALE_STRIDE, WHOLE)
+        last_scale = _load_group(scales, groups, group + 3, K, GROUP, SCALE_STRIDE, WHOLE)
+        if MINIMUMS:
+            second_minimum = _load_group(minimums, groups, group + 1, K, GROUP, SCALE_STRIDE, WHOLE)
+            high_minimum = _load_group(minimums, groups, group + 2, K, GROUP, SCALE_STRIDE, WHOLE)
+            last_minimum = _load_group(minimums, groups, group + 3, K, GROUP, SCALE_STRIDE, WHOLE)
+    return scale, minimum, high_scale, high_minimum, second_scale, second_minimum, last_scale, last_minimum
 
 
 @jit
@@ -244,7 +253,15 @@ def _add_step(
     MINIMUMS: tl.constexpr, NUM_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """acc plus the product of a step's codes with x, of `_load_x`, scaled by what `_load_scales` gives."""
-    if PLANE:  # planes of one group are scaled each, too: two short sums take less time than one long one
+    if 2 * GROUP == PLANE and GROUP:  # the columns of a plane's two groups in turn, with zeros for the others
+        low, high = decode_planes(w, FORM, TABLE, ASM, x[0].dtype)
+        low_x, second_x = _halves(x[0], NUM_CHUNKS)
+        high_x, last_x = _halves(x[1], NUM_CHUNKS)
+        acc = _add_plane(low, low_x, scales[0], scales[1], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
+        acc = _add_plane(low, second_x, scales[4], scales[5], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
+        acc = _add_plane(high, high_x, scales[2], scales[3], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
+        acc = _add_plane(high, last_x, scales[6], scales[7], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
+    elif PLANE:  # planes of one group are scaled each, too: two short sums take less time than one long one
         low, high = decode_planes(w, FORM, TABLE, ASM, x[0].dtype)
         acc = _add_plane(low, x[0], scales[0], scales[1], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
         acc = _add_plane(high, x[1], scales[2], scales[3], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
@@ -252,6 +269,16 @@ def _add_step(
         w = decode(w, ASM, x[0].dtype)
         acc = _add_plane(w, x[0], scales[0], scales[1], acc, FORM, ASM, GROUP, MINIMUMS, NUM_CHUNKS)
     return acc
+
+
+@jit
+def _halves(x, NUM_CHUNKS: tl.constexpr):
+    """x with zeros in the second, and in the first half of its columns."""
+    WIDTH: tl.constexpr = x.shape[1] if NUM_CHUNKS == 1 else x.shape[2]
+    cols = tl.arange(0, WIDTH)
+    is_first = cols[None, :] < WIDTH // 2 if NUM_CHUNKS == 1 else cols[None, None, :] < WIDTH // 2
+    zeros = tl.zeros_like(x)
+    return tl.where(is_first, x, zeros), tl.where(is_first, zeros, x)
 
 
 @jit

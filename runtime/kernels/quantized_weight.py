@@ -45,8 +45,9 @@ class QuantizedWeight:
 
 
 def plane_of(group: int) -> int:
-    """Columns that lie between the two nibbles of a byte: a step's two planes are of one group, or of one each."""
-    return group if group in (16, 32) else 64
+    """Columns that lie between the two nibbles of a byte: a step's two planes are of one group, of one each, or of two
+    where groups are narrower than what the matrix units read of bytes."""
+    return 32 if group in (16, 32) else 64
 
 
 def quantized_weight(

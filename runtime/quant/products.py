@@ -116,7 +116,8 @@ class TritonProducts(Products):
 
     def takes(self, form: Form) -> bool:
         known = isinstance(form, Float8 | Integer8 | Table)
-        has_groups = form.columns in (16, 32, 64) or (form.columns > 0 and form.columns % MAX_GROUP == 0)
+        has_groups = form.columns in (32, 64) or (form.columns > 0 and form.columns % MAX_GROUP == 0)
+        has_groups = has_groups or (form.columns == 16 and form.bits == 4)
         return known and (has_groups or (form.columns == 0 and form.rows == 1))
 
     def fits(self, form: Form, shape: Shape) -> bool:

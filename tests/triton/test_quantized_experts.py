@@ -30,7 +30,7 @@ ROWS = {"single": 2, "few": 17, "many": 25}  # 4, 34 and 50 choices of three exp
         (("uint4 minimums", 32, 1), 64, 64, "many"),
         (("table", 64, 1), 128, 128, "single"),
         (("e2m1", 32, 1), 64, 64, "many"),
-        (("int4", 16, 1), 96, 32, "few"),
+        (("int4", 16, 1), 128, 64, "few"),
     ],
     ids=lambda part: part if isinstance(part, str) else str(part).replace("'", ""),
 )
