@@ -86,7 +86,7 @@ class EngineActor:
 
     async def num_live(self) -> int:
         """Requests that run or wait."""
-        return len(self._loop.core.scheduler.requests)
+        return len(self._loop.core.scheduler.requests) if self._loaded.is_set() else 0
 
     async def phases(self) -> list[str]:
         """How the runner of rank 0 started: the plan of its memory, and seconds."""
@@ -96,7 +96,8 @@ class EngineActor:
     async def drain(self, reason: str, leaves: bool = False) -> None:
         """Take no new requests from now on: the fronts answer 503 for `reason`, unless the server goes on when this
         engine `leaves` it, and has others or can start one. Live ones go on."""
-        await asyncio.wrap_future(self._loop.drain(reason, leaves))
+        if self._loaded.is_set():  # a server may end while another engine is being started
+            await asyncio.wrap_future(self._loop.drain(reason, leaves))
 
     async def wait_for_exit(self) -> None:
         """Returns when the step thread has ended, which it never should; fails when this process dies."""

@@ -246,7 +246,10 @@ def _fronts_are_connected(settings: ServerSettings) -> bool:
 
     deployment = serve.status().applications[APP_NAME].deployments["Front"]
     num_fronts = sum(deployment.replica_states.values())
-    stats = ray.get([engine.stats.remote() for engine in _engines()])
+    try:
+        stats = ray.get([engine.stats.remote() for engine in _engines()])
+    except (CallboardError, ray.exceptions.RayError):  # one loads its model, or goes
+        return False
     return len(stats) >= settings.scaling.least and all(s["connections"] >= num_fronts for s in stats)
 
 

@@ -1,11 +1,14 @@
 """A group of engines that may have none: requests wait and ask for one, within their limits."""
 
 import asyncio
+import sys
 
 import pytest
 
+from actors.engine import EngineActor
 from actors.engine_client import EngineRefusal, Refusal
 from actors.engine_group import EngineGroup, FromZero
+from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from tests.actors.test_link import Engine, Engines, eventually, read, request
 from tests.support.fake_runner import sequential
@@ -118,6 +121,15 @@ async def test_requests_fail_when_no_engine_can_be_started():
         zero.error = CallboardError("No engine could be started.")
         with pytest.raises(CallboardError, match="could be started"):
             await read(zero.group, request(0))
+
+
+async def test_an_engine_that_loads_its_model_has_nothing_to_drain():
+    """A server may end while it starts another engine; the streams of the others still have their time."""
+    interval = sys.getswitchinterval()
+    engine = EngineActor(EngineConfig(), None, False, 0, "app")
+    sys.setswitchinterval(interval)
+    await engine.drain("the server ends")
+    assert await engine.num_live() == 0
 
 
 async def test_an_engine_tells_what_it_has_to_do():

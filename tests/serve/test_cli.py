@@ -8,9 +8,11 @@ import threading
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from ray.exceptions import RayError
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
@@ -99,6 +101,27 @@ def test_the_number_of_replicas_is_fixed_or_has_bounds():
     assert bounds("--min-replicas", "0", "--max-replicas", "5") == (0, 5)
     with pytest.raises(CallboardError, match="min_replicas is 3; it must be at most max_replicas, 2"):
         bounds("--min-replicas", "3", "--max-replicas", "2")
+
+
+def test_a_start_waits_for_an_engine_that_loads_its_model(monkeypatch):
+    """Serve calls an application running that needs no engine."""
+    from serve_app import server
+
+    front = SimpleNamespace(replica_states={"RUNNING": 2})
+    status = SimpleNamespace(applications={server.APP_NAME: SimpleNamespace(deployments={"Front": front})})
+    engine = SimpleNamespace(stats=SimpleNamespace(remote=lambda: None))
+    monkeypatch.setattr("ray.serve.status", lambda: status)
+    monkeypatch.setattr(server, "_engines", lambda: [engine])
+    settings = SimpleNamespace(scaling=ScalingSettings(min_replicas=0))
+    for num_connections, is_connected in ((None, False), (1, False), (2, True)):
+
+        def get(refs, num_connections=num_connections):
+            if num_connections is None:
+                raise RayError("it is being loaded")
+            return [{"connections": num_connections}]
+
+        monkeypatch.setattr("ray.get", get)
+        assert server._fronts_are_connected(settings) == is_connected
 
 
 def test_without_keys_the_server_answers_to_its_own_names_only():
