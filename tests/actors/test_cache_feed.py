@@ -1,9 +1,10 @@
 """A front's picture of an engine's cache is the engine's, whatever came, went or was lost on the way."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.cache_feed import CacheFeed
+from actors.cache_feed import CacheFeed, Followers
 from actors.messages import decode_from_engine, encode
 from actors.router import Prompt, Router
 from runtime.core.config import EngineConfig, ModelInfo
@@ -125,4 +126,42 @@ def test_who_is_not_followed_notes_nothing():
     first = served.feed.snapshot()
     assert len(first.added) == KEY_BYTES * len(served.cache)
     served.feed.stop()
+    assert served.cache.changes is None
+
+
+class Front:
+    """A connection that keeps what it is sent."""
+
+    def __init__(self):
+        self.last_stream, self.got = 0, []
+
+    def send(self, message):
+        self.got.append(decode_from_engine(encode(message)))
+
+
+def test_followers_are_told_of_every_change_but_not_more_often_than_they_may():
+    now, served, fronts = [100.0], Served(), [Front(), Front()]
+    followers = Followers(served.feed, lambda: now[0])
+    followers.are_behind = True
+    assert followers.tell() is None  # there are none
+    for front in fronts:
+        followers.follow(front, True)
+        assert front.got[-1].is_snapshot
+    served.add(list(range(1, 10)))
+    fronts[1].last_stream = 7
+    assert followers.tell() is None
+    assert [front.got[-1].last_stream for front in fronts] == [0, 7]
+    assert fronts[0].got[-1].load.num_waiting == 1
+    served.run()
+    followers.are_behind = True
+    now[0] += 0.005
+    assert followers.tell() == pytest.approx(0.015)
+    now[0] += 0.015
+    followers.follow(fronts[1], False)
+    assert followers.tell() is None
+    assert followers.tell() is None  # nothing has changed since
+    assert [len(front.got) for front in fronts] == [3, 2]
+    assert fronts[0].got[-1].number == 2
+    assert set(memoryview(fronts[0].got[-1].added).cast("q")) == served.keys()
+    followers.follow(fronts[0], False)
     assert served.cache.changes is None
