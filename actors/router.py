@@ -29,7 +29,7 @@ from runtime.core.prefix_cache import hash_blocks, root_hash
 
 RoutingPolicy = Literal["prefix", "least-load", "round-robin"]
 SLACK = 1.25  # how much worse than the best score an engine may be that holds more, or that the hash prefers
-_CHUNK = 64  # blocks that are hashed at a time: nobody may hold the rest
+_FIRST_PIECE = 8  # blocks that are hashed before anything is looked up: nobody may hold more
 _Kind = tuple[str, int]  # fingerprint and block size: engines of one kind know a block by the same hash
 
 
@@ -58,16 +58,18 @@ class Prompt:
         """Blocks that a cache can give, at most: never the last token, which must be computed to sample."""
         return (len(self.token_ids) - 1) // kind[1] if self.uses_cache else 0
 
-    def keys(self, kind: _Kind) -> Iterator[int]:
-        """The keys of these blocks and, as one more block, of what follows them (int64)."""
+    def keys(self, kind: _Kind) -> Iterator[list[int]]:
+        """The keys of these blocks and, as one more block, of what follows them (int64), a piece at a time: each goes
+        as far again as all before it."""
         (fingerprint, size), total = kind, self.num_hits(kind) + 1
         hashes = self._hashes.setdefault(kind, [])
-        for start in range(0, total, _CHUNK):
-            end, known = min(start + _CHUNK, total), len(hashes)
-            if known < end:
+        start, end = 0, min(_FIRST_PIECE, total)
+        while start < end:
+            if (known := len(hashes)) < end:
                 parent = hashes[-1] if hashes else root_hash(fingerprint, self.salt)
                 hashes += hash_blocks(parent, array("i", self.token_ids[known * size : end * size]), size)
-            yield from memoryview(b"".join(hashes[start:end])).cast("q")[::2].tolist()
+            yield memoryview(b"".join(hashes[start:end])).cast("q")[::2].tolist()
+            start, end = end, min(2 * end, total)
 
 
 class _Engine:
@@ -225,24 +227,42 @@ class Router:
     def _cached_tokens(self, prompt: Prompt, bits: dict[_Kind, int]) -> tuple[NDArray[np.int64], int]:
         """By index: the tokens of the prompt's longest prefix that each engine holds. And the key of the first block
         that none of them holds."""
-        cached, first_key = np.zeros(len(self._places), np.int64), 0
-        holders = self._holders
-        for kind in sorted(bits):
-            mask, num_hits = bits[kind] & self._known, prompt.num_hits(kind)
-            for depth, key in enumerate(prompt.keys(kind)):
-                rest = mask & holders.get(key, 0) if depth < num_hits else 0
-                if rest != mask:
-                    if depth:
-                        _fill(cached, mask & ~rest, depth * kind[1])
-                    mask = rest
+        cached = np.zeros(len(self._places), np.int64)
+        first_keys = [self._descend(prompt, kind, bits[kind] & self._known, cached) for kind in sorted(bits)]
+        return cached, first_keys[-1]
+
+    def _descend(self, prompt: Prompt, kind: _Kind, mask: int, cached: NDArray[np.int64]) -> int:
+        """`_cached_tokens` of the engines of one kind, with these bits. Whoever holds a block holds all before it
+        (block_pool.py), so that few of them are looked up: where all hold the last of a piece, no other; else the first
+        one that not all hold is searched by halving."""
+        holders, size, num_hits, depth = self._holders, kind[1], prompt.num_hits(kind), 0
+        for keys in prompt.keys(kind):
+            if not mask:
+                return keys[0]
+            at, end = 0, min(len(keys), num_hits - depth)
+            while at < end and mask & holders.get(keys[end - 1], 0) != mask:
+                last = end - 1
+                while at < last:
+                    middle = (at + last) // 2
+                    if mask & holders.get(keys[middle], 0) == mask:
+                        at = middle + 1
+                    else:
+                        last = middle
+                rest = mask & holders.get(keys[at], 0)
+                _fill(cached, mask & ~rest, (depth + at) * size)
+                mask = rest
                 if not mask:
-                    first_key = key
-                    break
-        return cached, first_key
+                    return keys[at]
+                at += 1
+            depth += end
+        _fill(cached, mask, depth * size)
+        return keys[-1]
 
 
 def _fill(column: NDArray[np.int64], mask: int, value: int) -> None:
-    """Write `value` where `mask` has a bit."""
+    """Write `value` where `mask` has a bit; the column is full of zeros."""
+    if not value:
+        return
     if mask.bit_count() > 16:
         bits = np.frombuffer(mask.to_bytes(len(column) // 8 + 1, "little"), np.uint8)
         column[np.unpackbits(bits, bitorder="little")[: len(column)].astype(bool)] = value

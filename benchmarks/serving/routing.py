@@ -15,7 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from itertools import count
+from itertools import chain, count
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def time_choice(num_engines: int, num_tokens: int, num_blocks: int, rounds: int)
     """Prints what a choice takes, and what taking in an update of 64 blocks does."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, 32000, num_tokens).tolist()
-    path = list(Prompt(tokens).keys(KIND))
+    path = list(chain(*Prompt(tokens).keys(KIND)))
     router = Router()
     for i in range(num_engines):
         router.add(str(i), INFO)

@@ -1,6 +1,8 @@
 """The choice among engines: by what they hold and have to do, alike on all fronts, without herding."""
 
+import random
 from collections import Counter
+from itertools import chain
 
 import pytest
 
@@ -23,7 +25,7 @@ def router_of(*names, policy="prefix", info=INFO):
 
 
 def packed(prompts, kind=KIND):
-    keys = [key for prompt in prompts for key in list(prompt.keys(kind))[: prompt.num_hits(kind)]]
+    keys = [key for prompt in prompts for key in list(chain(*prompt.keys(kind)))[: prompt.num_hits(kind)]]
     return b"".join(key.to_bytes(8, "little", signed=True) for key in keys)
 
 
@@ -157,15 +159,20 @@ def test_an_engine_in_the_place_of_another_holds_nothing_of_it():
     assert (router.choose(prompt(1)).num_cached, router.choose(prompt(2))) == (0, ("c", 40))
 
 
-def test_many_engines_and_long_common_prefixes():
-    """More engines than bits of a machine word, each with another share of the prompt."""
+@pytest.mark.parametrize("seed", range(5))
+def test_many_engines_and_long_common_prefixes(seed):
+    """More engines than bits of a machine word, each with some share of the prompt; blocks are found by halving."""
+    rng = random.Random(seed)
+    lengths = list(range(100)) if seed == 0 else [rng.choice((0, 1, 7, 8, 9, rng.randrange(150))) for _ in range(100)]
     names = [f"e{i}" for i in range(100)]
-    router, long = router_of(*names), prompt(1, 4 * 100 + 1)
-    for i, name in enumerate(names):
-        tell(router, name, prompt(1, 4 * i + 1))
-    cached, _ = router._cached_tokens(long, router._find_all().bits)
-    assert cached.tolist() == [4 * i for i in range(100)]
-    assert router.choose(long) == ("e99", 396)
+    router, long = router_of(*names), prompt(1, 4 * rng.randrange(100, 150) + 1)
+    for name, length in zip(names, lengths, strict=True):
+        tell(router, name, prompt(1, 4 * length + 1))
+    cached, first_key = router._cached_tokens(long, router._find_all().bits)
+    keys = list(chain(*long.keys(KIND)))
+    assert cached.tolist() == [4 * min(length, len(keys) - 1) for length in lengths]
+    assert first_key == keys[min(max(lengths), len(keys) - 1)]
+    assert router.choose(long).num_cached == max(cached)
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-load"])

@@ -1,7 +1,7 @@
 """The simulator of many engines: a thousand requests through the real scheduler, router and scaling policy."""
 
 import json
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ def test_public_traces_are_read(tmp_path):
     assert (first.start, second.start) == (0.0, 2.5)
     jobs = [conversation.next_job(i, 0.0) for i, conversation in enumerate((first, second))]
     assert [(len(job.prompt), job.output_len) for job in jobs] == [(1030, 1), (1100, 7)]
-    keys = [list(Prompt(job.prompt).keys(("f", 16))) for job in jobs]
+    keys = [list(chain(*Prompt(job.prompt).keys(("f", 16)))) for job in jobs]
     assert keys[0][:64] == keys[1][:64]
     assert keys[0][64] != keys[1][64]
     rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44"]
