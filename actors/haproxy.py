@@ -73,6 +73,26 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     return config
 
 
+def with_known_servers(config: str, before: str) -> str:
+    """Serve's configuration, in which a backend without a server has those that it has in `before`, the last one.
+
+    While Serve builds an application anew, as after each `serve deploy` with other arguments, it tells HAProxy of no
+    front, though they are all there. Those that are not are found out by HAProxy's own checks."""
+
+    def servers(section: str) -> str:
+        return "".join(re.findall(r"^ *server (?!.* check backup$).*\n", section, re.MULTILINE))
+
+    def sections(text: str) -> dict[str, str]:
+        return {section.split("\n", 1)[0]: section for section in re.split(r"^(?=\S)", text, flags=re.MULTILINE)}
+
+    known = sections(before)
+    found = sections(config)
+    for name, section in found.items():
+        if name.startswith("backend ") and not servers(section):
+            found[name] = section.rstrip() + "\n" + servers(known.get(name, ""))
+    return "".join(found.values())
+
+
 def write_command(folder: str, *, private: bool = False, bind: str = "") -> str:
     """Writes a command into `folder` that Serve can run as its HAProxy, and returns its path; `adapted` says what
     `private` and `bind` mean."""
@@ -114,7 +134,10 @@ def main(binary: str, private: str, bind: str, *arguments: str) -> None:
         path = Path(arguments[arguments.index("-f") + 1])
         for status in ANSWERS:
             (path.parent / f"{status}.json.http").write_text(answer(status))
-        path.write_text(adapted(path.read_text(), path.parent, private == "private", bind))
+        last = path.with_suffix(".last")
+        config = with_known_servers(path.read_text(), last.read_text() if last.exists() else "")
+        last.write_text(config)
+        path.write_text(adapted(config, path.parent, private == "private", bind))
     if bind:  # while the server starts, another socket has the port, too (serve_app/port.py)
         arguments = tuple(argument for argument in arguments if argument != "-dR")
     # Without -dS, HAProxy 2.8 moves data by splice() and no longer reads from a client whose body came in a packet of
