@@ -116,7 +116,7 @@ METRICS = ENGINE_METRICS | {  # and what replicas count
     ),
     "callboard:routed_cached_tokens": _counter(
         "Cached prompt tokens of requests for which an engine was chosen: expected by the choice, found by the engine.",
-        "by",
+        "kind",
         "expected",
         "found",
     ),

@@ -176,9 +176,9 @@ class Router:
         place.held.difference_update(keys)
 
     def held(self, engine: str) -> set[int] | None:
-        """The keys of the blocks that an engine holds, as far as is known; None: a snapshot is missing."""
-        place = self._engines[engine]
-        return None if place.number is None else set(place.held)
+        """The keys of the blocks that an engine holds; None: that is not known."""
+        place = self._engines.get(engine)
+        return None if place is None or place.number is None else set(place.held)
 
     # ---- the choice -------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ ops = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.lists(ops, max_size=30))
 def test_the_picture_is_the_cache(todo):
     served = Served()

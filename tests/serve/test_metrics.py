@@ -326,6 +326,23 @@ def test_histograms_add_up_whoever_observed(mine, others):
     assert one.counts == [a - b for a, b in zip(both.counts, two.counts, strict=True)]
 
 
+async def test_hits_expected_by_the_choice_of_an_engine_and_found():
+    """Where there is one engine, nothing is expected."""
+    fronts = Fronts(Engine(), Engine())
+    client = await fronts.add()
+    try:
+        group = fronts.links[0]
+        await eventually(lambda: [group._router.held(name) for name in group._links] == [set(), set()])
+        await complete(client, [7] * 20, 3)
+        await eventually(lambda: any(group._router.held(name) for name in group._links))
+        await complete(client, [7] * 18, 3)
+        samples = await fronts.scrape()
+        for kind in ("expected", "found"):
+            assert samples[f"callboard:routed_cached_tokens_total,kind={kind}"] == 16
+    finally:
+        await fronts.close()
+
+
 async def test_a_stream_that_moved_is_counted_once():
     """Its first engine is gone for good; what was counted for that one goes to the other."""
     fronts = Fronts(Engine(delay_s=0.01), Engine(delay_s=0.01))
