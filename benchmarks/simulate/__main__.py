@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("scenario", choices=("capacity", "engines", "wave", "measured", "trace"))
     parser.add_argument("file", nargs="?", type=Path, help="of a trace")
     parser.add_argument("--engines", type=int, help="how many (engines 1000, trace 8)")
-    parser.add_argument("--seconds", type=float, help="of the simulation (capacity 90, engines 600, half a wave 300)")
+    parser.add_argument("--seconds", type=float, help="of the simulation (capacity 90, engines 600, half a wave 200)")
     parser.add_argument("--rate", type=float, default=2000.0, help="requests a second (engines)")
     parser.add_argument("--workloads", nargs="+", default=["assistants", "shared-prefix"], help="of capacity")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES[1:])
@@ -47,7 +47,7 @@ def main() -> None:
         found = many_engines(args.engines or 1000, args.seconds or 600.0, args.rate, args.merge)
         results.add(simulated=True, workload="chat", rate=args.rate, merge=args.merge, **found)
     elif args.scenario == "wave":
-        results.add(simulated=True, workload="chat", **square_wave(3, args.seconds or 300.0, 4.0, 80.0))
+        results.add(simulated=True, workload="chat", **square_wave(3, args.seconds or 200.0, 2.0, 50.0))
     elif args.scenario == "measured":
         for workload in MEASURED:
             results.add(simulated=True, **compare(workload, args.merge))

@@ -171,7 +171,7 @@ class SimulatedEngine:
     def _plan(self, merge: bool = True) -> float:
         """Fill the pipeline; returns when the next step is to be planned, if that is later."""
         scheduler = self.scheduler
-        while self._stretch is None and len(self._in_flight) < self._depth:
+        while self._stretch is None and scheduler.requests and len(self._in_flight) < self._depth:
             if merge and self._only_decodes() and (self._in_flight or self._begin_stretch()):
                 break  # with a step in flight, the stretch begins at its end
             if self._late and (delay_s := scheduler.planning_delay_s()) > 0:

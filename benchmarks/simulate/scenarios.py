@@ -99,8 +99,10 @@ def many_engines(num_engines: int, seconds: float, rate: float, merge: bool = Tr
 
 
 def square_wave(num_waves: int, half_s: float, low: float, high: float, most_engines: int = 32) -> dict[str, Any]:
-    """Load that jumps up and down, with the scaling policy and its own times."""
-    cluster = Cluster(Shape(MODELS["llama-3.1-8b"], 2, 20_000), ScalingPolicy(1, most_engines))
+    """Load that jumps up and down, with the scaling policy and its own times. Engines of few rows, so that many are
+    needed for little."""
+    shape = Shape(MODELS["llama-3.1-8b"], 1, 20_000, max_num_seqs=32)
+    cluster = Cluster(shape, ScalingPolicy(1, most_engines))
     rates = [(half_s, rate) for _ in range(num_waves) for rate in (low, high)]
     cpu_s = play(cluster, GENERATED["chat"].generate(rates))
     asked = [num for _, num in cluster.scale]
@@ -109,5 +111,5 @@ def square_wave(num_waves: int, half_s: float, low: float, high: float, most_eng
     return {
         "waves": num_waves, "half_s": half_s, "rates": [low, high], **figures(cluster),
         "asked": [[round(at), num] for at, num in cluster.scale],
-        "turns_of_scale": turns, "reversals_a_wave": max(0, turns - (2 * num_waves - 1)) / num_waves, "cpu_s": cpu_s,
+        "turns_of_scale": turns, "turns_of_load": 2 * num_waves - 1, "cpu_s": cpu_s,
     }  # fmt: skip

@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from itertools import accumulate, count
-from math import log
+from math import exp, log, sqrt
 from pathlib import Path
 from random import Random
 
@@ -144,9 +145,13 @@ class Lengths:
     least: int = 1
     most: int = 8192
 
+    @cached_property
+    def _log(self) -> tuple[float, float]:
+        """Mean and standard deviation of the logarithm."""
+        return log(self.median), sqrt(2 * max(0.0, log(self.mean / self.median)))
+
     def draw(self, rng: Random) -> int:
-        sigma = (2 * max(0.0, log(self.mean / self.median))) ** 0.5
-        return round(min(max(rng.lognormvariate(log(self.median), sigma), self.least), self.most))
+        return round(min(max(exp(rng.gauss(*self._log)), self.least), self.most))
 
 
 @dataclass(frozen=True)
