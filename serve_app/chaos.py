@@ -222,7 +222,9 @@ class _Chaos:
                 yield role
             await asyncio.sleep(self._plan.every_s)
             return
-        self._say("Keys: " + ", ".join(f"{key} kills a {role}" for key, role in _KEYS.items()) + ", q ends this.")
+        self._say(
+            "Keys are " + ", ".join(f"{key}: {role}" for key, role in _KEYS.items()) + ", which is killed; q ends this."
+        )
         keys: asyncio.Queue[str] = asyncio.Queue()
         with _keys_of_terminal():
             loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()

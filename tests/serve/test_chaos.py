@@ -3,6 +3,7 @@
 import asyncio
 import io
 import os
+import pty
 import signal
 import socket
 import subprocess
@@ -160,6 +161,19 @@ def test_what_cannot_be_killed_is_a_usage_error(capsys):
         cli.main(["chaos", "http://127.0.0.1", "--kill", "engine,raylet"])
     assert exit_.value.code == 2
     assert "'raylet' is none of engine, runner" in capsys.readouterr().err
+
+
+async def test_keys_of_the_terminal_say_what_is_killed(monkeypatch, capsys):
+    keyboard, terminal = pty.openpty()
+    with open(terminal) as stdin, open(keyboard, "wb", buffering=0) as keys:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        run = chaos._Chaos("http://127.0.0.1", chaos.Plan((), 1.0, 2, 10, None, None), "app", list)
+        orders = aiter(run._orders())
+        first = asyncio.ensure_future(anext(orders))
+        await asyncio.sleep(0)
+        keys.write(b"xerq")
+        assert [await first, *[role async for role in orders]] == ["engine", "runner"]
+    assert "e: engine, r: runner" in capsys.readouterr().out
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
