@@ -24,6 +24,7 @@ from runtime.core.types import CallboardError
 
 _LISTING_S = 1.0  # between two looks at Ray's list
 _REPLACED_S = 0.2  # an engine that has died is in it under its new name by then
+_HEALTH_S = 1.0  # a frozen engine does not answer
 
 Answer = TypeVar("Answer")
 
@@ -68,6 +69,21 @@ class RayDirectory:
 def find_engines(prefix: str) -> list[Any]:
     """The living engine actors whose names begin with `prefix`, oldest first."""
     return [ray.get_actor(name, NAMESPACE) for name in living_actors(prefix)]
+
+
+async def has_healthy_engine(prefix: str, except_for: str = "-") -> bool:
+    """There is a living engine actor that takes requests, whose name begins with `prefix` and not with `except_for`."""
+
+    async def is_healthy(engine: Any) -> bool:
+        with suppress(RayError, TimeoutError):
+            return await asyncio.wait_for(engine.health.remote(), _HEALTH_S) is None
+        return False
+
+    names = [name for name in await asyncio.to_thread(living_actors, prefix) if not name.startswith(except_for)]
+    with suppress(ValueError):  # one of them has ended since
+        engines = [await asyncio.to_thread(ray.get_actor, name, NAMESPACE) for name in names]
+        return any(await asyncio.gather(*map(is_healthy, engines)))
+    return False
 
 
 def plain_error(error: RayError) -> CallboardError:

@@ -62,8 +62,8 @@ class EngineActor:
         return self._loop.links.open(same_node, host_address()), self._loop.info
 
     async def health(self) -> str | None:
-        """None when healthy, else one sentence that says why not."""
-        return self._loop.health()
+        """None when it takes requests, else one sentence that says why not."""
+        return self._loop.health() if self._loaded.is_set() else "The engine is loading its model."
 
     async def stats(self) -> dict[str, Any]:
         """Counters and gauges of the engine, and its process id."""

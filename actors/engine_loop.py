@@ -75,11 +75,10 @@ class EngineLoop:
     # ---- what other threads may call ------------------------------------------------------------------------------
 
     def health(self) -> str | None:
-        """None when healthy; else one sentence. Work queued without progress counts as ill (the process may answer
-        and yet be stuck)."""
+        """None when it is healthy and takes requests; else one sentence that says why not."""
         if not self._thread.is_alive():
             return "The engine's step thread has ended."
-        return self.reason
+        return self._draining or self.reason
 
     def check_progress(self) -> bool:
         """Called now and then: a step that takes longer than step_timeout_s loses its runners.

@@ -10,6 +10,7 @@ Serve makes the group with the replica and removes it with the replica, so whate
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
@@ -57,6 +58,13 @@ def bundles(config: EngineConfig, gpu: bool) -> list[dict[str, float]]:
     runner = {"CPU": RUNNER_CPUS, "GPU": 1.0} if gpu else {"CPU": RUNNER_CPUS}
     num_runners = config.tensor_parallel_size + (gpu and has_own_gpu(config))
     return [{"CPU": SUPERVISOR_CPUS + ENGINE_CPUS}, *({**runner} for _ in range(num_runners))]
+
+
+def has_room(wanted: list[dict[str, float]], nodes: Iterable[Mapping[str, float]]) -> bool:
+    """One of `nodes`, each with the resources that are free on it, could take all bundles of another replica."""
+    names = {name for bundle in wanted for name in bundle}
+    needed = {name: sum(bundle.get(name, 0.0) for bundle in wanted) for name in names}
+    return any(all(free.get(name, 0.0) >= amount for name, amount in needed.items()) for free in nodes)
 
 
 def engine_options(group: PlacementGroup) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from actors.autoscaling import EngineFigures
-from actors.directory import plain_error
+from actors.directory import has_healthy_engine, plain_error
 from actors.engine import EngineActor
 from actors.names import NAMESPACE, new_name
 from actors.placement import engine_options
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3
 _PAUSE_S = 1.0  # between attempts to start an engine
 _DRAIN_POLL_S = 0.1
+_LAST_S = 5.0  # how long fronts may take to follow, at most
 _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 10.0  # an engine that does not answer for so long is frozen; its streams left it long before
 _FIGURES_TIMEOUT_S = 1.0
@@ -50,10 +52,18 @@ class Supervisor:
         self._watch = asyncio.create_task(self._keep_alive())
         self._watch.add_done_callback(self._unwatched)
 
-    async def drain(self, timeout_s: float) -> None:
-        """Let the engine take no new requests, and wait until those that it has are done, at most `timeout_s`."""
+    async def drain(self, timeout_s: float, model: str) -> None:
+        """Let the engine take no new requests, and wait until those that it has are done, at most `timeout_s`.
+
+        While it is the last of its model (of those whose names begin with `model`), it still takes some for a moment:
+        a new model's fronts come when the new engines are there, and only then the old fronts go."""
         with contextlib.suppress(RayError, TimeoutError):  # a dead engine has nothing to finish
             async with asyncio.timeout(timeout_s):
+                end = time.monotonic() + _LAST_S
+                while time.monotonic() < end and not await has_healthy_engine(model, except_for=self._name):
+                    if not (await self._engine.stats.remote())["connections"]:
+                        break
+                    await asyncio.sleep(_DRAIN_POLL_S)
                 await self._engine.drain.remote(DRAINING, leaves=True)
                 while await self._engine.num_live.remote():
                     await asyncio.sleep(_DRAIN_POLL_S)

@@ -21,11 +21,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from actors.autoscaling import ServePolicy, report_of
-from actors.directory import RayDirectory
+from actors.directory import RayDirectory, has_healthy_engine
 from actors.engine_group import EngineGroup, FromZero
 from actors.environment import FAST_SERVE
 from actors.names import engines_of
-from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, uses_gpu
+from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
 from actors.process import freeze_garbage
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
@@ -108,7 +108,8 @@ class EngineHost:
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
         assert group is not None, "build_app asks for one"
-        name = engines_of(context.app_name, config) + context.replica_id.unique_id  # a rank may soon be another's
+        self._model = engines_of(context.app_name, config)
+        name = self._model + context.replica_id.unique_id  # a rank may soon be another's
         self._supervisor = Supervisor(config, name, group, gpu)
         await self._supervisor.start()
 
@@ -126,7 +127,7 @@ class EngineHost:
 
     async def __del__(self) -> None:
         """Serve calls this before it ends the replica, and the engine with it: what runs is finished first."""
-        await self._supervisor.drain(self._drain_timeout_s)
+        await self._supervisor.drain(self._drain_timeout_s, self._model)
 
 
 class Front:
@@ -140,7 +141,8 @@ class Front:
         engines: DeploymentHandle[Any],
         may_be_none: bool,
     ) -> None:
-        """Returns at once: until the tokenizer is loaded and an engine there, /ready says what is still to come.
+        """Returns at once where nothing is served yet: until the tokenizer is loaded and an engine there, /ready says
+        what is still to come. Beside or in place of fronts that serve, it returns when it can serve as well.
 
         `engines` is the deployment that this one needs. It is reached over sockets; only where there `may_be_none`, a
         call through its handle has Serve start one."""
@@ -163,6 +165,8 @@ class Front:
             self._service.metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
         self._app = build_http_app(self._service, settings, echo_request_ids=False)
         self._start = asyncio.create_task(self._connect(config))
+        if await has_healthy_engine(engines_of(app_name)):  # of whichever model
+            await self._start
 
     async def _connect(self, config: EngineConfig) -> None:
         path = await asyncio.to_thread(resolve, config.model, config.revision)
@@ -252,6 +256,12 @@ def build_app(args: AppArgs) -> serve.Application:
         ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     gpu = uses_gpu(config, resources)
+    free = ray._private.state.available_resources_per_node().values()  # type: ignore[no-untyped-call]
+
+    def surge(wanted: list[dict[str, float]]) -> int:
+        """Of an update: where there is room, new replicas are there before old ones go."""
+        return 100 if has_room(wanted, free) else 0
+
     engines: Any = serve.deployment(
         EngineHost,
         name="Engine",
@@ -259,6 +269,7 @@ def build_app(args: AppArgs) -> serve.Application:
         ray_actor_options={"num_cpus": SUPERVISOR_CPUS},
         placement_group_bundles=bundles(config, gpu),
         placement_group_strategy="STRICT_PACK",
+        max_surge_percent=surge(bundles(config, gpu)),
         max_constructor_retry_count=1,  # a model that does not load will not load the second time either
         health_check_period_s=2,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
@@ -270,6 +281,7 @@ def build_app(args: AppArgs) -> serve.Application:
         name="Front",
         num_replicas=args.num_fronts or default_fronts(resources),
         ray_actor_options={"num_cpus": FRONT_CPUS},
+        max_surge_percent=surge([{"CPU": FRONT_CPUS}]),
         # The engines' own limit of their queues comes first, with an error of OpenAI's shape.
         max_ongoing_requests=scaling.most * config.max_queued_requests + 4096,
         health_check_period_s=2,

@@ -1,12 +1,14 @@
-"""The directory while Ray's head node does not answer."""
+"""The directory: while Ray's head node does not answer, and asked for an engine that takes requests."""
 
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import AsyncMock, Mock
 
 import pytest
+from ray.exceptions import RayError
 
-from actors.directory import RayDirectory
+from actors.directory import RayDirectory, has_healthy_engine
 
 
 async def test_calls_that_ray_does_not_answer_take_no_thread_from_others(monkeypatch: pytest.MonkeyPatch):
@@ -25,3 +27,17 @@ async def test_calls_that_ray_does_not_answer_take_no_thread_from_others(monkeyp
     assert await asyncio.wait_for(asyncio.to_thread(len, "free"), 5) == 4
     is_back.set()
     assert await asyncio.wait_for(listing, 5) == ["app/engine/a#1"]
+
+
+async def test_an_engine_that_takes_requests_is_found_among_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("actors.directory._HEALTH_S", 0.05)
+    health = {
+        "app/engine/a#1": AsyncMock(return_value=None),
+        "app/engine/loads#2": AsyncMock(return_value="The engine is loading its model."),
+        "app/engine/dead#3": AsyncMock(side_effect=RayError("dead")),
+        "app/engine/frozen#4": AsyncMock(side_effect=asyncio.Event().wait),
+    }
+    monkeypatch.setattr("actors.directory.living_actors", lambda prefix: list(health))
+    monkeypatch.setattr("actors.directory.ray.get_actor", lambda name, _: Mock(**{"health.remote": health[name]}))
+    assert await has_healthy_engine("app/engine/")
+    assert not await has_healthy_engine("app/engine/", except_for="app/engine/a")

@@ -3,7 +3,7 @@
 import pytest
 from ray.util.placement_group import PlacementGroup
 
-from actors.placement import bundles, default_fronts, draft_options, runner_options, uses_gpu
+from actors.placement import bundles, default_fronts, draft_options, has_room, runner_options, uses_gpu
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 
@@ -49,3 +49,10 @@ def test_a_draft_is_beside_the_runner_or_on_a_gpu_of_its_own():
     assert draft_options(own, GROUP, True)["scheduling_strategy"].placement_group_bundle_index == 2
     with pytest.raises(CallboardError, match="draft_device=own needs 2 GPUs, but the Ray cluster has 1"):
         uses_gpu(EngineConfig(device="cuda", draft="m", draft_device="own"), {"GPU": 1.0})
+
+
+def test_another_replica_needs_room_on_one_node():
+    wanted = bundles(EngineConfig(), gpu=True)
+    assert has_room(wanted, [{"CPU": 0.5}, {"CPU": 8.0, "GPU": 1.0, "memory": 1e9}])
+    assert not has_room(wanted, [{"CPU": 8.0}, {"CPU": 0.5, "GPU": 4.0}])
+    assert not has_room(wanted, [])

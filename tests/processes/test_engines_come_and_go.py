@@ -1,13 +1,16 @@
-"""The whole application while its engines change: frozen, scaled in and out, redeployed, gone with their node.
+"""The whole application while its engines change: frozen, scaled in and out, redeployed with other settings and with
+another model, gone with their node.
 
 One Ray of two nodes and one application serve all cases, in this order. Of each disturbed stream as much is compared
 with the undisturbed answer as there is when everything has settled.
 """
 
 import asyncio
+import json
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 from actors.placement import FRONT_CPUS
 from runtime.core.types import SamplingParams
 from runtime.llm import LLM
+from tests.support.tiny_gguf import write_tiny_gguf
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -39,6 +43,9 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
 
     args = {"model": str(model), "served_model_name": MODEL, "deterministic": True, "kv_cache_memory": 0.1}
     limits = {"num_threads": 1, "num_fronts": 1, "drain_timeout_s": 60, **changed}
+    # As on a cluster, a front that is replaced is still reachable while HAProxy learns of the new one.
+    variables = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2"}
+    front = {"num_cpus": FRONT_CPUS, "resources": {HEAD_NODE: 0.001}, "runtime_env": {"env_vars": variables}}
     application = {
         "name": "callboard",
         "import_path": "serve_app.app:build_app",
@@ -46,7 +53,7 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
         "deployments": [
             {"name": "Engine", "num_replicas": num_replicas},
             # Streams end with the node of their front, so it stays on the one that no test kills.
-            {"name": "Front", "ray_actor_options": {"num_cpus": FRONT_CPUS, "resources": {HEAD_NODE: 0.001}}},
+            {"name": "Front", "ray_actor_options": front},
         ],
     }
     _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))
@@ -200,28 +207,104 @@ async def test_a_frozen_engine_process(url, undisturbed):
         reading.check(undisturbed)
 
 
-async def test_scale_in(url, undisturbed, tiny_path):
-    async with Reading(url) as reading:
+class Clients:
+    """Fifty clients, each of which asks again as soon as it has an answer: there is always one under way, and always a
+    new one. Nobody tries anything twice."""
+
+    NUM, MAX_TOKENS = 50, 150
+
+    def __init__(self, url: str, answers: dict[str, list[str]]) -> None:
+        self._url, self._answers = url, answers
+        self.answered = Counter[str]()  # by the model that answered
+
+    async def _ask(self, client: httpx.AsyncClient, i: int) -> None:
+        body = {"model": MODEL, "prompt": PROMPTS[i], **sampling(i), "max_tokens": self.MAX_TOKENS, "ignore_eos": True}
+        text = ""
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        assert line == "", line  # behind the last event
+        (model,) = (name for name, texts in self._answers.items() if texts[i] == text)
+        self.answered[model] += 1
+
+    async def _keep_asking(self, i: int) -> None:
+        async with httpx.AsyncClient(base_url=self._url, timeout=60) as client:
+            while not self._stopping:
+                await self._ask(client, i)
+
+    async def __aenter__(self) -> "Clients":
+        self._stopping = False
+        self._tasks = [asyncio.create_task(self._keep_asking(i % len(PROMPTS))) for i in range(self.NUM)]
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        """What is under way comes to its end."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+    async def get(self, model: str, seconds: float = 60) -> None:
+        """Wait until each has had another answer, on average, and nobody another model's."""
+        end, before = time.monotonic() + seconds, self.answered[model]
+        while self.answered[model] < before + self.NUM:
+            assert time.monotonic() < end, self.answered
+            await asyncio.wait(self._tasks, timeout=0.05, return_when=asyncio.FIRST_EXCEPTION)
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+
+
+@pytest.fixture(scope="module")
+def other_path(tmp_path_factory) -> Path:
+    """As `tiny_path`, with other numbers."""
+    path = tmp_path_factory.mktemp("other") / "tiny.gguf"
+    return write_tiny_gguf(path, llama__context_length=16384, llama__rope__freq_base=50.0)
+
+
+@pytest.fixture(scope="module")
+def answers(tiny_path, other_path) -> dict[str, list[str]]:
+    """Of both models to the fifty clients."""
+    texts = {}
+    for name, path in (("tiny", tiny_path), ("other", other_path)):
+        llm = LLM(str(path), deterministic=True, num_threads=1, kv_cache_memory=0.1)
+        limits = {"max_tokens": Clients.MAX_TOKENS, "ignore_eos": True}
+        params = [SamplingParams(**sampling(i) | limits) for i in range(len(PROMPTS))]
+        texts[name] = [answer.text for answer in llm.generate(PROMPTS, params)]
+    assert not set(texts["tiny"]) & set(texts["other"])
+    return texts
+
+
+async def test_updates_cut_and_lose_and_refuse_nothing(url, undisturbed, answers, tiny_path, other_path):
+    """In one life: fewer replicas, other settings, another model, more replicas. Where there is room, the new replicas
+    of an update are there before the old ones go, also those of the only front."""
+    async with Reading(url) as reading, Clients(url, answers) as clients:
+        await clients.get("tiny")
         deploy(tiny_path, 1)
         await settle(url, 1)
-        await reading.more(40)
-        reading.check(undisturbed)
-
-
-async def test_a_redeployment_with_changed_settings(url, undisturbed, tiny_path):
-    (before,) = engines()
-    async with Reading(url) as reading:
-        deploy(tiny_path, 1, max_num_seqs=6)
+        (before,) = engines()
+        deploy(tiny_path, 1, max_num_seqs=60)
         await settle(url, 1, without=before)
-        await reading.more(40)
+        await clients.get("tiny")
+        assert set(clients.answered) == {"tiny"}
+        await reading.more(40)  # the longest streams have been on each of the engines
         reading.check(undisturbed)
+    async with Clients(url, answers) as clients:
+        await clients.get("tiny")
+        (before,) = engines()
+        deploy(other_path, 1, max_num_seqs=60)
+        await settle(url, 1, without=before)
+        deploy(other_path, 3, max_num_seqs=60)
+        await settle(url, 3)
+        await clients.get("other")
+    print(f"answered: {dict(clients.answered)}")
 
 
-async def test_scale_out_and_a_node_that_goes(url, undisturbed, tiny_path, second_node):
-    deploy(tiny_path, 3, max_num_seqs=6)
+async def test_a_node_that_goes(url, answers, other_path, second_node):
+    deploy(other_path, 3, max_num_seqs=60)
     await settle(url, 3)
-    async with Reading(url) as reading:
+    async with Clients(url, answers) as clients:
+        await clients.get("other")
         second_node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-        await reading.more(40, 20)
+        await clients.get("other")
         await settle(url, 2)
-        reading.check(undisturbed)
