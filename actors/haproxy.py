@@ -135,8 +135,10 @@ def main(binary: str, private: str, bind: str, *arguments: str) -> None:
         for status in ANSWERS:
             (path.parent / f"{status}.json.http").write_text(answer(status))
         last = path.with_suffix(".last")
-        config = with_known_servers(path.read_text(), last.read_text() if last.exists() else "")
-        last.write_text(config)
+        config = path.read_text()
+        if not bind:  # `callboard serve` builds its application once, and deletes it when it stops
+            config = with_known_servers(config, last.read_text() if last.exists() else "")
+            last.write_text(config)
         path.write_text(adapted(config, path.parent, private == "private", bind))
     if bind:  # while the server starts, another socket has the port, too (serve_app/port.py)
         arguments = tuple(argument for argument in arguments if argument != "-dR")
