@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup
 from actors.autoscaling import EngineFigures
 from actors.directory import has_healthy_engine, plain_error
 from actors.engine import EngineActor
-from actors.names import NAMESPACE, new_name
+from actors.names import NAMESPACE, engines_of, new_name
 from actors.placement import engine_options
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3
 _PAUSE_S = 1.0  # between attempts to start an engine
 _DRAIN_POLL_S = 0.1
-_LAST_S = 5.0  # how long fronts may take to follow, at most
 _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 10.0  # an engine that does not answer for so long is frozen; its streams left it long before
 _FIGURES_TIMEOUT_S = 1.0
@@ -52,21 +51,28 @@ class Supervisor:
         self._watch = asyncio.create_task(self._keep_alive())
         self._watch.add_done_callback(self._unwatched)
 
-    async def drain(self, timeout_s: float, model: str) -> None:
+    async def drain(self, timeout_s: float) -> None:
         """Let the engine take no new requests, and wait until those that it has are done, at most `timeout_s`.
 
-        While it is the last of its model (of those whose names begin with `model`), it still takes some for a moment:
-        a new model's fronts come when the new engines are there, and only then the old fronts go."""
+        One that makes way for another model takes requests until the fronts of its own have left, which they do as soon
+        as those of the other are there, or for half of that time."""
         with contextlib.suppress(RayError, TimeoutError):  # a dead engine has nothing to finish
             async with asyncio.timeout(timeout_s):
-                end = time.monotonic() + _LAST_S
-                while time.monotonic() < end and not await has_healthy_engine(model, except_for=self._name):
+                end = time.monotonic() + timeout_s / 2
+                while time.monotonic() < end and await self._makes_way():
                     if not (await self._engine.stats.remote())["connections"]:
                         break
                     await asyncio.sleep(_DRAIN_POLL_S)
                 await self._engine.drain.remote(DRAINING, leaves=True)
                 while await self._engine.num_live.remote():
                     await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def _makes_way(self) -> bool:
+        """No other engine of its model takes requests, but one of another model does."""
+        application, model = self._name.partition("/")[0], self._name.rpartition("/")[0] + "/"
+        if await has_healthy_engine(model, except_for=self._name):
+            return False
+        return await has_healthy_engine(engines_of(application), except_for=model)
 
     async def figures(self) -> EngineFigures | None:
         """What the engine has to do; None while it is restarted or frozen."""

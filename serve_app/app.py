@@ -108,8 +108,7 @@ class EngineHost:
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
         assert group is not None, "build_app asks for one"
-        self._model = engines_of(context.app_name, config)
-        name = self._model + context.replica_id.unique_id  # a rank may soon be another's
+        name = engines_of(context.app_name, config) + context.replica_id.unique_id  # a rank may soon be another's
         self._supervisor = Supervisor(config, name, group, gpu)
         await self._supervisor.start()
 
@@ -127,7 +126,7 @@ class EngineHost:
 
     async def __del__(self) -> None:
         """Serve calls this before it ends the replica, and the engine with it: what runs is finished first."""
-        await self._supervisor.drain(self._drain_timeout_s, self._model)
+        await self._supervisor.drain(self._drain_timeout_s)
 
 
 class Front:

@@ -127,22 +127,26 @@ async def test_an_engine_that_is_away_has_no_figures(watched, monkeypatch, how):
     assert await supervisor.figures() == FIGURES
 
 
-@pytest.mark.parametrize("has_other", [False, True])
+@pytest.mark.parametrize("leaves_for", ["the same model", "another model", "nothing"])
 @pytest.mark.parametrize("fronts_leave", [False, True])
-async def test_the_last_engine_of_a_model_serves_until_its_fronts_have_left(
-    watched, monkeypatch, has_other: bool, fronts_leave: bool
+async def test_an_engine_that_makes_way_for_another_model_serves_until_its_fronts_have_left(
+    watched, monkeypatch, leaves_for: str, fronts_leave: bool
 ):
-    """As far as they leave soon. Where there is another engine, they use that one."""
+    """As far as they leave soon. Else it takes nothing new at once: fronts use another one, or wait for the next."""
     supervisor, (engine,), _ = watched
+    supervisor._name = "app/engine/old/x"
     connections, drained = 2, []
-    monkeypatch.setattr(supervisor_module, "_LAST_S", 1e9 if fronts_leave else 0.2)
+
+    async def has_healthy_engine(prefix, except_for):
+        return {"app/engine/old/": leaves_for == "the same model", "app/engine/": leaves_for == "another model"}[prefix]
+
     monkeypatch.setattr(supervisor_module, "_DRAIN_POLL_S", 0.01)
-    monkeypatch.setattr(supervisor_module, "has_healthy_engine", AsyncMock(return_value=has_other))
+    monkeypatch.setattr(supervisor_module, "has_healthy_engine", has_healthy_engine)
     engine.stats = Method(AsyncMock(side_effect=lambda: {"connections": connections}))
     engine.drain = Method(AsyncMock(side_effect=lambda *_, leaves: drained.append(leaves)))
     engine.num_live = Method(AsyncMock(return_value=0))
-    draining = asyncio.create_task(supervisor.drain(30.0, "app/engine/"))
-    if not has_other:
+    draining = asyncio.create_task(supervisor.drain(1e9 if fronts_leave else 0.4))
+    if leaves_for == "another model":
         await eventually(lambda: engine.stats.remote.await_count > 2)
         assert not drained
         connections = 0 if fronts_leave else 2
