@@ -23,7 +23,7 @@ SPARE = 0.75  # engines go when those that stay would be at this share of these 
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """What one engine has to do, and what it can do."""
+    """The load of one engine, and its limits."""
 
     queued_tokens: float  # of prompts, still to be computed
     prefill_rate: float  # prompt tokens a second; 0: not known yet

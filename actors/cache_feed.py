@@ -33,7 +33,7 @@ class CacheFeed:
         return CacheUpdate(self._number, b"".join(self._cache.keys()), b"", EngineLoad.of(self._scheduler), True)
 
     def update(self) -> CacheUpdate:
-        """What has come and gone since the last update; there must have been a snapshot."""
+        """The changes since the last update; there must have been a snapshot."""
         changes, self._cache.changes = self._cache.changes, {}
         assert changes is not None, "the first update is a snapshot"
         self._number += 1

@@ -70,7 +70,7 @@ class EngineActor:
         return {**self._loop.stats(), "pid": os.getpid()}
 
     async def figures(self) -> EngineFigures:
-        """What the policy of scaling asks for."""
+        """The load and the limits that the policy of scaling asks for."""
         return self._loop.figures()
 
     async def processes(self) -> list[tuple[str, str, int]]:

@@ -127,7 +127,7 @@ class Follow(msgspec.Struct, array_like=True, tag=10):
 
 
 class CacheUpdate(msgspec.Struct, array_like=True, tag=11):
-    """What an engine's prefix cache gained and lost since the update before, in any order, and its load now. Blocks go
+    """Gains and losses of an engine's prefix cache since the update before, in any order, and its load now. Blocks go
     by the first KEY_BYTES of their hashes (runtime/core/prefix_cache.py), one after another."""
 
     number: int  # one more than that of the update before; of a snapshot, that of the last update

@@ -75,7 +75,7 @@ class Supervisor:
         return await has_healthy_engine(engines_of(application), except_for=model)
 
     async def figures(self) -> EngineFigures | None:
-        """What the engine has to do; None while it is restarted or frozen."""
+        """The load of the engine; None while it is restarted or frozen."""
         try:
             found: EngineFigures = await asyncio.wait_for(self._engine.figures.remote(), _FIGURES_TIMEOUT_S)
         except (RayError, TimeoutError):

@@ -41,7 +41,7 @@ _QUESTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is ended, and when. Without `kills` the keys of the terminal say so."""
+    """The processes to end, and when. Without `kills` the keys of the terminal say so."""
 
     kills: tuple[str, ...]
     every_s: float
@@ -53,14 +53,14 @@ class Plan:
 
 @dataclass(slots=True)
 class _Twins:
-    """What both of a pair must say, as far as one of them has."""
+    """The text that both of a pair must say, as far as one of them has."""
 
     said: list[int] = field(default_factory=list)
     life: int = 0  # how often they have begun again
 
 
 class _Figures:
-    """What has been counted so far."""
+    """The counts so far."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

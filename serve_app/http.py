@@ -110,7 +110,7 @@ class _Routes:
         return _json({"status": "ready", **self._scale()})
 
     def _scale(self) -> dict[str, str]:
-        """What there is to say of a healthy server's engines."""
+        """A field that says so where a healthy server has no engine."""
         return {} if self._service.engines() else {"phase": "scaled to zero; the next request starts an engine"}
 
     async def metrics(self, request: HttpRequest) -> Response:

@@ -1,4 +1,4 @@
-"""What the front door allows, and how many engines there are: frozen, and checked once."""
+"""Settings of the front door and of the number of engines: frozen, and checked once."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of an event."""
+    """The fields of an event that are read."""
 
     choices: list[_Choice] = []
     error: dict[str, Any] | None = None

@@ -19,7 +19,7 @@ _TIMEOUT_S = 30.0  # of a request: without a byte
 
 
 class Seen:
-    """What clients have seen of a disturbance."""
+    """The clients' view of a disturbance."""
 
     def __init__(self) -> None:
         self.reset()

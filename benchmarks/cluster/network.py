@@ -32,7 +32,7 @@ def refusal() -> str | None:
 
 
 def make_bridge() -> None:
-    """What the machines are plugged into; the program has an address on it."""
+    """The switch that the machines are plugged into; the program has an address on it."""
     for command in ("link set lo up", "link add bridge0 type bridge", f"addr add {HOST}/24 dev bridge0"):
         _ip(command)
     _ip("link set bridge0 up")

@@ -41,7 +41,7 @@ def engines() -> dict[str, Any]:
 
 
 class Application:
-    """What can be asked of the application, and done to it, through Ray. All answers are JSON."""
+    """Questions to the application, and things done to it, through Ray. All answers are JSON."""
 
     def __init__(self, folder: str, url: str, session: str) -> None:
         self.folder, self.url, self.session = folder, url, session

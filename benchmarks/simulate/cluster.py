@@ -32,7 +32,7 @@ LOOK_S = 1.0  # between two decisions of the scaling policy
 
 @dataclass(frozen=True)
 class Shape:
-    """What is simulated. `merge`: steps that nobody could tell apart are planned together (engine.py)."""
+    """Settings of a simulation. `merge`: steps that nobody could tell apart are planned together (engine.py)."""
 
     times: StepTimes
     num_engines: int
@@ -55,7 +55,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Totals:
-    """What a simulation has seen: columns, a value for each answer, and counts."""
+    """The record of a simulation: columns, a value for each answer, and counts."""
 
     sent: array[float] = field(default_factory=lambda: array("d"))
     ttft: array[float] = field(default_factory=lambda: array("f"))

@@ -1,4 +1,4 @@
-"""What is simulated, and the figures that each scenario gives; `python -m benchmarks.simulate` prints them."""
+"""The scenarios, and the figures that each gives; `python -m benchmarks.simulate` prints them."""
 
 from __future__ import annotations
 

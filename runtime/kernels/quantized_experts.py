@@ -224,7 +224,7 @@ def _many_choices_kernel(
 
 @jit
 def _of_halves(cols, first, second):
-    """What the columns of a plane's two groups have."""
+    """The values of the columns of a plane's two groups."""
     return tl.where(cols < cols.shape[1] // 2, first, second)
 
 
