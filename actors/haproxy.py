@@ -30,7 +30,7 @@ ANSWERS = {
     503: ("Service Unavailable", _UNAVAILABLE, "engine_unavailable"),
     504: ("Gateway Timeout", "The server did not answer in time; try again later.", "engine_unavailable"),
 }
-_HEADERS_TIMEOUT = "30s"  # for all headers of a request; Serve limits only the pauses between their parts
+_REQUEST_TIMEOUT = "30s"  # for a request's headers and first 16 KiB; Serve limits only the pauses between their parts
 
 
 def answer(status: int, phase: str = "") -> str:
@@ -47,7 +47,9 @@ def answer(status: int, phase: str = "") -> str:
 
 
 def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
-    """Serve's configuration with answers of OpenAI's shape out of `folder`, and a limit for slow headers.
+    """Serve's configuration with answers of OpenAI's shape out of `folder`, a limit for slow requests, and another try
+    for what a front did not answer before it ended (the first 16 KiB are kept for it; longer requests are not tried
+    again). A request for tokens leaves nothing behind but its answer; those to other applications are left alone.
 
     A private one belongs to `callboard serve` and has only one port: not Serve's pages of statistics and metrics, which
     would take two more of all interfaces, and not Serve's slower proxy as the last resort, which would let requests
@@ -58,16 +60,17 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     config = "".join(sections).replace("mode 666", "mode 600")
     config = re.sub(r"^ *errorfile .*\n", "", config, flags=re.MULTILINE)
     files = "".join(f"    errorfile {status} {folder / f'{status}.json.http'}\n" for status in ANSWERS)
-    config = config.replace(
-        "    option httplog\n", f"    option httplog\n    timeout http-request {_HEADERS_TIMEOUT}\n{files}"
-    )
+    defaults = f"    option http-buffer-request\n    timeout http-request {_REQUEST_TIMEOUT}\n{files}"
+    config = re.sub(r"^ *option httplog\n", rf"\g<0>{defaults}", config, flags=re.MULTILINE)
+    config = re.sub(r"^( *retry-on) .*", r"\1 conn-failure empty-response", config, flags=re.MULTILINE)
+    rules = "" if private else "    http-request disable-l7-retry unless { path_sub /v1/ }\n"
     if private:
         config = re.sub(r"^ *server .* check backup\n", "", config, flags=re.MULTILINE)
         # A backend without a server answers 503; Serve's would answer 404 until there is an application.
         config = re.sub(r"(?<=^backend default_backend\n) *http-request return .*\n", "", config, flags=re.MULTILINE)
         # The front itself notices when a client leaves; Serve's replicas would do so by two more tasks a request.
-        no_watch = "    http-request set-header x-request-disconnect-disabled ?1\n"
-        config = re.sub(r"(?<=^frontend http_frontend\n)( *bind .*\n)", rf"\1{no_watch}", config, flags=re.MULTILINE)
+        rules = "    http-request set-header x-request-disconnect-disabled ?1\n"
+    config = re.sub(r"(?<=^frontend http_frontend\n)( *bind .*\n)", rf"\1{rules}", config, flags=re.MULTILINE)
     if bind:
         config = re.sub(r"(?<=^frontend http_frontend\n) *bind .*", f"    bind {bind}", config, flags=re.MULTILINE)
     return config

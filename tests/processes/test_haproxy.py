@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -123,6 +123,26 @@ class Healthy(BaseHTTPRequestHandler):
         pass
 
 
+class Leaving(Healthy):
+    """A front that answers once on a connection, and has ended when it is asked there again."""
+
+    protocol_version = "HTTP/1.1"
+    num_left = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.do_GET()
+
+    def handle(self) -> None:
+        self.handle_one_request()
+        Leaving.num_left += self.rfile.readline() != b""
+
+
+class Staying(Leaving):
+    def handle(self) -> None:
+        BaseHTTPRequestHandler.handle(self)
+
+
 def _sleep(seconds: float) -> bool:
     time.sleep(seconds)
     return False
@@ -155,6 +175,34 @@ def test_only_replicas_of_a_server_of_its_own_do_not_watch_for_clients_that_leav
             assert time.monotonic() < end
         assert response.headers["asked-with"] == ("?1" if private else "None")
         front.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("private", "path"), [(True, "/v1/completions"), (False, "/v1/completions"), (False, "/other/application")]
+)
+def test_a_front_that_ends_before_it_answers_is_no_fault_of_the_request(haproxy, private, path):
+    """On a connection that was used before, HAProxy closes that of the client, too, if it may not try again."""
+    Leaving.num_left = 0
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Leaving) as leaving,
+        ThreadingHTTPServer(("127.0.0.1", 0), Staying) as staying,
+    ):
+        for front in (leaving, staying):
+            threading.Thread(target=front.serve_forever, daemon=True).start()
+        running, port = haproxy([leaving.server_port, staying.server_port], private=private)
+        end = time.monotonic() + 10
+        while httpx.get(f"http://127.0.0.1:{port}/ready").status_code != 200:
+            assert time.monotonic() < end
+        with (
+            httpx.Client(base_url=f"http://127.0.0.1:{port}") as client,
+            nullcontext() if path.startswith("/v1/") else pytest.raises(httpx.RemoteProtocolError),
+        ):
+            for _ in range(8):
+                assert client.post(path, json={"prompt": "a"}).status_code == 200
+        running.process.kill()  # and with it the connections on which the fronts wait
+        for front in (leaving, staying):
+            front.shutdown()
+    assert Leaving.num_left
 
 
 @pytest.mark.parametrize("path", ["/ready", "/health", "/v1/models", "/nonsense"])
