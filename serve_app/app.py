@@ -39,7 +39,6 @@ from serve_app.http import build_http_app
 from serve_app.limits import beside_the_loop_if, is_long
 from serve_app.prepared_request import PreparedRequest
 from serve_app.ray_metrics import RayMetrics
-from serve_app.requests import parse
 from serve_app.responses import encode_json
 from serve_app.service import Service
 from serve_app.settings import HttpSettings, ScalingSettings
@@ -197,7 +196,7 @@ class Front:
         endpoint: Endpoint[Any] = CHAT if "messages" in body else COMPLETIONS
 
         def prepare() -> PreparedRequest[Any]:
-            return self._service.prepare(endpoint, parse(endpoint.request_type, content))
+            return self._service.prepare(endpoint, endpoint.read(content))
 
         prepared = await beside_the_loop_if(is_long(content), prepare)
         async with aclosing(self._service.run(prepared)) as deltas:

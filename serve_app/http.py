@@ -35,7 +35,7 @@ from serve_app.requests import AbortRequest, parse
 from serve_app.responses import encode_json, num_scores
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
-from serve_app.sse import DONE, EventStream, error_event
+from serve_app.sse import EventStream
 from serve_app.tokenization import detokenize, tokenize, tokenizer_info
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_KEEP_ALIVE = b": the request waits\n\n"  # a comment, which readers of event streams skip
 
 
 def build_http_app(
@@ -171,7 +170,7 @@ class _Generation:
                 await self._answer(prepared, deltas, scope, receive, send)
 
     def _prepare(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
-        request = parse(self._endpoint.request_type, body)
+        request = self._endpoint.read(body)
         check_counts(request, self._settings)
         request_id = clean_id(request.request_id or scope["request_id"])
         return self._service.prepare(self._endpoint, request, request_id, scope["owner"])
@@ -215,7 +214,7 @@ class _Generation:
 
         try:
             async with deadline(self._settings.request_timeout_s):
-                async with _kept_alive(self._settings.keep_alive_s, partial(write, _KEEP_ALIVE)):
+                async with _kept_alive(self._settings.keep_alive_s, partial(write, stream.keep_alive)):
                     new = await anext(deltas)
                 await write(stream.first() + await self._events(stream, new))
                 async for new in deltas:
@@ -228,7 +227,7 @@ class _Generation:
             await deltas.aclose()  # at the deadline of a reader that takes nothing: it may never take this event either
             if not isinstance(e, ApiError):
                 logger.exception("request %s failed", prepared.id)
-            end = error_event(e if isinstance(e, ApiError) else _INTERNAL_ERROR) + DONE
+            end = stream.failed(e if isinstance(e, ApiError) else _INTERNAL_ERROR)
         await send({"type": "http.response.body", "body": end})
 
     async def _events(self, stream: EventStream, new: list[Delta]) -> bytes:

@@ -15,11 +15,6 @@ from serve_app.responses import ChoiceUsage, encode_json, usage
 DONE = b"data: [DONE]\n\n"
 
 
-def error_event(error: ApiError) -> bytes:
-    """The event in place of an error status, of a stream that has begun; DONE still follows."""
-    return b"data: " + encode_json(error.body()) + b"\n\n"
-
-
 def header(prepared: PreparedRequest[Any], kind: str) -> dict[str, Any]:
     """The beginning of an answer or an event."""
     model = prepared.model
@@ -60,6 +55,7 @@ class EventStream:
     All of an event but its text is rendered once per request, so that a token costs one escape and one
     concatenation."""
 
+    keep_alive = b": the request waits\n\n"  # a comment, which readers of event streams skip
     opening, closing = b',"text":', b""  # around a text
 
     def __init__(
@@ -103,6 +99,10 @@ class EventStream:
             return DONE
         counts = self._prepared.usage(self._usages)
         return self._head + b'],"usage":' + encode_json(counts) + b"}\n\n" + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events in place of an error status, of a stream that has begun."""
+        return b"data: " + encode_json(error.body()) + b"\n\n" + DONE
 
     def _event(self, delta: Delta) -> bytes:
         """An event with more than text."""

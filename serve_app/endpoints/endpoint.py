@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Generic
 
 from runtime.output.processor import Delta
 from serve_app.prepared_request import PreparedRequest, Prompts, R, ServedModel
+from serve_app.requests import parse
 from serve_app.responses import ChoiceUsage, encode_json, prompt_logprobs
 from serve_app.sse import EventStream, header
 
@@ -18,6 +19,10 @@ class Endpoint(ABC, Generic[R]):
     request_type: type[R]
     id_prefix: ClassVar[str]  # of answers
     default_max_tokens: ClassVar[int | None]  # of a request that does not say; None: all that fit
+
+    def read(self, body: bytes) -> R:
+        """The request in a body of JSON; raises FieldError or ApiError."""
+        return parse(self.request_type, body)
 
     @abstractmethod
     def prompts(self, request: R, model: ServedModel) -> Prompts:
