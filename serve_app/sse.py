@@ -49,13 +49,35 @@ class ChoiceRenderer(ABC):
         return rest | {"token_ids": delta.token_ids} if self._prepared.request.return_token_ids else rest
 
 
-class EventStream:
-    """Renders one request's deltas as server-sent events: `first()`, `events()` any number of times, `last()`.
+class EventStream(ABC):
+    """Renders one request's deltas as server-sent events: `first()`, `events()` any number of times, and `last()` or
+    `failed()`."""
+
+    keep_alive = b": the request waits\n\n"  # a comment, which readers of event streams skip
+
+    def first(self) -> bytes:
+        """The events before any text."""
+        return b""
+
+    @abstractmethod
+    def events(self, deltas: list[Delta]) -> bytes:
+        """The events of one write; empty if there is nothing to show yet."""
+
+    @abstractmethod
+    def last(self) -> bytes:
+        """The events after all deltas."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """The events in place of an error status, of a stream that has begun."""
+
+
+class ChunkStream(EventStream):
+    """Chunks of OpenAI's completions and chats.
 
     All of an event but its text is rendered once per request, so that a token costs one escape and one
     concatenation."""
 
-    keep_alive = b": the request waits\n\n"  # a comment, which readers of event streams skip
     opening, closing = b',"text":', b""  # around a text
 
     def __init__(
@@ -72,12 +94,7 @@ class EventStream:
         self._unfinished = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
         self._suffix = self.closing + self._unfinished + self._close
 
-    def first(self) -> bytes:
-        """The events before any text."""
-        return b""
-
     def events(self, deltas: list[Delta]) -> bytes:
-        """The events of one write; empty if there is no text to show yet."""
         parts = []
         for delta in deltas:
             self._usages[delta.index].add(delta)
@@ -94,14 +111,13 @@ class EventStream:
         return b"".join(parts)
 
     def last(self) -> bytes:
-        """The events after all text: the usage, if it was asked for, and the end mark."""
+        """The usage, if it was asked for, and the end mark."""
         if not self._include_usage:
             return DONE
         counts = self._prepared.usage(self._usages)
         return self._head + b'],"usage":' + encode_json(counts) + b"}\n\n" + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The events in place of an error status, of a stream that has begun."""
         return b"data: " + encode_json(error.body()) + b"\n\n" + DONE
 
     def _event(self, delta: Delta) -> bytes:

@@ -13,7 +13,7 @@ from serve_app.errors import ApiError
 from serve_app.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.requests import ChatRequest
 from serve_app.responses import encode_json, finite, listed
-from serve_app.sse import ChoiceRenderer, EventStream
+from serve_app.sse import ChoiceRenderer, ChunkStream, EventStream
 
 
 class ChatEndpoint(Endpoint[ChatRequest]):
@@ -60,7 +60,7 @@ class ChatRenderer(ChoiceRenderer):
         return {"content": listed(delta.logprobs, position), "refusal": None} if delta.logprobs else None
 
 
-class ChatStream(EventStream):
+class ChatStream(ChunkStream):
     """A chat's chunks. Where the text is read, each piece of a call is an event, as clients expect."""
 
     opening, closing = b',"delta":{"content":', b"}"

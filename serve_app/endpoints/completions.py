@@ -14,7 +14,7 @@ from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt
 from serve_app.prepared_request import Echo, PreparedRequest, Prompts, ServedModel
 from serve_app.requests import MAX_CHOICES, CompletionRequest
 from serve_app.responses import finite, listed
-from serve_app.sse import ChoiceRenderer, EventStream
+from serve_app.sse import ChoiceRenderer, ChunkStream, EventStream
 
 _KIND = "text_completion"
 
@@ -49,7 +49,7 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
 
     def stream(self, prepared: PreparedRequest[CompletionRequest], include_usage: bool) -> EventStream:
         renderers = [CompletionRenderer(prepared, i) for i in range(len(prepared.requests))]
-        return EventStream(prepared, _KIND, renderers, include_usage)
+        return ChunkStream(prepared, _KIND, renderers, include_usage)
 
 
 class CompletionRenderer(ChoiceRenderer):
