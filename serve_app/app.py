@@ -33,13 +33,13 @@ from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
+from serve_app.answers import encode_json
 from serve_app.endpoints import CHAT, COMPLETIONS, Endpoint
 from serve_app.endpoints.chat import message_delta
 from serve_app.http import build_http_app
 from serve_app.limits import beside_the_loop_if, is_long
 from serve_app.prepared_request import PreparedRequest
 from serve_app.ray_metrics import RayMetrics
-from serve_app.responses import encode_json
 from serve_app.service import Service
 from serve_app.settings import HttpSettings, ScalingSettings
 

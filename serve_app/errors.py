@@ -47,6 +47,9 @@ class ApiError(CallboardError):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
+INTERNAL_ERROR = ApiError(500, "The server met an internal error; its log has the details.", code="internal_error")
+
+
 def api_error(error: FieldError) -> ApiError:
     """The 400 for one field."""
     return ApiError(400, str(error), param=error.field)

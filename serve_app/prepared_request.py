@@ -13,9 +13,9 @@ from runtime.output.message_parser import MessageFormat
 from runtime.output.response_format import RequestedGrammar
 from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
+from serve_app.answers import ChoiceUsage, usage
 from serve_app.prompt_ids import prompt_ids
 from serve_app.requests.sampling import SamplingFields
-from serve_app.responses import ChoiceUsage, usage
 
 R = TypeVar("R", bound=SamplingFields)
 

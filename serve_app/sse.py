@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from runtime.output.processor import Delta
+from serve_app.answers import ChoiceUsage, encode_json, usage
 from serve_app.errors import ApiError
 from serve_app.prepared_request import PreparedRequest
-from serve_app.responses import ChoiceUsage, encode_json, usage
 
 DONE = b"data: [DONE]\n\n"
 

@@ -8,11 +8,11 @@ from runtime.core.types import TokenLogprobs
 from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
+from serve_app.answers import encode_json, finite, listed
 from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt
 from serve_app.errors import ApiError
 from serve_app.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.requests import ChatRequest
-from serve_app.responses import encode_json, finite, listed
 from serve_app.sse import ChoiceRenderer, ChunkStream, EventStream
 
 

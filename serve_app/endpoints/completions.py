@@ -10,10 +10,10 @@ from runtime.output.fields import invalid
 from runtime.output.processor import Delta
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
+from serve_app.answers import finite, listed
 from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt
 from serve_app.prepared_request import Echo, PreparedRequest, Prompts, ServedModel
 from serve_app.requests import MAX_CHOICES, CompletionRequest
-from serve_app.responses import finite, listed
 from serve_app.sse import ChoiceRenderer, ChunkStream, EventStream
 
 _KIND = "text_completion"

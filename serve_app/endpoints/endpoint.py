@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic
 
 from runtime.output.processor import Delta
+from serve_app.answers import ChoiceUsage, encode_json, prompt_logprobs
 from serve_app.prepared_request import PreparedRequest, Prompts, R, ServedModel
 from serve_app.requests import parse
-from serve_app.responses import ChoiceUsage, encode_json, prompt_logprobs
 from serve_app.sse import EventStream, header
 
 

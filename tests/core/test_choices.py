@@ -7,10 +7,10 @@ import pytest
 
 from runtime.core.requests import requests_of
 from runtime.core.types import Request, SamplingParams
+from serve_app.answers import ChoiceUsage
 from serve_app.endpoints import COMPLETIONS
 from serve_app.prepared_request import PreparedRequest
 from serve_app.requests import CompletionRequest
-from serve_app.responses import ChoiceUsage
 from serve_app.service import Service
 from tests.core.test_scheduler import Session
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer

@@ -1,4 +1,4 @@
-"""The parts of OpenAI's response objects that several endpoints share."""
+"""The parts of answers that several endpoints share."""
 
 from __future__ import annotations
 

@@ -1,0 +1,175 @@
+"""The HTTP of a generation: a body that is read, prepared and run, and an answer or a stream that is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from runtime.output.processor import Delta
+from serve_app.answers import num_scores
+from serve_app.auth import clean_id
+from serve_app.endpoints import Endpoint
+from serve_app.errors import INTERNAL_ERROR, ApiError
+from serve_app.limits import beside_the_loop_if, check_counts, deadline, is_long, read_json_body
+from serve_app.metrics import RequestContext
+from serve_app.prepared_request import PreparedRequest
+from serve_app.service import Service
+from serve_app.settings import HttpSettings
+from serve_app.sse import EventStream
+
+logger = logging.getLogger(__name__)
+
+_MANY_SCORES = 100  # positions whose log-probabilities take a while to render
+
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Generation:
+    """POST of one endpoint: an ASGI application of its own, since each token is a `send`."""
+
+    def __init__(self, service: Service, endpoint: Endpoint[Any], settings: HttpSettings) -> None:
+        self._service, self._endpoint, self._settings = service, endpoint, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = RequestContext(traceparent=Headers(scope=scope).get("traceparent"))
+        body = await read_json_body(scope, receive, self._settings)
+        if body is None:
+            return
+        prepared = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope))
+        async with (
+            _until_client_leaves(receive, send) as send,
+            aclosing(self._service.run(prepared, context)) as deltas,
+        ):
+            if prepared.request.stream:
+                await self._stream(prepared, deltas, send)
+            else:
+                await self._answer(prepared, deltas, scope, receive, send)
+
+    def _prepare(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
+        request = self._endpoint.read(body)
+        check_counts(request, self._settings)
+        request_id = clean_id(request.request_id or scope["request_id"])
+        return self._service.prepare(self._endpoint, request, request_id, scope["owner"])
+
+    async def _answer(
+        self,
+        prepared: PreparedRequest[Any],
+        deltas: AsyncGenerator[list[Delta], None],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        choices = [Delta(i) for i in range(len(prepared.requests))]
+        async with deadline(self._settings.request_timeout_s):
+            async for new in deltas:
+                for delta in new:
+                    choices[delta.index].add(delta)
+        render = partial(self._endpoint.answer, prepared, choices)
+        content = await beside_the_loop_if(num_scores(choices) > _MANY_SCORES, render)
+        await Response(content, headers=prepared.headers(), media_type="application/json")(scope, receive, send)
+
+    async def _stream(
+        self, prepared: PreparedRequest[Any], deltas: AsyncGenerator[list[Delta], None], send: Send
+    ) -> None:
+        """The status stays open until there is something to send, so that an engine that refuses gets its own."""
+        options = prepared.request.stream_options
+        stream = self._endpoint.stream(prepared, options is not None and options.include_usage)
+        may_be_long = prepared.request.num_logprobs() is not None
+        has_begun = False
+
+        async def write(events: bytes) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                headers = [
+                    *_EVENT_STREAM,
+                    *((name.encode(), value.encode()) for name, value in prepared.headers().items()),
+                ]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+
+        try:
+            async with deadline(self._settings.request_timeout_s):
+                async with _kept_alive(self._settings.keep_alive_s, partial(write, stream.keep_alive)):
+                    new = await anext(deltas)
+                await write(stream.first() + await self._events(stream, new))
+                async for new in deltas:
+                    if events := await self._events(stream, new) if may_be_long else stream.events(new):
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
+            end = stream.last()
+        except Exception as e:
+            if not has_begun:
+                raise
+            await deltas.aclose()  # at the deadline of a reader that takes nothing: it may never take this event either
+            if not isinstance(e, ApiError):
+                logger.exception("request %s failed", prepared.id)
+            end = stream.failed(e if isinstance(e, ApiError) else INTERNAL_ERROR)
+        await send({"type": "http.response.body", "body": end})
+
+    async def _events(self, stream: EventStream, new: list[Delta]) -> bytes:
+        """Deltas as events; for a reader that was away, or of a prompt, there may be many."""
+        return await beside_the_loop_if(num_scores(new) > _MANY_SCORES, partial(stream.events, new))
+
+
+@asynccontextmanager
+async def _kept_alive(period_s: float, write: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Writes something again and again while its body takes long: proxies and clients see that the request is alive."""
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(period_s)
+            await write()
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()
+
+
+@asynccontextmanager
+async def _until_client_leaves(receive: Receive, send: Send) -> AsyncIterator[Send]:
+    """Cancels its body, and swallows that cancellation, when the client disconnects: `receive` tells so, or nothing can
+    be sent any more by what this yields for `send`, whichever task sends."""
+    task = asyncio.current_task()
+    assert task is not None
+    has_left = False
+
+    def leave() -> None:
+        nonlocal has_left
+        if not has_left:
+            has_left = True
+            task.cancel()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        leave()
+
+    async def send_or_leave(message: Message) -> None:
+        try:
+            await send(message)
+        except OSError:
+            leave()
+            await asyncio.sleep(0)  # the body ends here, if it is the body that sends
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield send_or_leave
+    except asyncio.CancelledError:
+        if not has_left or task.uncancel():  # the server cancels too: that goes on
+            raise
+    finally:
+        watcher.cancel()
