@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.core.config import EngineConfig
 from runtime.core.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
+from runtime.core.sharding import ALONE, Shard
 from runtime.core.types import CallboardError
 
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -79,6 +80,53 @@ class DecoderSpec:
     # The schemes (runtime.quant.scheme) of the parameters that the checkpoint has quantized; None: all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
     fp8_kv_cache: bool = False  # the checkpoint asks for keys and values in fp8
+    shard: Shard = ALONE  # the rank whose heads, ffn_size and vocab_size these are
+    of_all_ranks: DecoderSpec | None = field(default=None, repr=False)  # None: there is one
+
+    @property
+    def whole(self) -> DecoderSpec:
+        """The spec of the whole model."""
+        return self.of_all_ranks or self
+
+    @property
+    def first_kv_head(self) -> int:
+        """Which of the whole model's heads of keys and values is the first one here. Where there are fewer than ranks,
+        neighbouring ranks have the same one."""
+        return self.shard.rank * self.whole.num_kv_heads // self.shard.size
+
+    @property
+    def token_ids(self) -> range:
+        """The token ids whose rows of the embedding and the head are here; logits are of these."""
+        return self.shard.vocabulary(self.whole.vocab_size)
+
+    def of_rank(self, shard: Shard) -> DecoderSpec:
+        """What one rank of a tensor-parallel group computes, of the spec of a whole model.
+
+        Raises CallboardError if a group of that size cannot divide the model."""
+        if shard.size == 1:
+            return self
+        if not self._is_divided_by(shard.size):
+            sizes = [str(size) for size in range(1, self.num_heads + 1) if self._is_divided_by(size)]
+            raise CallboardError(
+                f"tensor_parallel_size is {shard.size}, which does not divide the model's {self.num_heads} heads, "
+                f"{self.num_kv_heads} of keys and values, and feed-forward size of {self.ffn_size}; it can be "
+                f"{', '.join(sizes)}."
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // shard.size,
+            num_kv_heads=max(1, self.num_kv_heads // shard.size),
+            ffn_size=self.ffn_size // shard.size,
+            vocab_size=len(shard.vocabulary(self.vocab_size)),
+            shard=shard,
+            of_all_ranks=self,
+        )
+
+    def _is_divided_by(self, size: int) -> bool:
+        kv_heads = self.num_kv_heads
+        has_tokens = len(Shard(size - 1, size).vocabulary(self.vocab_size)) > 0
+        divides_kv = kv_heads % size == 0 or size % kv_heads == 0
+        return self.num_heads % size == 0 and divides_kv and self.ffn_size % size == 0 and has_tokens
 
     def linears(self) -> dict[str, tuple[dict[str, tuple[int, ...]], bool]]:
         """A layer's linear maps: fused name -> ({part: (out, in) shape}, has a bias), parts in row order.

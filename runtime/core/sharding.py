@@ -6,10 +6,31 @@ parameter a rank holds, and finds the same parts of its own tensors."""
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.types import CallboardError
+if TYPE_CHECKING:
+    from runtime.core.decoder_spec import DecoderSpec
+
+# The pieces of a parameter that have the same bounds in groups of 1, 2, 4 and 8 ranks, each of which has some of them.
+NUM_LEAVES = 8
+
+
+class Shard(NamedTuple):
+    """A rank and the size of its group."""
+
+    rank: int = 0
+    size: int = 1
+
+    def vocabulary(self, vocab_size: int) -> range:
+        """The token ids whose rows of the embedding and of the head a rank has: on all as many as on the first, but
+        fewer on the last ones where the vocabulary does not divide evenly."""
+        share = -(-vocab_size // self.size)
+        if NUM_LEAVES % self.size == 0:
+            share = -(-vocab_size // NUM_LEAVES) * (NUM_LEAVES // self.size)
+        return range(min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size))
+
+
+ALONE = Shard()  # all of a model
 
 
 class Sharding(Enum):
@@ -45,21 +66,27 @@ def sharding_of(parameter: str) -> Sharding:
     return Sharding.ROW if _DIVIDED_DIM[part] else Sharding.COLUMN
 
 
-def parts_of(spec: DecoderSpec, parameter: str, rank: int, size: int) -> tuple[Part, ...]:
-    """The part of a parameter that a rank of a group of `size` holds, as ranges in rising order; () is the whole.
+def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
+    """The part of a parameter that the rank of a spec (`DecoderSpec.of_rank`) holds, as ranges in rising order; () is
+    the whole.
 
-    There are several where the checkpoint has maps fused into one tensor, each of which is divided by itself.
-    Raises CallboardError if the group cannot divide the parameter evenly."""
-    if size == 1 or sharding_of(parameter) is Sharding.REPLICATED:
+    There are several where the checkpoint has maps fused into one tensor, each of which is divided by itself."""
+    if spec.shard.size == 1 or sharding_of(parameter) is Sharding.REPLICATED:
         return ()
     part = parameter.split(".")[-2] if "." in parameter else parameter
-    dim, q, kv = _DIVIDED_DIM.get(part, 0), spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    fused = {"qkv": (q, kv, kv), "gate_up": (spec.ffn_size, spec.ffn_size)}
-    parts, start = [], 0
-    for length in fused.get(part, (spec.shapes()[parameter][dim],)):
-        if length % size:
-            raise CallboardError(f"tensor_parallel_size is {size}, which does not divide the {length} of {parameter}.")
-        share = length // size
-        parts.append(Part(dim, start + rank * share, start + (rank + 1) * share))
-        start += length
+    whole, rank, head_dim = spec.whole, spec.shard.rank, spec.head_dim
+    # Of what a map divides: the first one of the rank, how many it has, and how many there are.
+    heads = rank * spec.num_heads * head_dim, spec.num_heads * head_dim, whole.num_heads * head_dim
+    kv_heads = spec.first_kv_head * head_dim, spec.num_kv_heads * head_dim, whole.num_kv_heads * head_dim
+    inner = rank * spec.ffn_size, spec.ffn_size, whole.ffn_size
+    tokens = spec.token_ids.start, spec.vocab_size, whole.vocab_size
+    divided = {
+        "q": [heads], "k": [kv_heads], "v": [kv_heads], "qkv": [heads, kv_heads, kv_heads], "out": [heads],
+        "gate": [inner], "up": [inner], "gate_up": [inner, inner], "down": [inner],
+        "embed": [tokens], "head": [tokens],
+    }  # fmt: skip
+    parts, before = [], 0
+    for first, count, length in divided[part]:
+        parts.append(Part(_DIVIDED_DIM.get(part, 0), before + first, before + first + count))
+        before += length
     return tuple(parts)

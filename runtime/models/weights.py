@@ -23,20 +23,17 @@ ReadWeight = Callable[[str], Weight]  # a parameter of `spec.shapes()` by name, 
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
 
 
-def locate_parameters(
-    spec: DecoderSpec, weight_map: WeightMap, source: TensorSource, rank: int = 0, world_size: int = 1
-) -> dict[str, Location]:
-    """Every parameter of the spec -> where the checkpoint has it, and what of it a rank reads.
+def locate_parameters(spec: DecoderSpec, weight_map: WeightMap, source: TensorSource) -> dict[str, Location]:
+    """Every parameter of the spec -> where the checkpoint has it, and what of it the spec's rank reads.
 
     Raises CallboardError for the first tensor that is missing, has another shape or a type that its format does not
     know, or has no place in the model."""
     names, used = set(source.names()), set[str]()
-    format_of, locations = weight_formats(spec, None), {}
-    shapes = spec.shapes()
+    format_of, locations = weight_formats(spec.whole, None), {}
+    shapes = spec.whole.shapes()
     for parameter, short_name in weight_map.names_of(spec).items():
         transposed = weight_map.transposed and parameter.endswith(".weight")
-        parts = parts_of(spec, parameter, rank, world_size)
-        location = Location(short_name, shapes[parameter], transposed, parts)
+        location = Location(short_name, shapes[parameter], transposed, parts_of(spec, parameter))
         weight_format = format_of(parameter)
         tensors = weight_format.stored(location)
         if weight_map.base and not names.intersection(tensors):
@@ -92,16 +89,16 @@ def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, nu
 
 def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
     """Draws random weights from a seed, in the order in which they are asked for, scaled so that activations keep
-    their size.
+    their size. Ranks draw all of a parameter and keep their part, so that they have parts of one model.
 
     On the CPU, the same for every device; large models on their own, as a CPU needs minutes for gigabytes."""
-    shapes, format_of = spec.shapes(), weight_formats(spec, numerics)
+    shapes, format_of = spec.whole.shapes(), weight_formats(spec, numerics)
     large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 
     def read(parameter: str) -> Weight:
         drawn = random_parameter(parameter, shapes[parameter], generator).to(numerics.device, numerics.dtype)
-        return format_of(parameter).encode(drawn)
+        return format_of(parameter).encode(drawn, parts_of(spec, parameter))
 
     return read
 

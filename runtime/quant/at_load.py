@@ -11,7 +11,7 @@ from math import gcd
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import parts_of
+from runtime.core.sharding import Shard
 from runtime.core.types import CallboardError
 from runtime.quant.scheme import Scheme
 
@@ -54,12 +54,11 @@ def _check_stored(field: str, form: str, stored: Mapping[str, Scheme]) -> None:
 
 def _schemes(spec: DecoderSpec, names: list[str], form: str, world_size: int) -> dict[str, Scheme]:
     """Schemes with groups that divide the columns of a rank; those of all experts of a layer are alike."""
-    shapes, schemes = {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes(), dict[str, Scheme]()
+    of_rank, schemes = spec.of_rank(Shard(0, world_size)), dict[str, Scheme]()
+    shapes = {"head": (of_rank.vocab_size, of_rank.hidden_size)} | of_rank.shapes()
     columns = defaultdict[str, int](int)
     for name in names:
-        parts = parts_of(spec, name, 0, world_size)
-        own = next((part.stop - part.start for part in parts if part.dim == 1), shapes[name][1])
-        columns[_together(name)] = gcd(columns[_together(name)], own)
+        columns[_together(name)] = gcd(columns[_together(name)], shapes[name][1])
     for name in names:
         is_whole = columns[_together(name)] % _WHOLE == 0
         schemes[name] = Scheme(PLAIN, form, columns=GROUPS[form] if is_whole else min(GROUPS[form], _SMALL))

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from runtime.core.decoder_spec import ExpertsSpec
+from runtime.core.sharding import Part
 from runtime.kernels import Kernels
 from runtime.kernels.experts import ExpertLayer
 from runtime.kernels.linear import Linear
@@ -38,8 +39,9 @@ class Dense(WeightFormat):
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
         return (read_plain(source, location, numerics.dtype, numerics.device),)
 
-    def encode(self, dense: torch.Tensor) -> Weight:
-        return (dense,)
+    def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
+        pieces = [dense.narrow(part.dim, part.start, part.stop - part.start) for part in parts]
+        return (torch.cat(pieces, parts[0].dim) if pieces else dense,)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         return kernels.linear(weight[0], bias)

@@ -71,8 +71,9 @@ class WeightFormat(ABC):
         """The parts of a weight that the location names, on the device; `stored` tensors have been checked."""
 
     @abstractmethod
-    def encode(self, dense: torch.Tensor) -> Weight:
-        """The weight that `read` would give for a checkpoint with these numbers, as near as the format gets."""
+    def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
+        """The weight that `read` would give for a checkpoint with these numbers, as near as the format gets; or the
+        parts of it that a rank holds."""
 
     def join(self, weights: Sequence[Weight], row_order: torch.Tensor | None = None) -> Weight:
         """Several maps' weights as that of one map with the rows of all; then its first rows in another order.

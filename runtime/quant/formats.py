@@ -11,6 +11,7 @@ from functools import cache, partial
 import torch
 
 from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.sharding import Shard
 from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import GROUPS, PLAIN
@@ -50,7 +51,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     """The format of each parameter of `spec.shapes()` by name; the parts of a fused map get one that joins.
 
     Without numerics, for what is stored in a checkpoint alone."""
-    schemes, shapes = spec.quantization, {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes()
+    schemes, shapes, whole_shapes = spec.quantization, _shapes(spec), _shapes(spec.whole)
     products = products_of(numerics) if numerics else None
     if not schemes:
         return lambda parameter: DENSE
@@ -67,16 +68,21 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
 
     def own_form(parameter: str) -> Form | None:
         scheme = schemes.get(parameter)
-        return layout_of(scheme).form(shapes[parameter]) if scheme and not scheme.widened else None
+        return layout_of(scheme).form(whole_shapes[parameter]) if scheme and not scheme.widened else None
+
+    def fits(form: Form, parameter: str) -> bool:
+        of_ranks = {shapes[parameter]}
+        if parameter == "head" and spec.shard.size > 1:  # ranks have different numbers of its rows, and one form
+            shards = [Shard(rank, spec.shard.size) for rank in range(spec.shard.size)]
+            of_ranks = {(len(shard.vocabulary(spec.whole.vocab_size)), spec.hidden_size) for shard in shards}
+        return products is not None and all(form.fits(shape) and products.fits(form, shape) for shape in of_ranks)
 
     @cache
     def agree(names: tuple[str, ...]) -> bool:
         form = own_form(names[0])
         if form is None or products is None or not products.takes(form) or (form.rows > 1 and is_turned):
             return False
-        return all(
-            own_form(name) == form and form.fits(shapes[name]) and products.fits(form, shapes[name]) for name in names
-        )
+        return all(own_form(name) == form and fits(form, name) for name in names)
 
     def stays(parameter: str) -> bool:
         """True if a weight can be codes on the device: it and what it is multiplied with at once are in one form, which
@@ -99,9 +105,14 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         if (scheme := schemes.get(parameter)) is None:
             return DENSE
         stay = stays(parameter)
-        return DENSE if scheme.layout == PLAIN and not stay else of_kind(scheme, shapes[parameter], stay)
+        return DENSE if scheme.layout == PLAIN and not stay else of_kind(scheme, whole_shapes[parameter], stay)
 
     return format_of
+
+
+def _shapes(spec: DecoderSpec) -> dict[str, Shape]:
+    """Those of all parameters, a tied head's among them."""
+    return {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes()
 
 
 def format_names(spec: DecoderSpec, numerics: Numerics) -> str:
@@ -153,7 +164,8 @@ def forms_at_load(numerics: Numerics) -> list[str]:
 
 
 def check_products(spec: DecoderSpec, numerics: Numerics) -> None:
-    """Raises CallboardError if plain weights are to become codes of a form that nothing multiplies with here."""
+    """Raises CallboardError if plain weights are to become codes of a form that nothing multiplies with here, or if
+    codes of the whole model cannot be those of its ranks."""
     schemes = (spec.quantization or {}).items()
     wanted = {scheme.values: name for name, scheme in schemes if scheme.layout == PLAIN}
     can = forms_at_load(numerics)
@@ -165,4 +177,13 @@ def check_products(spec: DecoderSpec, numerics: Numerics) -> None:
             raise CallboardError(
                 f"{field} is {form}, which nothing multiplies with in {numerics.dtype_name} on {numerics.device.type} "
                 f"({numerics.backend} kernels); {advice if can or in_half else 'leave it at auto'}."
+            )
+    if (size := spec.shard.size) == 1:
+        return
+    of_rank = forms_on_device(spec, numerics)
+    for name, form in forms_on_device(spec.whole, numerics).items():
+        if name not in of_rank:
+            raise CallboardError(
+                f"tensor_parallel_size is {size}, but a rank's {list(_shapes(spec)[name])} of {name} cannot be {form} "
+                "codes; choose another size, or quantization=none."
             )

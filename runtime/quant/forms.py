@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from runtime.core.sharding import Part
 from runtime.quant.format import Shape, Weight
 from runtime.quant.scheme import Scheme
 
@@ -73,6 +74,14 @@ class Form(ABC):
         order = weights[0][-1:] if self.reordered else ()
         tensors = zip(*(weight[: len(weight) - len(order)] for weight in weights), strict=True)
         return *(torch.cat(same) for same in tensors), *order
+
+    def part(self, weight: Weight, part: Part) -> Weight:
+        """Some rows or columns of a weight whose columns are in their order; they begin and end with a block."""
+        codes, *shared = weight
+        if per := (self.rows, self.columns)[part.dim]:
+            start = part.start // per
+            shared = [tensor.narrow(part.dim, start, -(-part.stop // per) - start) for tensor in shared]
+        return codes.narrow(part.dim, part.start, part.stop - part.start), *shared
 
     def scale_shape(self, shape: Shape) -> Shape:
         return -(-shape[0] // self.rows), -(-shape[1] // self.columns) if self.columns else 1

@@ -146,12 +146,10 @@ class Plain(Layout):
         return DENSE.stored(location)
 
     def read(self, source: TensorSource, location: Location, device: torch.device) -> Weight:
-        parts = location.parts
-        if (
-            parts and parts[0].dim == 1 and not self._form.columns
-        ):  # a row has the scale of all its columns on each rank
-            codes, scale = self.read(source, location._replace(parts=()), device)
-            return torch.cat([codes[:, part.start : part.stop] for part in parts], 1), scale
+        if location.parts and location.parts[0].dim == 1 and not self._form.columns:
+            (part,) = location.parts  # a row has the scale of all its columns on each rank
+            codes, scale = self._form.part(self.read(source, location._replace(parts=()), device), part)
+            return codes.contiguous(), scale
         stored = source.dtype(location.name)
         weight = read_plain(source, location, stored if stored in _SCALES else torch.float32, device)
         return self.unpack({"weight": weight}, location.shape)
@@ -347,15 +345,11 @@ class BitsAndBytes4(Layout):
             for name in self.stored(location)
         }
         codes, scale = self.unpack(tensors, location.shape)
-        columns, weights = self.form(location.shape).columns, []
+        form = self.form(location.shape)
         for part in location.parts:
-            where = slice(part.start, part.stop)
-            if part.dim == 0:
-                weights.append((codes[where], scale[where]))
-            else:
-                blocks = Grid((), 1, columns).part(part, location.shape, location.name)
-                weights.append((codes[:, where], scale[:, blocks.start : blocks.stop]))
-        return self._form.join(weights) if weights else (codes, scale)
+            Grid((), 1, form.columns).part(part, location.shape, location.name)
+        weights = [form.part((codes, scale), part) for part in location.parts]
+        return form.join(weights) if weights else (codes, scale)
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], shape: Shape) -> Weight:
         state = json.loads(bytes(tensors[self._state].tolist()))

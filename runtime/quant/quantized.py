@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from runtime.core.decoder_spec import ExpertsSpec
+from runtime.core.sharding import Part
 from runtime.kernels import Kernels
 from runtime.kernels.experts import ExpertLayer
 from runtime.kernels.linear import Linear
@@ -29,6 +30,9 @@ class Widened(Dense):
         return self._layout.stored(location)
 
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
+        if self.form.reordered and location.parts[:1] and location.parts[0].dim == 1:
+            ((_, start, stop),) = location.parts  # columns of a rank are of all groups
+            return (self.read(source, location._replace(parts=()), numerics)[0][:, start:stop].contiguous(),)
         return (self.form.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
 
 
@@ -52,8 +56,10 @@ class Kept(WeightFormat):
     def read(self, source: TensorSource, location: Location, numerics: Numerics) -> Weight:
         return self._products.packed(self.form, self._layout.read(source, location, numerics.device))
 
-    def encode(self, dense: torch.Tensor) -> Weight:
-        return self._products.packed(self.form, self.form.encode(dense))
+    def encode(self, dense: torch.Tensor, parts: tuple[Part, ...] = ()) -> Weight:
+        whole = self.form.encode(dense)
+        pieces = [self.form.part(whole, part) for part in parts]
+        return self._products.packed(self.form, self.form.join(pieces) if pieces else whole)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         return self._products.linear(self.form, weight, bias, kernels)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import Sharding, parts_of, sharding_of
+from runtime.core.sharding import Shard, Sharding, parts_of, sharding_of
 from runtime.core.types import CallboardError
 from runtime.inspection import model_report
 from runtime.kernels import Kernels
@@ -20,7 +20,7 @@ from runtime.kernels.linear import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
-from runtime.models.weights import locate_parameters, random_parameter
+from runtime.models.weights import draw, locate_parameters, random_parameter
 from runtime.quant import METHODS
 from runtime.quant.dense import DENSE
 from runtime.quant.format import Weight
@@ -201,14 +201,36 @@ def test_every_parameter_has_a_sharding_rule():
         "layers.2.experts.3.down.weight": Sharding.EXPERT_INNER, "layers.2.experts.3.up.weight": Sharding.EXPERT_INNER,
     }  # fmt: skip
     assert {name: sharding_of(name) for name in names} == names
-    with pytest.raises(CallboardError, match=r"tensor_parallel_size is 5, which does not divide the 101 of embed"):
-        parts_of(mixtral, "embed", 0, 5)
+    refusal = "tensor_parallel_size is 3, which does not divide the model's 6 heads, 2 of keys.*; it can be 1, 2, 6."
+    with pytest.raises(CallboardError, match=refusal):
+        mixtral.of_rank(Shard(0, 3))
+
+
+def test_every_head_and_token_is_on_a_rank_and_its_neighbours_keys_are_with_it():
+    """Also where there are fewer heads of keys and values than ranks, or a number of tokens that does not divide."""
+    spec = DecoderSpec(1, 96, 16, 4, 8, 64, 32000, 64, 1e-6, fused=True)
+    for size, shares in ((2, {16000}), (4, {8000}), (8, {4000}), (16, {2000})):
+        ranks = [spec.of_rank(Shard(rank, size)) for rank in range(size)]
+        assert {rank.vocab_size for rank in ranks} == shares
+        for rank, own in enumerate(ranks):
+            q, k, v = parts_of(own, "layers.0.qkv.weight")
+            heads = range(q.start // 8, q.stop // 8)
+            assert heads == range(rank * 16 // size, (rank + 1) * 16 // size)
+            assert {head // 4 for head in heads} == set(range((k.start - 128) // 8, (k.stop - 128) // 8))
+            assert (v.start - k.start, v.stop - k.stop) == (32, 32)
+    thirds = [replace(spec, num_heads=9, num_kv_heads=3, ffn_size=1536).of_rank(Shard(rank, 3)) for rank in range(3)]
+    assert [(own.num_heads, own.num_kv_heads, own.ffn_size) for own in thirds] == [(3, 1, 512)] * 3
+    assert [own.token_ids for own in thirds] == [range(10667), range(10667, 21334), range(21334, 32000)]
+    nested = [[spec.of_rank(Shard(r, size)).token_ids for r in range(size)] for size in (2, 8)]
+    odd = [Shard(rank, 4).vocabulary(101) for rank in range(4)]
+    assert [len(rows) for rows in odd] == [26, 26, 26, 23]
+    assert [rows.stop for rows in nested[0]] == [nested[1][3].stop, nested[1][7].stop]
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_ranks_read_parts_that_make_up_the_whole(tmp_path, family):
     """Dense weights, stored as the families do: biases, experts, fused maps, and maps stored as (in, out)."""
-    config = CONFIGS[family] | {"vocab_size": 102}
+    config = CONFIGS[family] | {"vocab_size": 104}
     spec, weight_map = load_spec(config)
     tensors = {}
     for parameter, name in weight_map.names_of(spec).items():
@@ -219,7 +241,7 @@ def test_ranks_read_parts_that_make_up_the_whole(tmp_path, family):
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = open_checkpoint(tmp_path)
     whole = locate_parameters(spec, weight_map, checkpoint)
-    ranks = [locate_parameters(spec, weight_map, checkpoint, rank, 2) for rank in range(2)]
+    ranks = [locate_parameters(spec.of_rank(Shard(rank, 2)), weight_map, checkpoint) for rank in range(2)]
     for parameter, expected in dense_weights(spec).items():
         assert torch.equal(DENSE.read(checkpoint, whole[parameter], FLOAT32)[0], expected)
         read = [DENSE.read(checkpoint, locations[parameter], FLOAT32)[0] for locations in ranks]
@@ -234,8 +256,21 @@ def test_ranks_read_parts_that_make_up_the_whole(tmp_path, family):
         assert all(2 * tensor.numel() == expected.numel() for tensor in read)
 
 
+def test_random_weights_of_ranks_are_parts_of_one_model():
+    spec = replace(TINY, num_heads=4, num_kv_heads=2)
+    read_whole = draw(spec, FLOAT32, 3)
+    whole = {name: read_whole(name)[0] for name in spec.shapes()}
+    for rank in range(4):
+        own = spec.of_rank(Shard(rank, 4))
+        read = draw(own, FLOAT32, 3)
+        for name, shape in own.shapes().items():
+            (weight,) = read(name)
+            assert weight.shape == shape
+            assert torch.equal(weight, DENSE.encode(whole[name], parts_of(own, name))[0])
+
+
 def test_a_format_gives_a_rank_its_part_of_every_tensor(tmp_path):
-    quantized, _ = write_checkpoints(tmp_path, LLAMA | {"vocab_size": 102})
+    quantized, _ = write_checkpoints(tmp_path, LLAMA | {"vocab_size": 104})
     checkpoint = open_checkpoint(quantized)
     spec, weight_map = load_spec(checkpoint.config)
     whole = locate_parameters(spec, weight_map, checkpoint)
@@ -243,7 +278,7 @@ def test_a_format_gives_a_rank_its_part_of_every_tensor(tmp_path):
         made_up = weight_formats(spec, FLOAT32)(name)
         codes, scale = made_up.read(checkpoint, whole[name], FLOAT32)
         for rank in range(2):
-            location = locate_parameters(spec, weight_map, checkpoint, rank, 2)[name]
+            location = locate_parameters(spec.of_rank(Shard(rank, 2)), weight_map, checkpoint)[name]
             part_codes, part_scale = made_up.read(checkpoint, location, FLOAT32)
             assert torch.equal(part_codes, codes.chunk(2, dim)[rank])
             assert torch.equal(part_scale, scale.chunk(2)[rank] if dim == 0 else scale)
