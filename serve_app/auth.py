@@ -66,7 +66,7 @@ class AuthMiddleware:
         scope["owner"] = ""
         send_on = send_with_id if self._echo_ids else send
         if error := self._refusal(scope, headers):
-            await error_response(error)(scope, receive, send_on)
+            await error_response(error, path_within(scope))(scope, receive, send_on)
         else:
             await self._app(scope, receive, send_on)
 
@@ -77,20 +77,20 @@ class AuthMiddleware:
                 f"The request's headers are over {self._max_header_bytes} bytes; send less.",
                 code="headers_too_large",
             )
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # Serve may have given the application a prefix
+        path = path_within(scope)
         if path not in _PROBES and (host := self._unknown_host(headers)):
             text = f"This server does not answer as {shortened(host)!r}; pass that name to --allowed-host if it should."
             return ApiError(403, text, code="host_not_allowed")
         if not self._digests or path in _OPEN_PATHS:
             return None
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        presented = _digest(key.strip())
-        # Digests have one length, and all are compared: the time tells nothing of any key.
-        known = [hmac.compare_digest(presented, digest) for digest in self._digests]
-        if scheme.lower() == b"bearer" and any(known):
-            scope["owner"] = presented.hex()[:_OWNER_CHARS]
-            return None
-        what = "is not known here" if key else "is missing; send it as 'Authorization: Bearer KEY'"
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        keys = [headers.get(b"x-api-key", b"").strip(), bearer.strip() if scheme.lower() == b"bearer" else b""]
+        for presented in map(_digest, filter(None, keys)):
+            # Digests have one length, and all are compared: the time tells nothing of any key.
+            if sum(hmac.compare_digest(presented, digest) for digest in self._digests):
+                scope["owner"] = presented.hex()[:_OWNER_CHARS]
+                return None
+        what = "is not known here" if any(keys) else "is missing; send it as 'Authorization: Bearer KEY'"
         return ApiError(401, f"The API key {what}.", code="invalid_api_key")
 
     def _unknown_host(self, headers: dict[bytes, bytes]) -> str:
@@ -105,6 +105,12 @@ class AuthMiddleware:
         if "." not in name or name in self._allowed_hosts or name.endswith(_PRIVATE_DOMAINS) or _is_address(name):
             return ""
         return name
+
+
+def path_within(scope: Scope) -> str:
+    """The path within the application; Serve may have given that a prefix."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _is_address(name: str) -> bool:

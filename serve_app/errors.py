@@ -1,4 +1,4 @@
-"""Errors as a client sees them: an HTTP status and OpenAI's error object."""
+"""Errors as a client sees them: an HTTP status and the error object of the API that it asks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,23 @@ from runtime.output.fields import FieldError, shortened
 
 _MAX_MESSAGE_CHARS = 1000
 _TYPES = {429: "rate_limit_error", 499: "request_aborted"}  # the others go by the hundreds
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+# Fields of a chat at the head of a message, and what they are called in Anthropic's requests.
+_ANTHROPIC_NAMES = [
+    (re.compile(r"^(tools\.\d+)\.function\.parameters\b"), r"\1.input_schema"),
+    (re.compile(r"^(tools\.\d+)\.function\."), r"\1."),
+    (re.compile(r"^tool_choice\.function\."), "tool_choice."),
+    (re.compile(r"^response_format(\.json_schema\.schema)?\b"), "output_config.format.schema"),
+    (re.compile(r"^stop\b"), "stop_sequences"),
+]
 # What internals may say and a client must not see: absolute paths, and IPv4 or bracketed IPv6 addresses with ports.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.+@#%~=-]+){2,}/?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-9a-fA-F:.]*\](?::\d+)?")
@@ -41,10 +58,14 @@ class ApiError(CallboardError):
         names = ("param", "code", "retry_after_s")
         return partial(ApiError, **{name: getattr(self, name) for name in names}), (self.status, str(self))
 
+    def message(self) -> str:
+        """The sentence that a client may read."""
+        return str(self) if self.status < 500 else redacted(str(self))
+
     def body(self) -> dict[str, Any]:
-        message = str(self) if self.status < 500 else redacted(str(self))
+        """OpenAI's object."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message(), "type": kind, "param": self.param, "code": self.code}}
 
 
 INTERNAL_ERROR = ApiError(500, "The server met an internal error; its log has the details.", code="internal_error")
@@ -60,7 +81,24 @@ def redacted(text: str) -> str:
     return _ADDRESS.sub("<address>", _PATH.sub("<path>", text))
 
 
-def error_response(error: ApiError, **more: str) -> Response:
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """Anthropic's object. It has no place for the field at fault, which the message therefore names as the client does:
+    the faults are found in the chat that its request was translated to."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    message = error.message()
+    if error.param is not None:
+        for pattern, name in _ANTHROPIC_NAMES:
+            message = pattern.sub(name, message)
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """The error object of the API that a route belongs to."""
+    is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return anthropic_body(error) if is_anthropic else error.body()
+
+
+def error_response(error: ApiError, path: str = "", **more: str) -> Response:
     """The answer with the error's status, body and headers, and with fields beside it."""
     headers = {}
     if error.retry_after_s is not None:
@@ -69,4 +107,4 @@ def error_response(error: ApiError, **more: str) -> Response:
         headers["connection"] = "close"  # the rest of the body would be waited for
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(msgspec.json.encode(error.body() | more), error.status, headers, "application/json")
+    return Response(msgspec.json.encode(error_body(error, path) | more), error.status, headers, "application/json")

@@ -1,4 +1,4 @@
-"""The HTTP front: OpenAI's endpoints as a small ASGI application over a Service."""
+"""The HTTP front: OpenAI's and Anthropic's endpoints as a small ASGI application over a Service."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from runtime.output.fields import FieldError, shortened
 from serve_app.answers import encode_json
-from serve_app.auth import AuthMiddleware, Cors
+from serve_app.auth import AuthMiddleware, Cors, path_within
 from serve_app.endpoints import ENDPOINTS
-from serve_app.errors import INTERNAL_ERROR, ApiError, api_error, error_response, redacted
+from serve_app.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response, redacted
 from serve_app.generation import Generation
 from serve_app.limits import beside_the_loop_if, is_long, read_json_body
 from serve_app.openapi import document
@@ -27,7 +27,7 @@ from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.requests import AbortRequest, parse
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
-from serve_app.tokenization import detokenize, tokenize, tokenizer_info
+from serve_app.tokenization import count_tokens, detokenize, tokenize, tokenizer_info
 
 _MAX_ABORT_BYTES = 4 << 10
 
@@ -35,7 +35,7 @@ _MAX_ABORT_BYTES = 4 << 10
 def build_http_app(
     service: Service, settings: HttpSettings | None = None, *, echo_request_ids: bool = True
 ) -> Starlette:
-    """All routes; whatever goes wrong is answered in OpenAI's error shape.
+    """All routes; whatever goes wrong is answered in the error shape of the route's API.
 
     Under Serve, which itself adds X-Request-Id to every answer, `echo_request_ids` is off.
     Raises CallboardError if the file of API keys cannot be read."""
@@ -68,6 +68,7 @@ class _Routes:
             Route("/v1/models", _get(lambda: {"object": "list", "data": [service.model_card()]})),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/abort", self.abort, methods=["POST"]),
+            Route("/v1/messages/count_tokens", _post(count_tokens, service, settings), methods=["POST"]),
             Route("/tokenize", _post(tokenize, service, settings), methods=["POST"]),
             Route("/detokenize", _post(detokenize, service, settings), methods=["POST"]),
             Route("/tokenizer_info", _get(lambda: tokenizer_info(service))),
@@ -144,7 +145,8 @@ def _unavailable(why: str, **fields: str) -> Response:
 
 def _refusal(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError | FieldError)
-    return error_response(api_error(error) if isinstance(error, FieldError) else error)
+    refusal = api_error(error) if isinstance(error, FieldError) else error
+    return error_response(refusal, path_within(request.scope))
 
 
 def _http_error(request: HttpRequest, error: Exception) -> Response:
@@ -156,8 +158,9 @@ def _http_error(request: HttpRequest, error: Exception) -> Response:
         405: f"{what} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}.",
     }.get(error.status_code, f"{what}: {error.detail}.")
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    return _json(ApiError(error.status_code, message, code=code).body(), error.status_code, error.headers)
+    body = error_body(ApiError(error.status_code, message, code=code), path_within(request.scope))
+    return _json(body, error.status_code, error.headers)
 
 
 def _internal_error(request: HttpRequest, error: Exception) -> Response:
-    return _json(INTERNAL_ERROR.body(), 500)
+    return error_response(INTERNAL_ERROR, path_within(request.scope))

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 # A shorter body is parsed, templated and tokenised in a few milliseconds, token ids in less than it takes to wake up a
 # thread, but not fields that a template writes out with indents. A name may be spelled with escapes, too.
 _LONG_BODY_BYTES, _LONG_IDS_BYTES = 8 << 10, 16 << 10
-_WRITTEN_OUT = re.compile(rb'"(?:tools|tool_calls|chat_template_kwargs)"|\\u')
+_WRITTEN_OUT = re.compile(rb'"(?:tools|tool_calls|tool_use|chat_template_kwargs)"|\\u')
 
 
 async def beside_the_loop_if(is_long: bool, work: Callable[[], _T]) -> _T:

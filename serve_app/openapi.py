@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, create_model
 from pydantic.json_schema import models_json_schema
 
-from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest
+from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest, CountTokensRequest, MessagesRequest
 from serve_app.settings import HttpSettings
 from serve_app.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
@@ -67,8 +67,30 @@ AnswerMessage = _answer("AnswerMessage", role=Literal["assistant"], content=str 
 ChatChoice = _answer("ChatChoice", **_CHOICE, message=AnswerMessage)
 ChatCompletion = _answer("ChatCompletion", **_ANSWER, object=Literal["chat.completion"], choices=_list_of(ChatChoice))
 
+MessageUsage = _answer(
+    "MessageUsage",
+    input_tokens=int,
+    cache_creation_input_tokens=int,
+    cache_read_input_tokens=int,
+    output_tokens=int,
+)
+AnsweredMessage = _answer(
+    "AnsweredMessage",
+    id=str,
+    type=Literal["message"],
+    role=Literal["assistant"],
+    model=str,
+    content=list[dict[str, Any]],
+    stop_reason=Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"],
+    stop_sequence=str | None,
+    usage=MessageUsage,
+)
+CountedTokens = _answer("CountedTokens", input_tokens=int)
+
 ErrorObject = _answer("ErrorObject", message=str, type=str, param=str | None, code=str | None)
 Error = _answer("Error", error=ErrorObject)
+MessagesErrorObject = _answer("MessagesErrorObject", type=str, message=str)
+MessagesError = _answer("MessagesError", type=Literal["error"], error=MessagesErrorObject)
 Unhealthy = _answer("Unhealthy", error=ErrorObject, status=Literal["unavailable"], reason=str)
 NotReady = _answer("NotReady", error=ErrorObject, status=Literal["loading", "unavailable"], phase=str)
 
@@ -110,11 +132,29 @@ class _Operation:
     streams: bool = False  # with "stream": true
     unready: type[BaseModel] | None = None  # the 503 of a probe, which is no error
     open: bool = False  # whether it needs no API key
+    error: type[BaseModel] = Error
 
 
 _OPERATIONS = (
     _Operation("/v1/completions", "Complete texts", Completion, (CompletionRequest,), _GENERATION, streams=True),
     _Operation("/v1/chat/completions", "Answer a chat", ChatCompletion, (ChatRequest,), _GENERATION, streams=True),
+    _Operation(
+        "/v1/messages",
+        "Answer a chat, in Anthropic's form",
+        AnsweredMessage,
+        (MessagesRequest,),
+        _GENERATION,
+        streams=True,
+        error=MessagesError,
+    ),
+    _Operation(
+        "/v1/messages/count_tokens",
+        "The number of tokens of a message's prompt",
+        CountedTokens,
+        (CountTokensRequest,),
+        (*_BODY, 404, 503),
+        error=MessagesError,
+    ),
     _Operation("/v1/models", "The model that is served", ModelList, errors=(503,)),
     _Operation("/v1/models/{model}", "The model, by its name", ModelCard, errors=(404, 503)),
     _Operation("/v1/abort", "End a request", Aborted, (AbortRequest,), _BODY),
@@ -133,7 +173,7 @@ _OPERATIONS = (
 def document(settings: HttpSettings) -> dict[str, Any]:
     """The page for a server with these settings."""
     has_keys, has_hosts = bool(settings.api_keys()), bool(settings.allowed_host)
-    models = {m for op in _OPERATIONS for m in (op.answer, *op.requests, op.unready) if m is not None} | {Error}
+    models = {m for op in _OPERATIONS for m in (op.answer, *op.requests, op.unready, op.error) if m is not None}
     in_order = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema(
         [(model, "validation") for model in in_order], ref_template="#/components/schemas/{model}"
@@ -148,7 +188,10 @@ def document(settings: HttpSettings) -> dict[str, Any]:
         "components": {"schemas": schemas["$defs"]},
     }
     if has_keys:
-        page["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        page["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return page
 
 
@@ -164,14 +207,14 @@ def _operation(op: _Operation, has_keys: bool, has_hosts: bool) -> dict[str, Any
         responses["503"] = {"description": "Not now.", "content": _json(op.unready)}
     at_the_gate = {status for status, on in ((401, has_keys), (403, has_hosts)) if on and not op.open}
     for status in sorted({*_ANY, *op.errors, *at_the_gate}):
-        responses[str(status)] = {"description": _ERRORS[status], "content": _json(Error)}
+        responses[str(status)] = {"description": _ERRORS[status], "content": _json(op.error)}
         if name := _ANSWER_HEADERS.get(status):
             responses[str(status)]["headers"] = {name: {"schema": {"type": "string"}}}
     described: dict[str, Any] = {
         "summary": op.summary,
         "operationId": op.path.strip("/").replace("/", "_").replace("{", "by_").replace("}", "").replace(".", "_"),
         "responses": responses,
-        "security": [{"key": []}] if needs_key else [],
+        "security": [{"key": []}, {"x-api-key": []}] if needs_key else [],
     }
     if "{model}" in op.path:
         described["parameters"] = [

@@ -1,4 +1,5 @@
-"""POST /tokenize, POST /detokenize and GET /tokenizer_info, in the shapes that vLLM gave them."""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, in the shapes that vLLM gave them, and Anthropic's
+POST /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pydantic import Field
 from runtime.output.fields import invalid
 from serve_app.endpoints import CHAT
 from serve_app.prompt_ids import prompt_ids
-from serve_app.requests import ChatRequest, parse
+from serve_app.requests import ChatRequest, CountTokensRequest, parse
 from serve_app.requests.shapes import RequestModel, TokenId
 from serve_app.service import Service
 
@@ -61,6 +62,13 @@ def tokenize(service: Service, body: bytes) -> dict[str, Any]:
         ids, _ = CHAT.prompt(request, model)
     names = [model.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids, "token_strs": names}
+
+
+def count_tokens(service: Service, body: bytes) -> dict[str, Any]:
+    """The length of a message's prompt; raises FieldError or ApiError."""
+    request, model = parse(CountTokensRequest, body).as_chat(), service.served
+    service.check_model(request.model)
+    return {"input_tokens": len(CHAT.prompt(request, model)[0])}
 
 
 def detokenize(service: Service, body: bytes) -> dict[str, Any]:

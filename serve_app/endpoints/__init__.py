@@ -5,8 +5,9 @@ from typing import Any
 from serve_app.endpoints.chat import ChatEndpoint
 from serve_app.endpoints.completions import CompletionsEndpoint
 from serve_app.endpoints.endpoint import Endpoint
+from serve_app.endpoints.messages import MessagesEndpoint
 
 CHAT, COMPLETIONS = ChatEndpoint(), CompletionsEndpoint()
-ENDPOINTS: tuple[Endpoint[Any], ...] = (COMPLETIONS, CHAT)
+ENDPOINTS: tuple[Endpoint[Any], ...] = (COMPLETIONS, CHAT, MessagesEndpoint())
 
 __all__ = ["CHAT", "COMPLETIONS", "ENDPOINTS", "Endpoint"]

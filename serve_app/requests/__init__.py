@@ -1,9 +1,10 @@
-"""OpenAI's request shapes, and their translation to the engine's own.
+"""OpenAI's and Anthropic's request shapes, and their translation to the engine's own.
 
 What a field may hold is said once, here. A field that would change the answer but is not supported is refused; other
 unknown fields are ignored, and named in a header of the answer.
 """
 
+from serve_app.requests.anthropic import CountTokensRequest, MessagesRequest
 from serve_app.requests.chat import ChatRequest
 from serve_app.requests.completion import CompletionRequest
 from serve_app.requests.messages import ChatMessage
@@ -16,6 +17,8 @@ __all__ = [
     "ChatMessage",
     "ChatRequest",
     "CompletionRequest",
+    "CountTokensRequest",
+    "MessagesRequest",
     "SamplingFields",
     "parse",
 ]

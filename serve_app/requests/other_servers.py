@@ -29,7 +29,7 @@ _INSTEAD = {
         kv_transfer_params={} ec_transfer_params={} vllm_xargs={} session_params={} images_config={}
         separate_reasoning=true stream_reasoning=true parse_tool_calls=true xtc_probability=0 n_indent=0 penalty_alpha=0
         modalities=["text"] verbosity="medium" truncation_side="left" thinking_token_budget=-1 reasoning_budget=-1
-        reasoning_format="auto"|"deepseek" min_keep=0|1""",
+        reasoning_format="auto"|"deepseek" min_keep=0|1 mcp_servers=[] container""",
     "send it to /v1/chat/completions": """
         messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false""",
     "send it to /v1/completions": "prompt echo=false",

@@ -72,7 +72,7 @@ def test_keys_are_declared_where_they_are_needed(keys: tuple[str, ...]):
 
     page = document(HttpSettings(api_key=keys))
     assert ("securitySchemes" in page["components"]) == bool(keys)
-    assert page["paths"]["/v1/models"]["get"]["security"] == ([{"key": []}] if keys else [])
+    assert page["paths"]["/v1/models"]["get"]["security"] == ([{"key": []}, {"x-api-key": []}] if keys else [])
     assert page["paths"]["/health"]["get"]["security"] == []
 
 
