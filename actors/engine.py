@@ -106,6 +106,7 @@ class EngineActor:
     async def _check_progress(self) -> None:
         while True:
             await asyncio.sleep(1.0)
+            self.runners.check()
             if not self._loop.check_progress():
                 os._exit(1)  # the supervisor starts another engine, and the links resubmit
             if self.draft is not None and self._loop.draft is not None and self._loop.draft.is_hung:

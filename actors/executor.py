@@ -4,7 +4,7 @@
 engine's own.
 
     engine                                     runner of rank r
-    SocketExecutor.address(r) --- Ray call --> serve_steps(address, runner, r)
+    SocketExecutor.address(r) --- Ray call --> serve_steps(connect(address), runner, r)
     submit(plan)              --- plan ------>                       all ranks
     collect()                 <-- result -----                       rank 0 alone; any rank: a fault, or its end
 
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from actors.transport import Address, FrameSocket, Listener, connect
+from actors.transport import Address, FrameSocket, Listener, framed
 from runtime.core.executor import Runner
 from runtime.core.plan import StepPlan, StepResult, decode_plan, decode_result, encode_plan, encode_result
 from runtime.core.types import CallboardError
@@ -59,11 +59,12 @@ class SocketExecutor:
         self._listener = Listener()
         self._invited: dict[Address, int] = {}  # ranks
         self._sockets: list[FrameSocket] = []  # by rank
+        self._ways: list[tuple[FrameSocket, Callable[[], None]]] = []  # by rank, with what makes room there
         self._ranks: dict[int, int] = {}  # by file descriptor
         self._poll = select.poll()
         self._results: deque[bytearray] = deque()  # rank 0's that were heard and not collected yet
         self._fault: RunnersLost | None = None  # told after these results
-        self._closed = False
+        self._closed: RunnersLost | None = None  # why nothing is carried any more
 
     def address(self, rank: int, host: str = "") -> Address:
         """Where `rank` connects to; `host` is this node's address, for a rank on another node."""
@@ -81,21 +82,22 @@ class SocketExecutor:
         self._listener.close()
         if missing := [rank for rank in range(self.num_ranks) if rank not in connected]:
             if self._closed:
-                raise self._lost(None, "")
+                raise self._closed
             raise RunnersLost(f"Ranks {missing} did not connect within {timeout_s:.0f} s.", missing[0])
         for rank, end in sorted(connected.items()):
             self._ranks[end.sock.fileno()] = rank
             self._poll.register(end.sock, select.POLLIN)
             self._sockets.append(end)
+            self._ways.append((end, partial(self._make_room, rank)))
         if self._closed:
             self.close()  # again: the first time there were no sockets to shut
 
     def submit(self, plan: StepPlan) -> None:
         """Raises RunnersLost, as `collect` does."""
-        frame = encode_plan(plan)
-        for rank, end in enumerate(self._sockets):
+        data = framed(encode_plan(plan))
+        for rank, (end, make_room) in enumerate(self._ways):
             try:
-                end.send(frame, partial(self._make_room, rank))
+                end.write(data, make_room)
             except OSError as e:
                 raise self._lost(rank, str(e)) from e
 
@@ -136,29 +138,27 @@ class SocketExecutor:
             self._fault = RunnersLost(f"The runner of rank {rank} failed: {sentence}", rank)
         self._results += frames
 
-    def _lost(self, rank: int | None, why: str) -> RunnersLost:
-        if self._closed:
-            return RunnersLost("The step channel was closed.")
-        return RunnersLost(f"Rank {rank} is gone: {why}.", rank)
+    def _lost(self, rank: int, why: str) -> RunnersLost:
+        return self._closed or RunnersLost(f"Rank {rank} is gone: {why}.", rank)
 
-    def close(self) -> None:
-        """May be called from any thread, and twice: a blocked accept, submit or collect then raises RunnersLost.
+    def close(self, why: RunnersLost | None = None) -> None:
+        """May be called from any thread, and twice: a blocked accept, submit or collect then raises RunnersLost, the
+        first `why` that was given.
 
         Sockets are shut, not closed: another thread may be waiting on their descriptors."""
-        self._closed = True
+        self._closed = self._closed or why or RunnersLost("The step channel was closed.")
         self._listener.close()
         for end in self._sockets:
             with contextlib.suppress(OSError):
                 end.sock.shutdown(socket.SHUT_RDWR)
 
 
-def serve_steps(address: Address, runner: Runner, rank: int = 0) -> None:
+def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
     """Execute plans until the engine goes away, or until one fails: the engine then gets the reason as one sentence,
     and this process's log the traceback.
 
     With an asynchronous runner this thread launches each plan as soon as it arrives, and another one waits for the
     results, in order, and sends them: a plan is on its way to the GPU while the step before it still runs there."""
-    engine = connect(address)
     steps: _Launched = queue.SimpleQueue()
     failed = threading.Event()
     answer = partial(_send_result, rank, engine, failed)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from actors.executor import serve_steps
 from actors.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
-from actors.transport import Address
+from actors.transport import Address, connect
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.loading.resolve import resolve
 
@@ -29,9 +29,15 @@ class ModelRunnerActor(ModelActor):
 
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0, "max_concurrency": 4}
 
-    def load(self, config: EngineConfig, rank: int) -> ModelInfo:
-        """Load this rank's share of the model; raises CallboardError if that fails."""
+    def join(self, config: EngineConfig, rank: int) -> bytes:
+        """Be `rank` of a group; returns how the others reach this one. Raises CallboardError, as the next phases do."""
         self._rank = rank
+        self._config = config
+        return b""
+
+    def load(self, handles: list[bytes]) -> ModelInfo:
+        """Load this rank's share of the model; returns what it could serve."""
+        config, rank = self._config, self._rank
         with self._log.heard():
             from runtime.worker.runner import ModelRunner
             from runtime.worker.sources import CheckpointSource
@@ -39,18 +45,22 @@ class ModelRunnerActor(ModelActor):
             self._log.note("libraries imported")
             path = resolve(config.model, config.revision, progress=False)
             self._runner: ModelRunner = ModelRunner(config, CheckpointSource(path), rank, config.tensor_parallel_size)
+        return self._runner.info
+
+    def open(self, num_kv_blocks: int) -> ModelInfo:
+        """Be ready for steps, with so many KV blocks."""
         freeze_garbage()
         self._log.note("ready")
         return self._runner.info
 
     def attach(self, address: Address) -> None:
         """Connect to the engine and serve its steps until it goes away; then this process ends."""
-
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        engine = connect(address)
 
         def serve() -> None:
             try:
-                serve_steps(address, self._runner, self._rank)
+                serve_steps(engine, self._runner, self._rank)
             finally:
                 logger.info("the engine is gone; this runner ends")
                 os._exit(0)

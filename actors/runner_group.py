@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import closing, suppress
-from itertools import zip_longest
-from typing import Any
+from dataclasses import fields
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup
 
+from actors.directory import plain_error
 from actors.draft import DraftActor, SocketDraft, StepTimes
-from actors.executor import SocketExecutor
+from actors.executor import RunnersLost, SocketExecutor
 from actors.names import NAMESPACE, living_actors, new_name
 from actors.placement import draft_options, runner_options
 from actors.runner import ModelRunnerActor
@@ -28,39 +33,170 @@ from runtime.core.types import CallboardError
 
 logger = logging.getLogger(__name__)
 
+_STARTS = 2  # of a group that loses ranks while it starts
+_WATCH_S = 1.0  # between two looks at the ranks while they load
 _CONNECT_S = 30.0  # for a draft that has loaded its model to connect
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between attempts to start a draft that does not start, doubling
 
 
+class LocalProcess:
+    """A process of this machine, by a descriptor: its number may be another's when it has ended."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises ProcessLookupError if it has ended."""
+        self._pid, self._fd = pid, os.pidfd_open(pid)
+        self._end = select.poll()
+        self._end.register(self._fd, select.POLLIN)
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._end.poll(0))
+
+    @property
+    def is_stopped(self) -> bool:
+        """A signal has stopped it, and none has let it go on yet."""
+        try:
+            state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state == "T"
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+class Ranks:
+    """The runners of one start, by rank. They are used together and end together: what another start has said, or has
+    been told, never reaches these, whose processes, handles and sockets (with their secrets) are their own."""
+
+    def __init__(self, runners: list[Any]) -> None:
+        self.runners = runners
+        self._processes: dict[int, LocalProcess] = {}  # by rank; of those on this machine
+        self._stopped: set[int] = set()  # ranks that were, when it was looked last
+        self.executor = SocketExecutor(len(runners))
+
+    def start(self, config: EngineConfig) -> ModelInfo:
+        """Load the model and connect, in phases that all ranks begin together.
+
+        Raises RunnersLost if a rank ends or is stopped meanwhile, and CallboardError if the model cannot be loaded."""
+        executor, every_rank = self.executor, range(len(self.runners))
+        hosts = [self._locate(rank, *place) for rank, place in enumerate(self.ask("location"))]
+        handles = self.ask("join", *((config, rank) for rank in every_rank))
+        offers: list[ModelInfo] = self.ask("load", *((handles,) for _ in every_rank))
+        num_kv_blocks = agreed_blocks(offers)
+        info: ModelInfo = self.ask("open", *((num_kv_blocks,) for _ in every_rank))[0]
+        for runner in self.runners:  # a closed executor wakes whoever waits for it, here and in the step thread
+            runner.wait_for_exit.remote().future().add_done_callback(lambda _: executor.close())
+        self.ask("attach", *((executor.address(rank, hosts[rank]),) for rank in every_rank))
+        executor.accept()
+        return info
+
+    def ask(self, phase: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        """Call a method of all ranks at once, each with its arguments; the answers, by rank. Nobody waits for a rank
+        that is lost, though the others may."""
+        of_rank = arguments or [()] * len(self.runners)
+        futures = [getattr(r, phase).remote(*args).future() for r, args in zip(self.runners, of_rank, strict=True)]
+        running = set(futures)
+        while running:
+            done, running = wait(running, _WATCH_S, FIRST_EXCEPTION)
+            failed = [future for future in done if future.exception() is not None]
+            if (running or failed) and (lost := self.find_lost(sure=bool(failed))) is not None:
+                raise lost
+            if failed:
+                self._raise(failed[0].exception(), futures.index(failed[0]))
+        return [future.result() for future in futures]
+
+    def _raise(self, error: BaseException | None, rank: int) -> NoReturn:
+        if isinstance(error, RayActorError):
+            raise RunnersLost(f"Rank {rank} is gone: {plain_error(error)}", rank)
+        assert isinstance(error, RayError), "which all of Ray's errors are"
+        sentence = plain_error(error)
+        raise sentence if len(self.runners) == 1 else CallboardError(f"Rank {rank}: {sentence}")
+
+    def find_lost(self, sure: bool = False) -> RunnersLost | None:
+        """Called every second: the first rank whose process has ended or stays stopped; without being `sure` that
+        something is wrong, it must have been stopped at the last call, too."""
+        for rank, process in list(self._processes.items()):
+            if process.has_ended:
+                return RunnersLost(f"Rank {rank} is gone: its process has ended.", rank)
+        stopped = {rank for rank, process in list(self._processes.items()) if process.is_stopped}
+        before, self._stopped = self._stopped, stopped
+        if found := stopped if sure else stopped & before:
+            return RunnersLost(f"Rank {min(found)} is stopped by a signal.", min(found))
+        return None
+
+    def _locate(self, rank: int, node: str, pid: int) -> str:
+        """Where a rank reaches this process by TCP; empty on the same machine."""
+        host, process = _reach(node, pid)
+        if process is not None:
+            self._processes[rank] = process
+        return host
+
+    def kill(self) -> None:
+        """End all of them, those that hang among them."""
+        self.executor.close()
+        for rank, runner in enumerate(self.runners):
+            _kill(runner, self._processes.pop(rank, None))
+
+
 class RunnerGroup:
-    """The runners of one engine, by rank."""
+    """The runners of one engine, and others whenever they are lost."""
 
     def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool) -> None:
         self._config, self._group, self._gpu = config, group, gpu
-        self.runners: list[Any] = []
-        self._processes: list[int | None] = []
+        self._ranks: Ranks | None = None
+
+    @property
+    def runners(self) -> list[Any]:
+        """The actors, by rank."""
+        return self._ranks.runners if self._ranks is not None else []
 
     def start(self) -> tuple[Executor, ModelInfo]:
-        """A fresh group of runners, loaded and connected; what was left of the old one is killed."""
-        config = self._config
-        for runner, process in zip_longest(self.runners, self._processes):
-            _kill(runner, process)
-        self._processes = []
+        """A fresh group of runners, loaded and connected; what was left of the old one is killed.
+
+        If a rank is lost meanwhile, all are started once more. Raises CallboardError if the model cannot be loaded."""
+        for attempt in count(1):
+            if self._ranks is not None:
+                self._ranks.kill()
+            self._ranks = Ranks(self._make_runners())
+            try:
+                info = self._ranks.start(self._config)
+                return self._ranks.executor, info
+            except RunnersLost as e:
+                if attempt == _STARTS:
+                    raise
+                logger.warning("the runners are started again: %s", e)
+        raise AssertionError("unreachable")
+
+    def _make_runners(self) -> list[Any]:
         actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
-        self.runners = [
-            actor.options(**runner_options(config, self._group, rank, self._gpu)).remote()
-            for rank in range(config.tensor_parallel_size)
-        ]
-        infos: list[ModelInfo] = _all([r.load.remote(config, rank) for rank, r in enumerate(self.runners)])
-        executor = SocketExecutor(len(self.runners))
-        for runner in self.runners:  # a closed executor wakes whoever waits for it, here and in the step thread
-            runner.wait_for_exit.remote().future().add_done_callback(lambda _: executor.close())
-        for rank, runner in enumerate(self.runners):
-            host, process = _reach(runner)
-            self._processes.append(process)
-            runner.attach.remote(executor.address(rank, host))
-        executor.accept()
-        return executor, infos[0]
+        ranks = range(self._config.tensor_parallel_size)
+        options = [runner_options(self._config, self._group, rank, self._gpu) for rank in ranks]
+        return [actor.options(**of_rank).remote() for of_rank in options]
+
+    def check(self) -> None:
+        """Called every second while they serve: a rank that is stopped between its last collective operation and its
+        answer is missed by nobody else."""
+        if (ranks := self._ranks) is not None and (lost := ranks.find_lost()) is not None:
+            ranks.executor.close(lost)
+
+
+def agreed_blocks(offers: list[ModelInfo]) -> int:
+    """The KV blocks that all ranks have room for. Raises CallboardError if they offer different models otherwise."""
+    first = offers[0]
+    for rank, offer in enumerate(offers):
+        for f in fields(offer):
+            own, other = getattr(first, f.name), getattr(offer, f.name)
+            if f.name != "num_kv_blocks" and own != other:
+                raise CallboardError(
+                    f"Rank {rank} has loaded another model than rank 0: its {f.name} is {other}, not {own}; give all "
+                    "ranks the same files, settings and devices."
+                )
+    return min(offer.num_kv_blocks for offer in offers)
 
 
 class DraftKeeper:
@@ -70,7 +206,7 @@ class DraftKeeper:
         self._config, self._group, self._gpu, self._application = config, group, gpu, application
         self._lost = threading.Event()
         self._attached: Any = None  # the actor that the step thread asks
-        self._process: int | None = None
+        self._process: LocalProcess | None = None
 
     def load(self) -> None:
         """A draft actor with its model loaded; if engines share one, the oldest that lives."""
@@ -102,10 +238,11 @@ class DraftKeeper:
 
     def _connect(self, attach: Callable[[SocketDraft, StepTimes], None]) -> None:
         try:
-            host, process = _reach(self.draft)
+            (place,) = _all([self.draft.location.remote()])
         except RayError:
             self.load()
-            host, process = _reach(self.draft)
+            (place,) = _all([self.draft.location.remote()])
+        host, process = _reach(*place)
         with closing(Listener()) as listener:
             self.draft.attach.remote(listener.invite(host))
             accepted = listener.accept(_CONNECT_S)
@@ -113,8 +250,6 @@ class DraftKeeper:
             raise CallboardError(f"The draft did not connect within {_CONNECT_S:.0f} s.")
         self.draft.wait_for_exit.remote().future().add_done_callback(lambda _: self._lost.set())
         attach(SocketDraft(accepted[1]), self._step_us)
-        if self._process is not None:
-            os.close(self._process)
         self._attached, self._process = self.draft, process
 
     def _replace(self, attach: Callable[[SocketDraft, StepTimes], None]) -> None:
@@ -138,24 +273,21 @@ def host_address() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def _reach(actor: Any) -> tuple[str, int | None]:
-    """Where the actor reaches this process by TCP; on the same node an empty host, and a descriptor of its process."""
-    ((node, pid),) = _all([actor.location.remote()])
+def _reach(node: str, pid: int) -> tuple[str, LocalProcess | None]:
+    """Where an actor reaches this process by TCP; on the same node an empty host, and the actor's process."""
     if node != ray.get_runtime_context().get_node_id():
         return host_address(), None
     with suppress(ProcessLookupError):  # its end is heard of soon
-        return "", os.pidfd_open(pid)
+        return "", LocalProcess(pid)
     return "", None
 
 
-def _kill(actor: Any, process: int | None) -> None:
+def _kill(actor: Any, process: LocalProcess | None) -> None:
     """End an actor. A process that is stopped or hangs does not hear what Ray tells it, and for some ten seconds would
     keep its place, which the next one needs."""
     ray.kill(actor)
     if process is not None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-        os.close(process)
+        process.kill()
 
 
 def _all(refs: list[Any]) -> list[Any]:

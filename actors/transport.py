@@ -94,8 +94,12 @@ class FrameSocket:
         self._cutter = FrameCutter()
 
     def send(self, frame: bytes, on_full: Callable[[], None] | None = None) -> None:
-        """Write `frame`. A full socket blocks, or calls `on_full` until there is room."""
-        rest, flags = memoryview(framed(frame)), 0 if on_full is None else socket.MSG_DONTWAIT
+        """Write `frame`, as `write` does."""
+        self.write(framed(frame), on_full)
+
+    def write(self, data: bytes, on_full: Callable[[], None] | None = None) -> None:
+        """Write frames as they stand on a stream. A full socket blocks, or calls `on_full` until there is room."""
+        rest, flags = memoryview(data), 0 if on_full is None else socket.MSG_DONTWAIT
         while rest:
             try:
                 rest = rest[self.sock.send(rest, flags) :]

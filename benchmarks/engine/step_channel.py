@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from actors.executor import SocketExecutor, serve_steps
-from actors.transport import Address
+from actors.transport import Address, connect
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.executor import Executor, InProcess
@@ -55,7 +55,7 @@ class EchoRunner:
 
 
 def serve(address: Address, rank: int, device_s: float) -> None:
-    serve_steps(address, EchoRunner(device_s), rank)
+    serve_steps(connect(address), EchoRunner(device_s), rank)
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ def install() -> None:
     listen_on_loopback()
     serve_steps = actors.runner.serve_steps
 
-    def serve(address: Any, runner: Any, rank: int) -> None:
+    def serve(engine: Any, runner: Any, rank: int) -> None:
         runner.launch = paced(runner.launch, float(os.environ.get(STEP_MS, "0")) / 1e3)
-        serve_steps(address, runner, rank)
+        serve_steps(engine, runner, rank)
 
     actors.runner.serve_steps = serve
 

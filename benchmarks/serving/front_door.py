@@ -40,7 +40,7 @@ from actors.engine_group import EngineGroup  # noqa: E402
 from actors.engine_loop import EngineLoop  # noqa: E402
 from actors.executor import SocketExecutor, serve_steps  # noqa: E402
 from actors.names import NAMESPACE, engines_of, new_name  # noqa: E402
-from actors.transport import Address  # noqa: E402
+from actors.transport import Address, connect  # noqa: E402
 from runtime.core.config import DEFAULT_MODEL, EngineConfig, ModelInfo  # noqa: E402
 from runtime.core.executor import Executor  # noqa: E402
 from runtime.core.plan import StepPlan, StepResult  # noqa: E402
@@ -78,7 +78,7 @@ class ToyRunner:
         return StepResult(plan.step_id, np.full(int(plan.num_samples.sum()), word, np.int32))
 
     def attach(self, address: Any) -> None:
-        threading.Thread(target=serve_steps, args=(address, self), daemon=True).start()
+        threading.Thread(target=serve_steps, args=(connect(address), self), daemon=True).start()
 
     def stamps(self) -> dict[int, float]:
         return self._stamps

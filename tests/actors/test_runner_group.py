@@ -1,34 +1,218 @@
-"""The actors that compute for an engine, when they have to go."""
+"""The ranks of one engine: they are started together, and lost together."""
 
-import os
 import signal
 import subprocess
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from actors import runner_group
+from actors.executor import RunnersLost, serve_steps
 from actors.runner_group import RunnerGroup
-from runtime.core.config import EngineConfig
+from actors.transport import connect
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.types import CallboardError
+from tests.support.executor_group import Runner, expected, failing, plan_of, same
+
+INFO = ModelInfo("fingerprint", 32000, 128, (0,), 100, 16, "float32", "cpu")
+PHASES = ["location", "join", "load", "open", "attach"]
 
 
-def test_a_stopped_runner_is_killed_before_the_next_one_needs_its_place(monkeypatch: pytest.MonkeyPatch):
-    """Ray's own way asks the process to end, which a stopped one does not hear."""
-    asked: list[Any] = []
-    monkeypatch.setattr(runner_group.ray, "kill", asked.append)
+class Call:
+    """A method of a fake actor, as Ray's handles have them."""
 
-    def start_another(**_: Any) -> None:
-        assert process.wait(timeout=5) == -signal.SIGKILL
-        raise InterruptedError
+    def __init__(self, actor: "Rank", name: str) -> None:
+        self._actor, self._name = actor, name
+        self.answer: Future[Any] = Future()
 
-    monkeypatch.setattr(runner_group.ray, "remote", start_another)
-    with subprocess.Popen(["sleep", "60"]) as process:
-        process.send_signal(signal.SIGSTOP)
-        group = RunnerGroup(EngineConfig(), None, gpu=False)
-        group.runners, group._processes = ["runner"], [os.pidfd_open(process.pid)]
+    def remote(self, *arguments: Any) -> "Call":
+        self._actor.called.append((self._name, arguments))
+        threading.Thread(target=self._run, args=arguments, daemon=True).start()
+        return self
+
+    def _run(self, *arguments: Any) -> None:
+        disturb = self._actor.disturbances.get(self._name)
         try:
-            with pytest.raises(InterruptedError):
-                group.start()
-        finally:
-            process.kill()
-    assert asked == ["runner"]
+            if disturb is not None:
+                disturb(self._actor)
+            self.answer.set_result(getattr(self._actor, f"_{self._name}")(*arguments))
+        except Exception as e:
+            self.answer.set_exception(e)
+
+    def future(self) -> Future[Any]:
+        return self.answer
+
+
+class Rank:
+    """An actor whose process is another one, which can be killed and stopped."""
+
+    def __init__(self, rank: int, num_blocks: int) -> None:
+        self.rank, self.info = rank, replace(INFO, num_kv_blocks=num_blocks)
+        self.called: list[tuple[str, tuple[Any, ...]]] = []
+        self.disturbances: dict[str, Any] = {}
+        self.process = subprocess.Popen(["sleep", "60"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Call(self, name)
+
+    def _location(self) -> tuple[str, int]:
+        return "here", self.process.pid
+
+    def _join(self, config: EngineConfig, rank: int) -> bytes:
+        return b"handle of %d" % rank
+
+    def _load(self, handles: list[bytes]) -> ModelInfo:
+        return self.info
+
+    def _open(self, num_kv_blocks: int) -> ModelInfo:
+        return replace(self.info, num_kv_blocks=num_kv_blocks)
+
+    def _attach(self, address: Any) -> None:
+        threading.Thread(target=serve_steps, args=(connect(address), Runner(self.rank), self.rank), daemon=True).start()
+
+    def _wait_for_exit(self) -> None:
+        self.process.wait()
+
+
+class Group(RunnerGroup):
+    """Two ranks; those of the first start are disturbed."""
+
+    def __init__(self, **disturbances: Any) -> None:
+        super().__init__(EngineConfig(tensor_parallel_size=2), None, gpu=False)
+        self.disturbances = disturbances  # what happens to rank 1, by phase
+        self.starts: list[list[Rank]] = []
+
+    def _make_runners(self) -> list[Rank]:
+        for rank in (rank for ranks in self.starts for rank in ranks):
+            assert rank.process.wait(timeout=5) == -signal.SIGKILL, "it is gone before another needs its place"
+        ranks = [Rank(0, 70), Rank(1, 60)]
+        if not self.starts:
+            ranks[1].disturbances = self.disturbances
+        self.starts.append(ranks)
+        return ranks
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner_group, "_WATCH_S", 0.02)
+    monkeypatch.setattr(runner_group.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(
+        runner_group,
+        "_reach",
+        lambda node, pid: ("", runner_group.LocalProcess(pid)) if node == "here" else ("h", None),
+    )
+    made: list[Group] = []
+
+    def make(**disturbances: Any) -> Group:
+        made.append(Group(**disturbances))
+        return made[-1]
+
+    yield make
+    for group in made:
+        for rank in (rank for ranks in group.starts for rank in ranks):
+            rank.process.kill()
+            rank.process.wait()
+        if group._ranks is not None:
+            group._ranks.kill()
+
+
+def kill(rank: Rank) -> None:
+    rank.process.kill()
+    rank.process.wait()
+    threading.Event().wait()  # Ray tells of it later
+
+
+def stop(rank: Rank) -> None:
+    rank.process.send_signal(signal.SIGSTOP)
+    threading.Event().wait()
+
+
+def test_all_ranks_do_a_phase_before_any_begins_the_next(make):
+    group = make()
+    executor, info = group.start()
+    (ranks,) = group.starts
+    assert [[name for name, _ in rank.called if name != "wait_for_exit"] for rank in ranks] == [PHASES, PHASES]
+    handles = [b"handle of 0", b"handle of 1"]
+    assert [dict(rank.called)["load"] for rank in ranks] == [(handles,)] * 2
+    assert [dict(rank.called)["open"] for rank in ranks] == [(60,)] * 2
+    assert info.num_kv_blocks == 60, "the least that a rank offers"
+    executor.submit(plan_of(1))
+    assert same(executor.collect(), expected(plan_of(1)))
+
+
+@pytest.mark.parametrize("phase", PHASES[1:])
+@pytest.mark.parametrize("disturb", [kill, stop])
+def test_a_rank_that_is_lost_while_it_starts_takes_the_others_along(make, phase, disturb):
+    group = make(**{phase: disturb})
+    executor, _ = group.start()
+    assert len(group.starts) == 2
+    assert all(rank.process.poll() is None for rank in group.starts[1])
+    executor.submit(plan_of(1))
+    assert same(executor.collect(), expected(plan_of(1)))
+
+
+def test_a_group_that_is_lost_twice_is_given_up(make):
+    group = make(load=kill)
+    make_runners = group._make_runners
+
+    def make_fragile() -> list[Rank]:
+        ranks = make_runners()
+        ranks[1].disturbances = {"load": kill}
+        return ranks
+
+    group._make_runners = make_fragile
+    with pytest.raises(RunnersLost, match=r"Rank 1 is gone: its process has ended\.$"):
+        group.start()
+    assert len(group.starts) == 2
+
+
+def test_what_a_rank_says_is_told_with_its_number_while_others_wait_for_it(make):
+    def fail(rank: Rank) -> None:
+        raise RayTaskError("load", "traceback", CallboardError("There is too little memory.")).as_instanceof_cause()
+
+    group = make(load=fail)
+    make_runners = group._make_runners
+
+    def make_waiting() -> list[Rank]:
+        ranks = make_runners()
+        ranks[0].disturbances = {"load": lambda rank: threading.Event().wait()}
+        return ranks
+
+    group._make_runners = make_waiting
+    with pytest.raises(CallboardError, match=r"^Rank 1: There is too little memory\.$"):
+        group.start()
+    assert len(group.starts) == 1, "it would fail again"
+
+
+def test_ranks_that_disagree_are_told(make):
+    def change(rank: Rank) -> None:
+        rank.info = replace(rank.info, fingerprint="another")
+
+    with pytest.raises(CallboardError, match="Rank 1 has loaded another model than rank 0: its fingerprint is another"):
+        make(load=change).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_while_all_serve_ends_the_wait_for_it(make, number):
+    """Its last collective operation is done, so that no other rank misses it."""
+    group = make()
+    executor, _ = group.start()
+    executor.submit(failing(1, -1))
+    group.starts[0][1].process.send_signal(number)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(executor.collect)
+        end = time.monotonic() + 5
+        while not answer.done() and time.monotonic() < end:
+            group.check()
+            time.sleep(0.02)
+        executor.close()
+        with pytest.raises(RunnersLost, match=r"Rank 1 is stopped by a signal\.|has ended|was closed"):
+            answer.result()
+    assert time.monotonic() < end

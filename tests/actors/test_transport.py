@@ -108,7 +108,7 @@ def test_strangers_are_dropped_and_hold_nobody_up(host):
         assert wrong.recv(1) == b""
         assert not accepted.done()
         start = time.monotonic()
-        serving = pool.submit(serve_steps, address, Runner())
+        serving = pool.submit(serve_steps, connect(address), Runner())
         accepted.result(5)
         assert time.monotonic() - start < 1
         executor.submit(plan_of(0))

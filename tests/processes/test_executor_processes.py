@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from actors.executor import RunnersLost, SocketExecutor, serve_steps
+from actors.transport import connect
 from tests.support.executor_group import HOSTS, Runner, expected, failing, plan_of, processes, same
 
 
@@ -68,7 +69,8 @@ def actors(num_ranks: int):
             self.runner = Runner(rank)
 
         def attach(self, address):
-            threading.Thread(target=serve_steps, args=(address, self.runner, self.runner.rank), daemon=True).start()
+            arguments = connect(address), self.runner, self.runner.rank
+            threading.Thread(target=serve_steps, args=arguments, daemon=True).start()
 
     return [Actor.remote(rank) for rank in range(num_ranks)]
 

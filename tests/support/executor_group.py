@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from actors.executor import SocketExecutor, serve_steps
-from actors.transport import Address
+from actors.transport import Address, connect
 from runtime.core.plan import NewSlot, StepPlan, StepResult, encode_plan, encode_result
 from runtime.core.types import SamplingParams
 
@@ -62,7 +62,7 @@ class Runner:
 
 def serve_rank(address: Address, rank: int) -> None:
     """The body of a runner process."""
-    serve_steps(address, Runner(rank), rank)
+    serve_steps(connect(address), Runner(rank), rank)
 
 
 def expected(plan: StepPlan, num_out: int = 1) -> StepResult:
@@ -82,7 +82,9 @@ class Group:
         for runner in self.runners:
             runner.asynchronous = asynchronous
         self.threads = [
-            threading.Thread(target=serve_steps, args=(self.executor.address(rank, host), runner, rank), daemon=True)
+            threading.Thread(
+                target=serve_steps, args=(connect(self.executor.address(rank, host)), runner, rank), daemon=True
+            )
             for rank, runner in enumerate(self.runners)
         ]
         for thread in self.threads:
