@@ -244,7 +244,7 @@ def choose_kernel(
     counters_ptr,  # [n, NUM_COUNTERS] int32, 0
     above_ptr,  # [n, num_tiles, LEVELS] int32: the mass above each level, as bits
     kept_ptr,  # [n, 2, FEW] int32: keys and ids of the tokens that reach the floor of top-k
-    token_ids_ptr,  # [num_rows] int32
+    token_ids_ptr,  # [num_rows] int32; keys, [n] int64, if SPLIT
     tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
     vocab,
     num_tiles,
@@ -259,6 +259,7 @@ def choose_kernel(
     MIN_P: tl.constexpr,
     RESAMPLE: tl.constexpr,
     INDEXED: tl.constexpr,
+    SPLIT: tl.constexpr,
     FAILED: tl.constexpr,
     TILE: tl.constexpr,
     SPAN: tl.constexpr,  # tiles that a program reads at once
@@ -370,5 +371,6 @@ def choose_kernel(
                         safe = tl.minimum(safe, tl.min(tl.where(survives, at, float("inf")), axis=0))
         if part == 0:
             write_token(
-                row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, RESAMPLE, FAILED
-            )
+                row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
+                RESAMPLE, SPLIT, FAILED,
+            )  # fmt: skip

@@ -38,8 +38,9 @@ class Communicator(Protocol):
         """The sum of all ranks' partials [n, width], contiguous, in their dtype."""
         ...
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, size * width] from each rank's x [n, width], contiguous, by rank."""
+    def all_gather(self, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, size * width] from each rank's x [n, width], contiguous, by rank. Of rows where `wanted` [n] int32, equal
+        on all ranks, is 0, nothing needs to be moved, and the result may be anything."""
         ...
 
     def all_max(self, keys: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ class OneRank:
     def reduced(self, partial: torch.Tensor) -> torch.Tensor:
         return partial
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         return x
 
     def all_max(self, keys: torch.Tensor) -> torch.Tensor:

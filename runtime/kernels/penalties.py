@@ -10,7 +10,7 @@ import torch
 
 from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
 from runtime.kernels.sample import FREQUENCY, PENALISED_FROM, PRESENCE, PROMPT_LEN, REPETITION
-from runtime.kernels.token_keys import load_float
+from runtime.kernels.token_keys import is_penalised, load_float
 
 NUM_TABLES = 64  # of counts, each the size of a vocabulary; rows beyond take turns
 _BLOCK = 2048  # tokens at once
@@ -48,20 +48,6 @@ def penalise_torch(
     logits.index_copy_(0, rows, chosen)
 
 
-@jit
-def _is_penalised(
-    params, position, REPETITION: tl.constexpr, FREQUENCY: tl.constexpr, PRESENCE: tl.constexpr,
-    PENALISED_FROM: tl.constexpr, ALL_ROWS: tl.constexpr,
-):  # fmt: skip
-    if ALL_ROWS:
-        others = (load_float(params + FREQUENCY) != 0.0) | (load_float(params + PRESENCE) != 0.0)
-        penalised = (load_float(params + REPETITION) != 1.0) | others
-    else:
-        first = tl.load(params + PENALISED_FROM, cache_modifier=".cg")
-        penalised = (first > 0) & (position >= first)
-    return penalised
-
-
 @jit(do_not_specialize=["n"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _penalties_kernel(
     logits_ptr,  # [n, vocab] float32, rows logits_stride apart
@@ -88,7 +74,7 @@ def _penalties_kernel(
     num_penalised = tl.full([], 0, tl.int32)
     for row in range(tl.program_id(0), n, tl.num_programs(0)):
         params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
-        num_penalised += _is_penalised(
+        num_penalised += is_penalised(
             params, tl.load(positions_ptr + row), REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS
         ).to(tl.int32)
     if PDL:  # rows and their parameters are there since the head of the step
@@ -100,7 +86,7 @@ def _penalties_kernel(
             known_ptr = tokens_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
             params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
             position = tl.load(positions_ptr + row)
-            if _is_penalised(params, position, REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS):
+            if is_penalised(params, position, REPETITION, FREQUENCY, PRESENCE, PENALISED_FROM, ALL_ROWS):
                 of_row = logits_ptr + tl.cast(row, tl.int64) * logits_stride
                 repetition, prompt_len = load_float(params + REPETITION), tl.load(params + PROMPT_LEN)
                 frequency, presence = load_float(params + FREQUENCY), load_float(params + PRESENCE)

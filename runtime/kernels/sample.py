@@ -3,7 +3,8 @@ min-p leave, written into the requests' state.
 
 The vocabulary is cut into tiles of a fixed size, so that one row fills the device and a row's token depends on no
 other row. A tile's best score and its token id become one int64 key that orders first by score and then by lowest id;
-a row's token is the largest of its keys, unless it is filtered out: `choose.py` says how that is found.
+a row's token is the largest of its keys, unless it is filtered out: `choose.py` says how that is found. Where ranks
+have parts of the vocabulary, the largest key of each goes to the others.
 
 The noise is runtime.kernels.gumbel's, integers bit for bit.
 """
@@ -22,7 +23,7 @@ from runtime.core.types import SamplingParams
 from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.choose import LEVELS, NUM_COUNTERS, choose_kernel
 from runtime.kernels.gumbel import gumbel_noise, noise_keys, noise_of_tokens
-from runtime.kernels.token_keys import is_filtered, key_of, load_float, mass_of, packed, write_token
+from runtime.kernels.token_keys import FAILED, is_filtered, key_of, load_float, mass_of, packed, write_token
 from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
 
 # Columns of a slot's parameters, int32; floats as their bits.
@@ -38,7 +39,6 @@ _SPAN = 2  # tiles that are filtered at once
 _GROUP = 128  # tokens whose best one is a first guess at top-k
 _FEW = 512  # tokens that are gathered for top-k and compared with each other
 _PROGRAMS_PER_SM = 4  # of 128 threads with at most 128 registers each
-_FAILED = (1 << 63) - 1  # the key of a tile with a value that is not finite; larger than any other
 _COLUMNS = {
     "TEMPERATURE": TEMPERATURE, "SEED_LOW": SEED_LOW, "SEED_HIGH": SEED_HIGH,
     "TOP_K": TOP_K, "TOP_P": TOP_P, "MIN_P": MIN_P,
@@ -52,6 +52,15 @@ class Resample:
     token_ids: torch.Tensor  # [num_rows] int32 of the whole step, changed in place
     rows: torch.Tensor  # [n] int32, where in token_ids the rows are
     gathered: bool  # the logits are of these rows alone; else of the whole step, as token_ids are
+
+
+@dataclass(slots=True)
+class OwnLogits:
+    """A rank's part of the logits; rows that are not `wanted` are answered from it."""
+
+    logits: torch.Tensor  # [n, num_own] float32
+    first: int  # token id of the first column
+    wanted: torch.Tensor  # [n] int32: not 0 for rows that are answered from all ranks' logits
 
 
 def sample_tokens_torch(
@@ -94,6 +103,9 @@ def _best_of_tile_kernel(
     positions_ptr,  # [n]
     params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
     rows_ptr,  # [n], of the logits; read if INDEXED
+    # Read if SPLIT:
+    own_ptr,  # [n, num_own] fp32: of the token ids from first_own on
+    wanted_ptr,  # [n] int32: 0 for rows that are answered from them
     keys_ptr,  # [n, num_tiles] int64
     # Set for filtered rows, in rows that are work_stride apart:
     tops_ptr,  # [n, num_tiles] int32: the best logit of each tile, as bits
@@ -104,6 +116,9 @@ def _best_of_tile_kernel(
     logits_stride,
     state_stride,
     work_stride,
+    first_own,
+    num_own,
+    own_stride,
     TEMPERATURE: tl.constexpr,
     SEED_LOW: tl.constexpr,
     SEED_HIGH: tl.constexpr,
@@ -112,6 +127,7 @@ def _best_of_tile_kernel(
     MIN_P: tl.constexpr,
     RESAMPLE: tl.constexpr,
     INDEXED: tl.constexpr,
+    SPLIT: tl.constexpr,
     FILTERS: tl.constexpr,
     FAILED: tl.constexpr,
     TILE: tl.constexpr,
@@ -120,7 +136,7 @@ def _best_of_tile_kernel(
     PDL: tl.constexpr,
 ):
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    ids = tile * TILE + tl.arange(0, TILE)
+    columns = tile * TILE + tl.arange(0, TILE)
     params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
     temperature = load_float(params + TEMPERATURE)
     if PDL:  # rows and their parameters are there since the head of the step
@@ -129,8 +145,13 @@ def _best_of_tile_kernel(
     logits_row = row
     if INDEXED:
         logits_row = tl.load(rows_ptr + row).to(tl.int64)
-    logits = tl.load(logits_ptr + logits_row * logits_stride + ids, mask=ids < vocab, other=-float("inf"))
-    logits = logits.to(tl.float32)
+    logits_ptr += logits_row * logits_stride
+    ids, num_tokens = columns, vocab
+    if SPLIT:  # noqa: SIM102  # a constexpr
+        if tl.load(wanted_ptr + row) == 0:
+            logits_ptr = own_ptr + row * own_stride
+            ids, num_tokens = first_own + columns, num_own
+    logits = tl.load(logits_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
     scores = logits
     if temperature > 0:
         low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
@@ -151,8 +172,10 @@ def _best_of_tile_kernel(
     best = tl.max(scores, axis=0)
     key = packed(best, tl.min(tl.where(scores == best, ids, 0x7FFFFFFF), axis=0))
     if not RESAMPLE:
-        finite = (tl.abs(logits) < float("inf")) | (ids >= vocab)
+        finite = (tl.abs(logits) < float("inf")) | (columns >= num_tokens)
         key = tl.where(tl.min(finite.to(tl.int32), axis=0) == 1, key, FAILED)
+    if SPLIT:
+        key = tl.where(tile * TILE < num_tokens, key, -FAILED)
     tl.store(keys_ptr + row * tl.num_programs(0) + tile, key)
 
 
@@ -162,11 +185,12 @@ def _best_of_row_kernel(
     slots_ptr,  # [n]
     positions_ptr,  # [n]
     rows_ptr,  # [n]; not read without RESAMPLE
-    token_ids_ptr,  # [num_rows] int32
+    token_ids_ptr,  # [num_rows] int32; keys, [n] int64, if SPLIT
     tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
     num_tiles,
     state_stride,
     RESAMPLE: tl.constexpr,
+    SPLIT: tl.constexpr,
     FAILED: tl.constexpr,
     TILES: tl.constexpr,  # power of two, at least num_tiles
     PDL: tl.constexpr,
@@ -176,10 +200,12 @@ def _best_of_row_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row, tiles = tl.program_id(0), tl.arange(0, TILES)
     keys = tl.load(keys_ptr + row.to(tl.int64) * num_tiles + tiles, mask=tiles < num_tiles, other=-FAILED)
-    key = tl.max(keys, axis=0)  # no key is as low as -FAILED
+    key = tl.max(keys, axis=0)  # no token's key is as low as -FAILED
     if RESAMPLE:
         key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FAILED, key)
-    write_token(row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, RESAMPLE, FAILED)
+    write_token(
+        row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride, RESAMPLE, SPLIT, FAILED
+    )
 
 
 def sample_tokens_triton(
@@ -190,39 +216,63 @@ def sample_tokens_triton(
     params: torch.Tensor,
     resample: Resample | None = None,
     filters: bool = True,
+    own: OwnLogits | None = None,
 ) -> torch.Tensor:
-    """`sample_tokens_torch` as two kernels: one scores all tokens, and one chooses."""
+    """`sample_tokens_torch` as two kernels: one scores all tokens, and one chooses.
+
+    With `own`, the answer is keys [n] int64. The largest of all ranks' go to `write_tokens_triton`, which answers what
+    `sample_tokens_torch` does of all logits."""
     n, vocab, device = len(slots), logits.shape[1], logits.device
     if resample is None:
-        token_ids, rows = torch.empty(n, dtype=torch.int32, device=device), slots
+        answers, rows = torch.empty(n, dtype=torch.int32 if own is None else torch.int64, device=device), slots
     else:
-        token_ids, rows = resample.token_ids, resample.rows
+        answers, rows = resample.token_ids, resample.rows
     if not n:
-        return token_ids
-    num_tiles, pdl = -(-vocab // _TILE), use_pdl(logits)
+        return answers
+    num_tiles, pdl = max(1, -(-vocab // _TILE)), use_pdl(logits)
     keys = torch.empty((n, num_tiles), dtype=torch.int64, device=device)
     sizes = [num_tiles, num_tiles, num_tiles * (_TILE // _GROUP), NUM_COUNTERS, num_tiles * LEVELS, 2 * _FEW]
     work = _workspace(n if filters else 0, sizes, device)
     strides = logits.stride(0), params.stride(0), work[0].stride(0)
-    launch = {"RESAMPLE": resample is not None, "FAILED": _FAILED, "PDL": pdl, "launch_pdl": pdl}
+    part = (own.logits, own.wanted) if own is not None else (logits, slots)
+    of_part = (own.first, own.logits.shape[1], own.logits.stride(0)) if own is not None else (0, 0, 0)
+    pass_of = {"RESAMPLE": resample is not None, "SPLIT": own is not None}
+    launch = pass_of | {"FAILED": FAILED, "PDL": pdl, "launch_pdl": pdl}
     indexed = resample is not None and not resample.gathered
     form = launch | {"INDEXED": indexed, "TILE": _TILE, "GROUP": _GROUP} | _COLUMNS
     _best_of_tile_kernel[(num_tiles, n)](
-        logits, slots, positions, params, rows, keys, *work[:4], vocab, *strides,
+        logits, slots, positions, params, rows, *part, keys, *work[:4], vocab, *strides, *of_part,
         FILTERS=filters, NUM_COUNTERS=NUM_COUNTERS, num_warps=4, **form,
     )  # fmt: skip
     tiles = next_power_of_2(num_tiles)
     if not filters:
         _best_of_row_kernel[(n,)](
-            keys, slots, positions, rows, token_ids, tokens, num_tiles, params.stride(0),
+            keys, slots, positions, rows, answers, tokens, num_tiles, params.stride(0),
             TILES=tiles, num_warps=1, **launch,
         )  # fmt: skip
-        return token_ids
+        return answers
     parts = max(1, min(_num_resident(device) // n, -(-num_tiles // _SPAN)))
     choose_kernel[(parts, n)](
-        logits, slots, positions, params, rows, keys, *work, token_ids, tokens, vocab, num_tiles, *strides,
+        logits, slots, positions, params, rows, keys, *work, answers, tokens, vocab, num_tiles, *strides,
         SPAN=_SPAN, TILES=tiles, FEW=_FEW, LEVELS=LEVELS, num_warps=4, maxnreg=128, **form,
     )  # fmt: skip
+    return answers
+
+
+def write_tokens_triton(
+    keys: torch.Tensor,  # [n] int64, the largest of all ranks'
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32; the token goes to [slot, position], a failed one as 0
+) -> torch.Tensor:
+    """token_ids [n] int32 of keys, as `sample_tokens_torch` has them."""
+    n, pdl = len(slots), use_pdl(keys)
+    token_ids = torch.empty(n, dtype=torch.int32, device=keys.device)
+    if n:
+        _best_of_row_kernel[(n,)](
+            keys, slots, positions, slots, token_ids, tokens, 1, tokens.stride(0),
+            RESAMPLE=False, SPLIT=False, FAILED=FAILED, TILES=1, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        )  # fmt: skip
     return token_ids
 
 

@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import torch
+
 from runtime.kernels._triton import jit, tl
+
+FAILED = (1 << 63) - 1  # the key of tokens with a logit that is not finite; larger than any other
+NONE = -FAILED  # that of no tokens; lower than any other
+
+
+def best_keys_torch(
+    scores: torch.Tensor,  # [n, m] float32, of tokens with neighbouring ids
+    first: int,  # token id of the first column
+) -> torch.Tensor:
+    """[n] int64: the largest of each row's `packed` keys."""
+    if not scores.shape[1]:
+        return torch.full((len(scores),), NONE, dtype=torch.int64, device=scores.device)
+    best, at = scores.max(-1)
+    bits = (best + 0.0).view(torch.int32)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) | (0x7FFFFFFF - first - at)
+
+
+def tokens_of_keys_torch(keys: torch.Tensor) -> torch.Tensor:
+    """[n] int64 the token ids of keys; -1 of those that have FAILED."""
+    return (0x7FFFFFFF - (keys & 0x7FFFFFFF)).masked_fill_(keys == FAILED, -1)
 
 
 @jit
@@ -53,15 +75,34 @@ def mass_of(logits, best, temperature):
 
 
 @jit
+def is_penalised(
+    params, position, REPETITION: tl.constexpr, FREQUENCY: tl.constexpr, PRESENCE: tl.constexpr,
+    PENALISED_FROM: tl.constexpr, ALL_ROWS: tl.constexpr,
+):  # fmt: skip
+    """True if the row with these parameters has penalties; without ALL_ROWS, if the captured pass applies them."""
+    if ALL_ROWS:
+        others = (load_float(params + FREQUENCY) != 0.0) | (load_float(params + PRESENCE) != 0.0)
+        penalised = (load_float(params + REPETITION) != 1.0) | others
+    else:
+        first = tl.load(params + PENALISED_FROM, cache_modifier=".cg")
+        penalised = (first > 0) & (position >= first)
+    return penalised
+
+
+@jit
 def write_token(
     row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
-    RESAMPLE: tl.constexpr, FAILED: tl.constexpr,
+    RESAMPLE: tl.constexpr, SPLIT: tl.constexpr, FAILED: tl.constexpr,
 ):  # fmt: skip
-    """The row's answer, from its packed key, into the step's and the request's tokens."""
-    token_id = tl.where(key == FAILED, -1, token_of(key))
-    at = row
-    if RESAMPLE:
-        at = tl.load(rows_ptr + row)
-    tl.store(token_ids_ptr + at, token_id)
-    state = tl.load(slots_ptr + row).to(tl.int64) * state_stride + tl.load(positions_ptr + row)
-    tl.store(tokens_ptr + state, tl.maximum(token_id, 0))
+    """The row's answer, from its packed key, into the step's and the request's tokens. SPLIT: the key itself, which
+    other ranks have yet to agree to, into int64 in the place of the step's."""
+    if SPLIT:
+        tl.store(token_ids_ptr + row, key)
+    else:
+        token_id = tl.where(key == FAILED, -1, token_of(key))
+        at = row
+        if RESAMPLE:
+            at = tl.load(rows_ptr + row)
+        tl.store(token_ids_ptr + at, token_id)
+        state = tl.load(slots_ptr + row).to(tl.int64) * state_stride + tl.load(positions_ptr + row)
+        tl.store(tokens_ptr + state, tl.maximum(token_id, 0))

@@ -20,6 +20,7 @@ from runtime.worker.kv_cache import KVCache
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs, Sampler
 from runtime.worker.slots import Slots
+from runtime.worker.split_logits import SplitLogits
 from runtime.worker.steps import make_result
 
 
@@ -38,6 +39,7 @@ class CpuSteps:
         grammar_state: GrammarState,
     ) -> None:
         self.decoder, self.cache = decoder, cache
+        self.split = SplitLogits(decoder.spec.vocab_size)
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
         self.grammar_state = grammar_state
         self.attention_shape = AttentionShape(
@@ -56,8 +58,8 @@ class CpuSteps:
         device = self.cache.device
         max_blocks = -(-self.max_model_len // self.cache.block_size)
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, device)
-        self.sampler = Sampler(self.num_slots, self.decoder.spec.vocab_size, self.eos_token_ids, device)
-        self.scorer = PromptScorer(self.decoder, self.num_slots)
+        self.sampler = Sampler(self.num_slots, self.split.vocab_size, self.eos_token_ids, device, self.split)
+        self.scorer = PromptScorer(self.decoder, self.num_slots, self.split)
         self.grammar_state.clear()
         self.poisoned = False  # some step had a non-finite value, so that free blocks may hold one
 

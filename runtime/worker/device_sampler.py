@@ -10,10 +10,12 @@ from runtime.kernels.automata import AT, FIRST
 from runtime.kernels.bitmask import apply_bitmask_triton
 from runtime.kernels.logprobs import token_logprobs
 from runtime.kernels.penalties import NUM_TABLES, penalise_triton
-from runtime.kernels.sample import Resample, sample_tokens_triton
+from runtime.kernels.sample import OwnLogits, Resample, sample_tokens_triton, write_tokens_triton
+from runtime.kernels.wanted_logits import wanted_logits_triton
 from runtime.worker.grammar_state import Masks
 from runtime.worker.sampler import Logprobs
 from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling
+from runtime.worker.split_logits import SplitLogits
 from runtime.worker.transfers import Transfers
 
 
@@ -22,15 +24,22 @@ class DeviceSampler(SlotSampling):
     in a graph; `resample` then corrects the rows that want more. The caller writes what `add` returns into the slot's
     columns of the state."""
 
-    def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], transfers: Transfers) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        transfers: Transfers,
+        split: SplitLogits | None = None,
+    ) -> None:
         super().__init__(num_slots, vocab_size, eos_token_ids)
-        self._upload = transfers.upload
+        self._upload, self.split = transfers.upload, split or SplitLogits(vocab_size)
         # Captured graphs have its address.
         self._tables = torch.zeros((NUM_TABLES, vocab_size), dtype=torch.int32, device=transfers.device)
 
     def sample(
         self,
-        logits: torch.Tensor,  # [n, vocab] float32, the model's own; penalties change them in place
+        logits: torch.Tensor,  # [n, vocab] float32, the model's own; penalties change them in place. Of ranks, a part
         slots: torch.Tensor,  # [n] int32
         positions: torch.Tensor,  # [n] int32, of the tokens to be sampled
         tokens: torch.Tensor,  # [num_slots + 1, max_model_len] int32, the state's; sampled tokens are written into it
@@ -39,9 +48,15 @@ class DeviceSampler(SlotSampling):
         penalties: bool = True,  # False: no row has one
     ) -> torch.Tensor:
         """Token ids [n] int32, -1 where the logits are not finite (C9)."""
+        own = None
+        if self.split.is_split:
+            own = OwnLogits(logits, self.split.own_ids.start, wanted_logits_triton(slots, positions, params))
+            if filters or penalties:
+                logits = self.split.whole(logits, own.wanted)
         if penalties:
             penalise_triton(logits, slots, positions, tokens, params, False, self._tables)
-        return sample_tokens_triton(logits, slots, positions, tokens, params, filters=filters)
+        answers = sample_tokens_triton(logits, slots, positions, tokens, params, filters=filters, own=own)
+        return answers if own is None else write_tokens_triton(self.split.best(answers), slots, positions, tokens)
 
     def resample(
         self,
@@ -55,6 +70,9 @@ class DeviceSampler(SlotSampling):
     ) -> Logprobs | None:
         """Correct the rows that want more than `sample`; the log-probabilities asked for, on the device."""
         wanting = self.wants_second_pass(host_slots, host_positions)
+        if self.split.is_split:
+            wanted = wanting | (self.num_logprobs[host_slots] >= 0)
+            logits = self.split.whole(logits, self._upload(wanted.astype(np.int32)))
         if masks is not None:
             only_masked = self.only_masked[host_slots] & (host_positions >= self.held_until[host_slots])
             if only_masked[self.bound[host_slots]].all():
@@ -74,7 +92,17 @@ class DeviceSampler(SlotSampling):
             if masks is not None and masks.automata is not None and tracked is not None:
                 masks.automata.advance(token_ids, tracked)
             del chosen  # before log-probabilities want as much
+        if self.split.is_split and self.bound[host_slots].any():
+            self._take_first_ranks(token_ids, host_slots, host_positions, tokens)
         return self._logprobs(logits, token_ids, host_slots)
+
+    def _take_first_ranks(
+        self, token_ids: torch.Tensor, host_slots: Int32s, host_positions: Int32s, tokens: torch.Tensor
+    ) -> None:
+        """The step's token ids of rank 0, which alone follows grammars, in the place of this rank's."""
+        token_ids.copy_(self.split.of_first_rank(token_ids))
+        slots, positions = self._upload(host_slots, host_positions).view(2, -1).long()
+        tokens[slots, positions] = token_ids.clamp(min=0)
 
     def _resample_masked(
         self,

@@ -31,6 +31,7 @@ from runtime.worker.graph_runner import NO_WRITES, Bucket, CapturedGraph, GraphR
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
+from runtime.worker.split_logits import SplitLogits
 from runtime.worker.step_rows import StepShape, token_offsets
 from runtime.worker.steps import make_result
 from runtime.worker.transfers import Transfers
@@ -51,6 +52,7 @@ class GpuSteps:
         grammar_state: GrammarState,
     ) -> None:
         self.decoder, self.cache = decoder, cache
+        self.split = SplitLogits(decoder.spec.vocab_size)
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
         self.grammar_state = grammar_state
         self.device, self.block_size = cache.device, cache.block_size
@@ -63,16 +65,16 @@ class GpuSteps:
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
         self.transfers = Transfers(self.device)
         self.graph_runner = GraphRunner(self.state.view(-1), num_slots, max_model_len, self.block_size)
-        self.graph_logits = torch.empty(0, device=self.device)  # [num_tokens, vocab], of the last replay
+        self.graph_logits = torch.empty(0, device=self.device)  # [num_tokens, own_ids], of the last replay
         self.row_numbers = torch.arange(self.graph_runner.max_rows + 1, dtype=torch.int32, device=self.device)
-        self.sampler = DeviceSampler(num_slots, decoder.spec.vocab_size, eos_token_ids, self.transfers)
+        self.sampler = DeviceSampler(num_slots, self.split.vocab_size, eos_token_ids, self.transfers, self.split)
         self.reset()
 
     def reset(self) -> None:
         """Forget all requests."""
         self.state.zero_()
         self.sampler.clear()
-        self.scorer = PromptScorer(self.decoder, self.num_slots)
+        self.scorer = PromptScorer(self.decoder, self.num_slots, self.split)
         self.grammar_state.clear(DeviceAutomata(self.num_slots, self.device))
 
     @torch.inference_mode()
@@ -214,7 +216,7 @@ class GpuSteps:
         up to `prefill_tokens` tokens."""
         buckets: list[Bucket | StepShape] = [*self.graph_runner.buckets(row_lens)]
         buckets += self.graph_runner.prefill_buckets(prefill_tokens)
-        shape = max(bucket.num_samples for bucket in buckets), self.decoder.spec.vocab_size
+        shape = max(bucket.num_samples for bucket in buckets), len(self.split.own_ids)
         self.graph_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
         self.graph_runner.capture(buckets, self.step)
 

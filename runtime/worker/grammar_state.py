@@ -96,9 +96,10 @@ class GrammarState:
     """The outputs that are bound to a grammar, by slot. Each step asks for `masks`, and, if there are any, tells what
     was `sampled`."""
 
-    def __init__(self, vocab_size: int, is_draft: bool = False) -> None:
-        """A draft's outputs are rewritten, and where a grammar cannot be served they go on without it."""
-        self._num_words, self._is_draft = -(-vocab_size // 32), is_draft
+    def __init__(self, vocab_size: int, is_draft: bool = False, rank: int = 0) -> None:
+        """A draft's outputs are rewritten, and where a grammar cannot be served they go on without it. Ranks other than
+        0 follow no output: how far a grammar gets depends on time, so they take rank 0's tokens."""
+        self._num_words, self._is_draft, self._rank = -(-vocab_size // 32), is_draft, rank
         self.step_us = math.inf  # a decode step of many rows, once a device's was measured
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._engines: Future[Engines] | None = None
@@ -109,6 +110,8 @@ class GrammarState:
     def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """Make engines for the model's vocabulary, which takes about a second: a target's in the background. Until
         this is called, no output that has a grammar can be served."""
+        if self._rank:
+            return
         self._engines = self._thread.submit(lambda: self._make_engines(vocabulary()))
         if self._is_draft:
             self._engines.exception()  # waits: nobody needs a draft that starts, all wait for one that answers
@@ -126,7 +129,7 @@ class GrammarState:
     def add(self, new: NewSlot) -> None:
         """A request enters its slot."""
         self.remove(new.slot)
-        if new.params.grammar is not None:
+        if new.params.grammar is not None and not self._rank:
             output = _Output(new.params.grammar, new.prompt_len, new.token_ids[new.prompt_len :].tolist())
             if self._engines is None:
                 output.failed, output.failure = True, "This model runner serves no structured output."

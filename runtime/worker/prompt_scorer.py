@@ -13,6 +13,7 @@ from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan, num_targets
 from runtime.kernels.logprobs import token_logprobs
 from runtime.models.decoder import Decoder
 from runtime.worker.sampler import Logprobs
+from runtime.worker.split_logits import SplitLogits
 
 MIN_SLICE = 64  # tokens
 
@@ -21,8 +22,8 @@ class PromptScorer:
     """The slots whose prompts are scored. It needs no more memory than sampling has: a slice is as long as the largest
     batch (memory.py plans for `MIN_SLICE` at least)."""
 
-    def __init__(self, decoder: Decoder, num_slots: int) -> None:
-        self.decoder = decoder
+    def __init__(self, decoder: Decoder, num_slots: int, split: SplitLogits) -> None:
+        self.decoder, self.split = decoder, split
         self.slice_len = max(num_slots, MIN_SLICE)
         self.prompts: dict[int, tuple[int, int]] = {}  # slot -> prompt length, alternatives to report
 
@@ -63,7 +64,7 @@ class PromptScorer:
         num_top = max(n for _, n in self.prompts.values())
         slices = []
         for rows, follow in zip(*(w.split(self.slice_len) for w in where), strict=True):
-            logits = self.decoder.logits(hidden.index_select(0, rows)).float()
+            logits = self.split.whole(self.decoder.logits(hidden.index_select(0, rows)).float())
             slices.append(token_logprobs(logits, tokens.index_select(0, follow).long(), num_top))
         own, ranks, top_ids, top = (torch.cat(parts) for parts in zip(*slices, strict=True))
         return Logprobs(EMPTY, ranks, own, top_ids, top)

@@ -69,7 +69,7 @@ class ModelRunner:
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         self.decoder = source.load(spec, numerics, self.memory.max_model_len)
         self.kv_scales = source.kv_scales() if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" else None
-        self.grammar_state = GrammarState(source.spec.vocab_size, is_draft)
+        self.grammar_state = GrammarState(source.spec.vocab_size, is_draft, rank)
         if numerics.backend == "triton" and numerics.device.type == "cuda":
             self._measure_memory()
         logger.info("%s", self.memory)

@@ -16,10 +16,12 @@ from runtime.kernels.bitmask import apply_bitmask_torch
 from runtime.kernels.gumbel import gumbel_noise, noise_keys
 from runtime.kernels.logprobs import token_logprobs
 from runtime.kernels.penalties import penalise_torch
+from runtime.kernels.token_keys import FAILED, best_keys_torch, tokens_of_keys_torch
 from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.worker.grammar_state import Masks
 from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling
 from runtime.worker.slots import Slots
+from runtime.worker.split_logits import SplitLogits
 
 
 @dataclass(slots=True)
@@ -53,9 +55,16 @@ class Sampler(SlotSampling):
     In order, on a copy of the raw logits: logit bias, min_tokens, grammar, penalties, temperature, top-k/top-p/min-p,
     noise."""
 
-    def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+        split: SplitLogits | None = None,
+    ) -> None:
         super().__init__(num_slots, vocab_size, eos_token_ids)
-        self.device = device
+        self.device, self.split = device, split or SplitLogits(vocab_size)
         self.rows = np.zeros((num_slots, sample.NUM_PARAMS), np.int32)
         self.vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
 
@@ -66,7 +75,7 @@ class Sampler(SlotSampling):
 
     def sample(
         self,
-        logits: torch.Tensor,  # [n, vocab] the model's own
+        logits: torch.Tensor,  # [n, vocab] the model's own; of ranks, each one's part
         slots: Int32s,  # [n]
         positions: Int32s,  # [n] of the tokens to be sampled
         state: Slots,
@@ -74,6 +83,9 @@ class Sampler(SlotSampling):
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """Token ids [n] int64, -1 where the logits are not finite (C9), and the log-probabilities asked for."""
         logits = logits.float()  # at once: a CPU's reductions over bfloat16 are several times slower
+        if self.split.is_split and not self.needs_all_logits(slots, positions):
+            return self._best_of_parts(logits, slots, positions), None
+        logits = self.split.whole(logits)
         finite = logits.sum(-1).isfinite()
         token_ids = logits.argmax(-1)
         drawn = self._float(sample.TEMPERATURE, slots) > 0
@@ -88,7 +100,18 @@ class Sampler(SlotSampling):
                 finite[self._tensor(masks.failed).long()] = False
             token_ids[index] = self._choose(chosen, slots[rows], positions[rows], state)
         logprobs = self._logprobs(logits, token_ids, slots)
-        return token_ids.masked_fill_(~finite, -1), logprobs
+        token_ids.masked_fill_(~finite, -1)
+        return self.split.of_first_rank(token_ids) if self.bound[slots].any() else token_ids, logprobs
+
+    def _best_of_parts(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
+        """Token ids [n], as `sample` has them, of rows that only want the best of all ranks' tokens."""
+        failed, ids = ~logits.sum(-1).isfinite(), self.split.own_ids
+        if len(rows := np.flatnonzero(self._float(sample.TEMPERATURE, slots) > 0)):
+            index, chosen = self._tensor(rows), (slots[rows], positions[rows])
+            scores = self._scores(logits.index_select(0, index), *chosen, self.vocab_ids[ids.start : ids.stop])
+            logits = logits.index_copy(0, index, scores)
+        keys = best_keys_torch(logits, ids.start).masked_fill_(failed, FAILED)
+        return tokens_of_keys_torch(self.split.best(keys))
 
     def _choose(self, logits: torch.Tensor, slots: Int32s, positions: Int32s, state: Slots) -> torch.Tensor:
         """Of the rows that want more than the best token; `logits` is theirs to change."""
@@ -115,6 +138,16 @@ class Sampler(SlotSampling):
                 logits[row].index_fill_(0, self._tensor(self.stops[int(slots[row])]), MASKED_LOGIT)
 
     def _draw(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
+        return self._scores(logits, slots, positions, self.vocab_ids).argmax(-1)
+
+    def _scores(
+        self,
+        logits: torch.Tensor,  # [n, m], changed in place
+        slots: Int32s,
+        positions: Int32s,
+        ids: torch.Tensor,  # [m] int32 of these tokens; all, if a row has a filter
+    ) -> torch.Tensor:
+        """[n, m] of rows with a temperature: the best scored token is drawn."""
         logits.div_(self._tensor(self._float(sample.TEMPERATURE, slots))[:, None])
         rows = np.flatnonzero(self.filtered[slots])
         if len(rows):
@@ -126,7 +159,7 @@ class Sampler(SlotSampling):
             logits.index_copy_(0, index, chosen.masked_fill_(chosen < bounds[:, None], -torch.inf))
         seeds = self.rows[slots, sample.SEED_LOW : sample.SEED_HIGH + 1].view(np.int64)[:, 0]
         keys = noise_keys(self._tensor(seeds), self._tensor(positions))
-        return logits.add_(gumbel_noise(keys[:, :, None], self.vocab_ids)).argmax(-1)
+        return logits.add_(gumbel_noise(keys[:, :, None], ids))
 
     def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, slots: Int32s) -> Logprobs | None:
         wanted = self.num_logprobs[slots]

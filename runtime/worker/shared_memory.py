@@ -142,7 +142,7 @@ class SharedMemory:
             flat[start : start + len(partials[0])] = sum_partials_torch(partials, self._tree)
         return out
 
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         out = x.new_empty(self.size, x.numel())
         for start, parts in self._exchange(x, b"all"):
             torch.stack(parts, out=out[:, start : start + len(parts[0])])

@@ -86,3 +86,8 @@ class SlotSampling:
     def is_plain(self, slots: Int32s, positions: Int32s) -> bool:
         """True if the captured pass is all that these rows want."""
         return not (self.wants_second_pass(slots, positions) | (self.num_logprobs[slots] >= 0)).any()
+
+    def needs_all_logits(self, slots: Int32s, positions: Int32s) -> bool:
+        """True if some of these rows want more than the best token, with noise or without."""
+        chooses = self.filtered[slots] | self.penalised[slots]
+        return bool(chooses.any()) or not self.is_plain(slots, positions)

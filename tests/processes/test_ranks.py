@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
+import numpy as np
 import pytest
 import torch
 
-from runtime.core.types import CallboardError
+from runtime.core.types import CallboardError, SamplingParams
 from runtime.kernels.all_reduce import sum_partials_torch
 from runtime.worker.shared_memory import SharedMemory
+from tests.ops.test_split_vocabulary import equal, sampled
 
 START_S = 90  # at most, until a process has imported torch
 
@@ -99,12 +101,27 @@ def last_rank_skips_one(ranks: SharedMemory) -> None:
             ranks.reduced(partial_of(ranks.rank, operation))
 
 
-SCENARIOS = {f.__name__: f for f in (many_operations, last_rank_ends, last_rank_stops, last_rank_skips_one)}
+def sample_as_one_rank(ranks: SharedMemory) -> str:
+    """Rows that want the best token alone, and rows that want more, from parts of the logits."""
+    rng, plain = np.random.default_rng(0), [SamplingParams(temperature=t) for t in (0.0, 0.7)]
+    for step in range(60):
+        kinds = plain if step % 2 else [*plain, SamplingParams(top_p=0.5, logprobs=2), SamplingParams(min_tokens=9)]
+        requests = [(rng.integers(0, 300, 4 + step % 9).tolist(), kind) for kind in kinds]
+        logits = torch.from_numpy(rng.normal(size=(len(kinds), 300)).astype(np.float32))
+        assert equal(sampled(ranks, logits, requests), sampled(None, logits, requests))
+    return "equal"
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_stay_together(size: int):
-    with processes(size, timeout_s=60.0, scenario="many_operations") as ranks:
+TOGETHER = (many_operations, sample_as_one_rank)
+SCENARIOS = {f.__name__: f for f in (*TOGETHER, last_rank_ends, last_rank_stops, last_rank_skips_one)}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "size"),
+    [("many_operations", 2), ("many_operations", 3), ("many_operations", 4), ("sample_as_one_rank", 3)],
+)
+def test_ranks_stay_together(scenario: str, size: int):
+    with processes(size, timeout_s=60.0, scenario=scenario) as ranks:
         assert [answer(rank) for rank in ranks] == ["equal"] * size
 
 

@@ -44,11 +44,15 @@ from runtime.kernels.numerics import Numerics  # noqa: E402
 from runtime.kernels.quantized_experts import QuantizedExperts  # noqa: E402
 from runtime.kernels.quantized_linear import QuantizedLinear  # noqa: E402
 from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, quantized_weight  # noqa: E402
+from runtime.kernels.sample import NUM_PARAMS  # noqa: E402
 from runtime.models.decoder import Decoder  # noqa: E402
+from runtime.worker.device_sampler import DeviceSampler  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
 from runtime.worker.grammar_state import GrammarState  # noqa: E402
 from runtime.worker.graph_runner import Bucket  # noqa: E402
 from runtime.worker.kv_cache import KVCache  # noqa: E402
+from runtime.worker.split_logits import SplitLogits  # noqa: E402
+from runtime.worker.transfers import Transfers  # noqa: E402
 
 META = torch.device("meta")
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -156,6 +160,20 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(1, hidden)[0], 1e-5)
 
 
+def split_samplers() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The captured pass of a rank of eight, with filters and penalties in its graph, and without."""
+    vocab, n = 128_256, 64
+    ranks = SimpleNamespace(
+        rank=3, size=8, all_max=lambda keys: keys, all_gather=lambda x, wanted: x.new_empty((len(x), 8 * x.shape[1]))
+    )
+    sampler = DeviceSampler(n, vocab, (), Transfers(META), SplitLogits(vocab, ranks))
+    logits = torch.empty((n, vocab // 8), device=META)
+    rows, state = (torch.empty(shape, dtype=torch.int32, device=META) for shape in (n, (n + 1, 1024 + NUM_PARAMS)))
+    for more in (True, False):
+        sample = partial(sampler.sample, logits, rows, rows, state[:, :1024], state[:, 1024:])
+        yield f"sampling by a rank of 8, {'all' if more else 'plain'} rows", partial(sample, more, more)
+
+
 def main() -> None:
     seen: set[str] = set()
     case = ""
@@ -217,7 +235,7 @@ def main() -> None:
             case = f"{name} torch.bfloat16, {rows} rows"
             layer.normed(inputs(rows, size_in), norm, 1e-5)
 
-    for case, run in (*fp8_products(), *mixtures()):  # noqa: B007
+    for case, run in (*fp8_products(), *mixtures(), *split_samplers()):  # noqa: B007
         run()
 
 

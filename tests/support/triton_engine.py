@@ -82,7 +82,7 @@ def replayed_graphs(steps, *buckets):
     shapes = [bucket if isinstance(bucket, StepShape) else Bucket(*bucket) for bucket in buckets]
     replays = [Replay(steps, shape) for shape in shapes]
     most = max(shape.num_samples for shape in shapes)
-    steps.graph_logits = torch.full((most, steps.decoder.spec.vocab_size), torch.nan)
+    steps.graph_logits = torch.full((most, len(steps.split.own_ids)), torch.nan)
     for replay in replays:
         steps.graph_runner.add(CapturedGraph(replay.bucket, replay, replay.token_ids))
     graph_runner, write_input = steps.graph_runner, steps.graph_runner.graph_io.write_input

@@ -68,6 +68,7 @@ def test_the_pass_that_applies_penalties(others, first):
         "check_filters",
         "check_penalties",
         "check_sampler",
+        "check_split_sampler",
     ],
 )
 def test_twins_agree(check: str):

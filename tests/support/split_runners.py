@@ -1,0 +1,65 @@
+"""Runners in lockstep, as ranks whose logits are of parts of the vocabulary: each has the whole model, so that one rank
+must have the same logits to the bit, and answers the same."""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from runtime.core.plan import StepPlan, StepResult
+from runtime.worker.device_sampler import DeviceSampler
+from runtime.worker.gpu_steps import GpuSteps
+from runtime.worker.grammar_state import GrammarState
+from runtime.worker.runner import ModelRunner
+from runtime.worker.split_logits import SplitLogits
+from tests.support.lockstep_ranks import LockstepGroup, LockstepRank
+
+
+def split(runner: ModelRunner, rank: LockstepRank) -> ModelRunner:
+    """The runner as one rank of its group."""
+    steps, vocab_size = runner.steps, runner.decoder.spec.vocab_size
+    steps.split = parts = SplitLogits(vocab_size, rank)
+    if rank.rank:
+        runner.grammar_state = steps.grammar_state = GrammarState(vocab_size, rank=rank.rank)
+    if isinstance(steps, GpuSteps):
+        steps.sampler = DeviceSampler(steps.num_slots, vocab_size, steps.eos_token_ids, steps.transfers, parts)
+    compute = runner.decoder.logits
+
+    def own_logits(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = compute(hidden)[:, parts.own_ids.start : parts.own_ids.stop].contiguous()
+        return logits if out is None else out.copy_(logits)
+
+    runner.decoder.logits = own_logits
+    runner.reset()
+    return runner
+
+
+class SplitRunner:
+    """A `Runner` of all ranks. At each step all must have sampled the tokens of one rank, and rank 0 must answer all
+    that this one answers."""
+
+    def __init__(
+        self, size: int, make: Callable[[], ModelRunner], prepare: Callable[[ModelRunner], None] = lambda runner: None
+    ) -> None:
+        self.alone, self.group = make(), LockstepGroup(size)
+        self.runners = [split(make(), rank) for rank in self.group.ranks]
+        for runner in (self.alone, *self.runners):
+            prepare(runner)
+        self.config, self.info, self.asynchronous = self.alone.config, self.alone.info, False
+
+    def reset(self) -> None:
+        for runner in (self.alone, *self.runners):
+            runner.reset()
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self.execute, plan)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        want, results = self.alone.execute(plan), self.group.run(lambda rank: self.runners[rank.rank].execute(plan))
+        for result in results:
+            assert result.token_ids.tolist() == want.token_ids.tolist()
+        for name in ("logprob_rows", "ranks", "logprobs", "top_ids", "top_logprobs"):
+            assert np.array_equal(getattr(results[0], name), getattr(want, name)), name
+        assert (results[0].begun, results[0].failures) == (want.begun, want.failures)
+        return results[0]
