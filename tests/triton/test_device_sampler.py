@@ -8,7 +8,7 @@ from runtime.core.types import Grammar, SamplingParams
 from runtime.kernels.sample import PENALISED_FROM, PROMPT_LEN, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.transfers import Transfers
-from tests.support import device_sampler_cases
+from tests.support import device_sampler_cases, split_sampler_cases
 from tests.support.device_sampler_cases import CPU, EOS
 
 
@@ -68,8 +68,11 @@ def test_the_pass_that_applies_penalties(others, first):
         "check_filters",
         "check_penalties",
         "check_sampler",
-        "check_split_sampler",
     ],
 )
 def test_twins_agree(check: str):
     getattr(device_sampler_cases, check)()
+
+
+def test_ranks_with_parts_of_the_vocabulary_answer_as_one():
+    split_sampler_cases.check_split_sampler()
