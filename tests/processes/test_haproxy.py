@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -203,6 +204,28 @@ def test_a_front_that_ends_before_it_answers_is_no_fault_of_the_request(haproxy,
         for front in (leaving, staying):
             front.shutdown()
     assert Leaving.num_left
+
+
+def test_who_meets_a_front_that_has_gone_is_sent_to_the_other_one_at_once(haproxy):
+    """HAProxy holds the request that makes it give a front up, as if there were no other one."""
+    fronts = [ThreadingHTTPServer(("127.0.0.1", 0), Healthy) for _ in range(2)]
+    for front in fronts:
+        threading.Thread(target=front.serve_forever, daemon=True).start()
+    _, port = haproxy([front.server_port for front in fronts])
+
+    def ask() -> float:
+        connection, began = HTTPConnection("127.0.0.1", port, timeout=10), time.monotonic()
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().status == 200
+        connection.close()
+        return time.monotonic() - began
+
+    fronts[0].shutdown()
+    fronts[0].server_close()
+    times = [ask() for _ in range(20)]
+    fronts[1].shutdown()
+    fronts[1].server_close()
+    assert max(times) < 0.9  # it would be a second and more
 
 
 @pytest.mark.parametrize("path", ["/ready", "/health", "/v1/models", "/nonsense"])
