@@ -93,11 +93,11 @@ class EngineActor:
         lines: list[str] = await self.runners.runners[0].phases.remote() if self.runners.runners else []
         return lines
 
-    async def drain(self, reason: str, leaves: bool = False) -> None:
-        """Take no new requests from now on: the fronts answer 503 for `reason`, unless the server goes on when this
-        engine `leaves` it, and has others or can start one. Live ones go on."""
-        if self._loaded.is_set():  # a server may end while another engine is being started
-            await asyncio.wrap_future(self._loop.drain(reason, leaves))
+    async def drain(self, reason: str) -> None:
+        """Take no new requests from now on: the fronts answer 503 for `reason`, unless there are other engines or one
+        can be started. Live ones go on."""
+        if self._loaded.is_set():  # Serve may end a replica that starts another engine
+            await asyncio.wrap_future(self._loop.drain(reason))
 
     async def wait_for_exit(self) -> None:
         """Returns when the step thread has ended, which it never should; fails when this process dies."""

@@ -74,6 +74,7 @@ class EngineGroup:
         self._is_served = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._relief: asyncio.TimerHandle | None = None
+        self._draining: str | None = None  # why the whole server takes no new requests
 
     async def start(self) -> None:
         """Returns when there is a healthy engine. The others are used as soon as they are there."""
@@ -89,6 +90,15 @@ class EngineGroup:
         for link in self._links.values():
             link.close()
 
+    def drain(self, reason: str) -> int:
+        """Take no new requests from now on, for `reason`, and refuse those that wait for an engine to begin them; the
+        number of live ones."""
+        self._draining = reason
+        for stream in [s for s in self._waiting if not s.accepted]:
+            self._release(stream)
+            self._park(stream)
+        return self.num_streams
+
     @property
     def num_streams(self) -> int:
         """Live requests."""
@@ -98,12 +108,13 @@ class EngineGroup:
         return list(dict.fromkeys(link.engine for link in self._links.values() if link.connected))
 
     def health(self) -> str | None:
+        if self._draining:
+            return self._draining
         links = sorted(self._links.values(), key=lambda link: (link.draining, not link.connected))
         if any(link.usable and not link.reason for link in links):
             return None
-        if self._from_zero is not None and self._is_served.is_set():  # requests wait, unless the whole server ends
-            links = [link for link in links if link.draining and not link.leaves]
-            return links[0].reason if links else None
+        if self._from_zero is not None and self._is_served.is_set():  # requests wait
+            return None
         if links:
             return links[0].reason
         return "The engine is restarting." if self._is_served.is_set() else "The engine is starting."
@@ -182,6 +193,9 @@ class EngineGroup:
     def _park(self, stream: Stream) -> None:
         """Let a stream wait for an engine."""
         stream.link = None
+        if self._draining and not stream.accepted:
+            stream.fail(EngineRefusal(self._draining, Refusal.DRAINING))
+            return
         zero = self._from_zero
         if zero is not None and not stream.accepted:
             if len(self._waiting) >= zero.max_requests:
@@ -300,7 +314,7 @@ class EngineGroup:
         choice = self._choose(stream)
         if choice is not None:
             self._submit(stream, choice)
-        elif self._from_zero is not None and all(link.leaves for link in stream.refusals):
+        elif self._from_zero is not None and all(link.draining for link in stream.refusals):
             self._park(stream)
         else:
             by_hope = list(Refusal)

@@ -55,7 +55,6 @@ class EngineLoop:
         self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was last idle
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
         self._draining: str | None = None  # why no new requests are taken
-        self._leaves = False  # that is because this engine ends, and not all of the server
         self._output: StepOutput | None = None  # committed, not sent yet
         self._closed = False
         self._progress = time.monotonic()
@@ -127,10 +126,9 @@ class EngineLoop:
         """Add what a front has counted; all figures of this engine."""
         return self._meter.report(figures, self.core.scheduler, self.num_rebuilds)
 
-    def drain(self, reason: str, leaves: bool = False) -> Future[object]:
-        """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls.
-        `leaves`: the server goes on without this engine."""
-        return self._call(partial(self._drain, reason, leaves))
+    def drain(self, reason: str) -> Future[object]:
+        """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
+        return self._call(partial(self._drain, reason))
 
     @property
     def draft(self) -> DraftClient | None:
@@ -317,8 +315,8 @@ class EngineLoop:
             return 1.0
         return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))
 
-    def _drain(self, reason: str, leaves: bool) -> None:
-        self._draining, self._leaves = reason, leaves
+    def _drain(self, reason: str) -> None:
+        self._draining = reason
         self._set_reason(self.reason)
 
     def _abort(self, asked: AbortById) -> None:
@@ -389,7 +387,7 @@ class EngineLoop:
             self._by_id.pop(key, None)
 
     def _status(self) -> Status:
-        return Status(self._draining or self.reason, self._draining is not None, self._leaves)
+        return Status(self._draining or self.reason, self._draining is not None)
 
     def _set_reason(self, reason: str | None) -> None:
         self.reason = reason

@@ -30,8 +30,8 @@ ANSWERS = {
     503: ("Service Unavailable", _UNAVAILABLE, "engine_unavailable"),
     504: ("Gateway Timeout", "The server did not answer in time; try again later.", "engine_unavailable"),
 }
-# HAProxy waits for so long, or for a second, before it asks the only front that it believes to live once more: also where
-# the other one has died in this moment. Nobody who connects to a front within one data centre needs longer.
+# HAProxy also waits for so long, a second at most, before it tries again to reach the only front that it believes to
+# live, even for a request that has just found the other one dead. Connecting within a data centre takes far less.
 _CONNECT_TIMEOUT = "200ms"
 _REQUEST_TIMEOUT = "30s"  # for a request's headers and first 16 KiB; Serve limits only the pauses between their parts
 

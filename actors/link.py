@@ -169,7 +169,7 @@ class EngineLink:
         self.info: ModelInfo
         self.reason: str | None = "The engine is starting."  # why it serves nothing now; None: it is healthy
         self.usable = False  # it is connected, and the engine has told its Status
-        self.draining = self.leaves = False
+        self.draining = False
         self.is_followed = False  # it tells of its cache and its load
         self.suspects: list[Stream] = []  # what the engine computed when its connection ended
         self._task = asyncio.create_task(self._keep_connected())
@@ -281,7 +281,7 @@ class EngineLink:
         if connection is not self._connection:
             return  # closed, or it ended before it was used
         self._connection, self.usable, self.is_followed = None, False, False
-        self.draining = self.leaves = False
+        self.draining = False
         self.reason = "The engine is restarting."
         for asked in self._reports:
             asked.cancel()
@@ -300,7 +300,7 @@ class EngineLink:
         elif isinstance(message, CacheUpdate):
             self._group.on_cache_update(self, message)
         elif isinstance(message, Status):
-            self.reason, self.draining, self.leaves = message.reason, message.draining, message.leaves
+            self.reason, self.draining = message.reason, message.draining
             self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
             self._group.on_status(self)
         elif isinstance(message, Snapshot):

@@ -116,7 +116,6 @@ class Status(msgspec.Struct, array_like=True, tag=6):
 
     reason: str | None  # why it cannot serve; None: it is healthy
     draining: bool = False
-    leaves: bool = False  # it drains because its replica ends, and not with all of the server
 
 
 class Follow(msgspec.Struct, array_like=True, tag=10):

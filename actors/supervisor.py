@@ -63,7 +63,7 @@ class Supervisor:
                     if not (await self._engine.stats.remote())["connections"]:
                         break
                     await asyncio.sleep(_DRAIN_POLL_S)
-                await self._engine.drain.remote(DRAINING, leaves=True)
+                await self._engine.drain.remote(DRAINING)
                 while await self._engine.num_live.remote():
                     await asyncio.sleep(_DRAIN_POLL_S)
 

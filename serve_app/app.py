@@ -187,6 +187,10 @@ class Front:
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._app
 
+    async def drain(self, reason: str) -> int:
+        """Take no new requests from now on, for `reason`; the number of live ones, which go on."""
+        return self._engines.drain(reason)
+
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For other Ray jobs: `body` is that of /v1/completions or, with messages, of /v1/chat/completions.
 

@@ -267,16 +267,13 @@ def _answers(settings: ServerSettings) -> bool:
 
 def _drain(settings: ServerSettings, parent: Parent) -> None:
     """No new requests, and time for those that run; another order ends the wait."""
-    import ray
     from ray import serve
-
-    from actors.supervisor import DRAINING
+    from ray.exceptions import RayError
 
     end = time.monotonic() + settings.http.drain_timeout_s
-    with suppress(CallboardError, ray.exceptions.RayError):  # an engine that is dead has none
-        engines = _engines()
-        ray.get([engine.drain.remote(DRAINING) for engine in engines])
-        while any(ray.get([engine.num_live.remote() for engine in engines])):
+    with suppress(RayError):
+        fronts = serve.get_app_handle(APP_NAME)
+        while _num_live(fronts):
             if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
                 return
         # The fronts still write what their readers have not taken; HAProxy lives until they are done.
@@ -284,6 +281,24 @@ def _drain(settings: ServerSettings, parent: Parent) -> None:
         while APP_NAME in serve.status().applications:
             if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
                 return
+
+
+def _num_live(fronts: Any) -> int:
+    """How many requests the fronts have, which are told to take no more. They know those that no engine has yet, too; a
+    front that does not answer may have some."""
+    from ray.exceptions import RayActorError
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    from actors.supervisor import DRAINING
+
+    try:
+        answers = fronts.broadcast("drain", DRAINING).results(timeout_s=_STATUS_POLL_S, return_exceptions=True)
+    except DeploymentUnavailableError:  # there is no front
+        return 0
+    except TimeoutError:
+        return 1
+    dead = RayActorError, DeploymentUnavailableError
+    return sum(a if isinstance(a, int) else not isinstance(a, dead) for a in answers)
 
 
 def _announce(settings: ServerSettings, console: Console) -> None:

@@ -34,7 +34,7 @@ class Zero:
 
     async def leave(self):
         """As in scale-in: what runs comes to its end, or moves."""
-        await asyncio.wrap_future(self.engine.loop.drain("the engine goes", leaves=True))
+        await asyncio.wrap_future(self.engine.loop.drain("the engine goes"))
         await eventually(lambda: all(link.draining for link in self.group._links.values()))
 
     async def __aenter__(self):
@@ -96,12 +96,23 @@ async def test_a_stream_that_its_engine_leaves_behind_goes_on_with_the_next_one(
         assert (await reading)[:2] == sequential(request(0, max_tokens=150), 512)
 
 
-async def test_the_end_of_the_whole_server_is_told():
+async def test_when_the_whole_server_ends_who_has_not_begun_is_told_and_who_has_goes_on():
+    """Also where the engine for both is still to come."""
     async with Zero() as zero:
-        await asyncio.wrap_future(zero.engine.loop.drain("the server ends"))
-        await eventually(lambda: zero.group.health() == "the server ends")
-        with pytest.raises(EngineRefusal, match="the server ends"):
-            await read(zero.group, request(0))
+        begun = asyncio.create_task(read(zero.group, request(0, max_tokens=100)))
+        await eventually(lambda: zero.engine.loop.core.steps_done > 10)
+        zero.may_start.clear()
+        zero.engine.die()
+        new = asyncio.create_task(read(zero.group, request(1)))
+        await eventually(lambda: len(zero.group._waiting) == 2)
+        assert zero.group.drain("the server ends") == 1
+        for refused in (new, read(zero.group, request(2))):
+            with pytest.raises(EngineRefusal, match="the server ends"):
+                await refused
+        assert zero.group.health() == "the server ends"
+        zero.may_start.set()
+        assert (await begun)[:2] == sequential(request(0, max_tokens=100), 512)
+        assert zero.group.drain("the server ends") == 0
 
 
 async def test_so_many_wait_and_so_long():

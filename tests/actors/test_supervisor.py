@@ -143,7 +143,7 @@ async def test_an_engine_that_makes_way_for_another_model_serves_until_its_front
     monkeypatch.setattr(supervisor_module, "_DRAIN_POLL_S", 0.01)
     monkeypatch.setattr(supervisor_module, "has_healthy_engine", has_healthy_engine)
     engine.stats = Method(AsyncMock(side_effect=lambda: {"connections": connections}))
-    engine.drain = Method(AsyncMock(side_effect=lambda *_, leaves: drained.append(leaves)))
+    engine.drain = Method(AsyncMock(side_effect=drained.append))
     engine.num_live = Method(AsyncMock(return_value=0))
     draining = asyncio.create_task(supervisor.drain(1e9 if fronts_leave else 0.4))
     if leaves_for == "another model":
@@ -151,4 +151,4 @@ async def test_an_engine_that_makes_way_for_another_model_serves_until_its_front
         assert not drained
         connections = 0 if fronts_leave else 2
     await asyncio.wait_for(draining, 5)
-    assert drained == [True]
+    assert drained == [supervisor_module.DRAINING]

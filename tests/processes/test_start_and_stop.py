@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -21,6 +22,7 @@ import pytest
 
 from tests.processes.test_haproxy import listening_ports
 from tests.processes.test_process_tree import processes_with
+from tests.support.gate import GATE, HOOK
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -195,6 +197,30 @@ def test_sigterm_during_the_start(start, phase):
     *phases, end = server.output()
     assert all(re.match(r" +[\d.]+ s  ", line) for line in phases)
     assert end == "callboard: interrupted"
+
+
+def test_a_stop_does_not_wait_for_an_engine_that_only_new_requests_need(start, tmp_path: Path):
+    """An application that was scaled to zero loads its model again; who waits for it is told that the server stops."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    scaling = "--min-replicas", "0", "--max-replicas", "1", "--scale-to-zero-s", "0.5", "--drain-timeout-s", "100"
+    server = start(*scaling, **{GATE: str(gate), "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": HOOK})
+    server.wait_for("curl -N")
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=100) as client, ThreadPoolExecutor() as pool:
+        deadline = time.monotonic() + START_S
+        while "scaled to zero" not in client.get("/ready").text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        gate.unlink()
+        body = {"model": "tiny", "prompt": "a", "stream": True}
+        answer = pool.submit(client.post, "/v1/completions", json=body)
+        while not any("ray::ModelRunner" in Path(f"/proc/{pid}/cmdline").read_text() for pid in server.pids()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait(STOP_S) == 0
+        assert answer.result().status_code == 503
+        assert "shutting down" in answer.result().json()["error"]["message"]
 
 
 def test_too_little_memory(start):

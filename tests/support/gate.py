@@ -1,0 +1,28 @@
+"""A gate before the load of each model, for tests of what happens while one is loaded.
+
+Ray calls `install` in each of its workers before anything else (`__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR`)."""
+
+import os
+import time
+from functools import wraps
+from pathlib import Path
+
+HOOK = f"{__name__}.install"
+GATE = "CALLBOARD_TEST_GATE"  # names a file: while it is there, models are loaded
+
+
+def install() -> None:
+    """Let the runner that this worker may become wait at the gate, and do what Callboard does in each worker."""
+    from actors.process import listen_on_loopback
+    from actors.runner import ModelRunnerActor
+
+    listen_on_loopback()
+    load, gate = ModelRunnerActor.load, Path(os.environ[GATE])
+
+    @wraps(load)
+    def wait_and_load(*arguments):
+        while not gate.exists():
+            time.sleep(0.01)
+        return load(*arguments)
+
+    ModelRunnerActor.load = wait_and_load
