@@ -18,7 +18,7 @@ class LockstepRank:
 
     def __init__(self, rank: int, group: list["LockstepRank"], turn: threading.Condition) -> None:
         self.rank, self.group, self.turn = rank, group, turn
-        self.operands: list[torch.Tensor] = []  # of all its exchanges
+        self.operands: list[torch.Tensor] = []  # of all its exchanges in the run, or in the last one
         self.counts = Counter[str]()
         self.error: BaseException | None = None
 
@@ -60,6 +60,8 @@ class LockstepGroup:
     def run(self, work: Callable[[LockstepRank], _T]) -> list[_T]:
         """The results of `work` by rank, or the first error."""
         results = dict[int, _T]()
+        for rank in self.ranks:
+            rank.operands.clear()
 
         def run_one(rank: LockstepRank) -> None:
             with rank.turn:
@@ -78,6 +80,4 @@ class LockstepGroup:
         for error in sorted(errors, key=lambda error: "another rank" in str(error)):
             raise error
         assert len({len(rank.operands) for rank in self.ranks}) == 1, "a rank asked more often than others"
-        for rank in self.ranks:
-            rank.operands.clear()
         return [results[rank] for rank in range(len(self.ranks))]
