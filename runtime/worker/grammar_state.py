@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
+from runtime.core.sharding import ALONE, Shard
 from runtime.core.types import CallboardError, Grammar
 from runtime.kernels.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.structured.automaton import EagerMatcher
@@ -96,10 +97,11 @@ class GrammarState:
     """The outputs that are bound to a grammar, by slot. Each step asks for `masks`, and, if there are any, tells what
     was `sampled`."""
 
-    def __init__(self, vocab_size: int, is_draft: bool = False, rank: int = 0) -> None:
+    def __init__(self, vocab_size: int, is_draft: bool = False, shard: Shard = ALONE) -> None:
         """A draft's outputs are rewritten, and where a grammar cannot be served they go on without it. Ranks other than
-        0 follow no output: how far a grammar gets depends on time, so they take rank 0's tokens."""
-        self._num_words, self._is_draft, self._rank = -(-vocab_size // 32), is_draft, rank
+        0 follow no output and take rank 0's tokens: which engine serves an output, and so which limits it may come to,
+        depends on time, and masks would cost each rank the same again."""
+        self._num_words, self._is_draft, self._shard = -(-vocab_size // 32), is_draft, shard
         self.step_us = math.inf  # a decode step of many rows, once a device's was measured
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._engines: Future[Engines] | None = None
@@ -108,12 +110,12 @@ class GrammarState:
         self._automata: DeviceAutomata | None = None
 
     def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Make engines for the model's vocabulary, which takes about a second: a target's in the background. Until
-        this is called, no output that has a grammar can be served."""
-        if self._rank:
+        """Make engines for the model's vocabulary, which takes about a second: a target's in the background, unless
+        other ranks would wait for it in a step. Until this is called, no output that has a grammar can be served."""
+        if self._shard.rank:
             return
         self._engines = self._thread.submit(lambda: self._make_engines(vocabulary()))
-        if self._is_draft:
+        if self._is_draft or self._shard.size > 1:
             self._engines.exception()  # waits: nobody needs a draft that starts, all wait for one that answers
 
     def _make_engines(self, vocabulary: Vocabulary) -> Engines:
@@ -129,7 +131,7 @@ class GrammarState:
     def add(self, new: NewSlot) -> None:
         """A request enters its slot."""
         self.remove(new.slot)
-        if new.params.grammar is not None and not self._rank:
+        if new.params.grammar is not None and not self._shard.rank:
             output = _Output(new.params.grammar, new.prompt_len, new.token_ids[new.prompt_len :].tolist())
             if self._engines is None:
                 output.failed, output.failure = True, "This model runner serves no structured output."

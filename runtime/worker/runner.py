@@ -18,6 +18,7 @@ import torch
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.draft import CATCH_UP
 from runtime.core.plan import StepPlan, StepResult
+from runtime.core.sharding import Shard
 from runtime.core.speculation import MAX_DRAFT_TOKENS
 from runtime.core.types import CallboardError
 from runtime.kernels._triton import INTERPRETED
@@ -69,7 +70,7 @@ class ModelRunner:
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         self.decoder = source.load(spec, numerics, self.memory.max_model_len)
         self.kv_scales = source.kv_scales() if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" else None
-        self.grammar_state = GrammarState(source.spec.vocab_size, is_draft, rank)
+        self.grammar_state = GrammarState(source.spec.vocab_size, is_draft, Shard(rank, world_size))
         if numerics.backend == "triton" and numerics.device.type == "cuda":
             self._measure_memory()
         logger.info("%s", self.memory)

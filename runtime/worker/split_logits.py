@@ -5,7 +5,7 @@ What a row asks for decides how its ranks agree:
 - the best token alone (greedy, or with noise): a key a row, of which `best` takes the largest of all ranks
 - filters, penalties, biases, masks, log-probabilities: all logits, from `whole`, of which every rank then makes the
   same token
-- a grammar, which has limits of time and is followed by rank 0 alone: rank 0's token, `of_first_rank`
+- a grammar, which rank 0 alone follows (grammar_state.py): rank 0's token, `of_first_rank`
 
 All ranks have the same requests in the same slots and so ask alike. With one rank nothing is done."""
 

@@ -1,6 +1,9 @@
 """Runners that have parts of the vocabulary, step by step beside one that has all of it."""
 
+from runtime.core.sharding import Shard
 from runtime.core.types import FinishReason, Grammar, SamplingParams
+from runtime.worker.grammar_state import GrammarState
+from tests.grammar.test_structured_walks import SMALL
 from tests.support.split_runners import SplitRunner
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import answers, hot, recorded, runner_of
@@ -27,3 +30,11 @@ def test_every_rank_samples_what_one_rank_does():
     counts = runner.group.ranks[0].counts.copy()
     assert answers(runner, [PARAMS[2]], recorded(greedy, 1.0)) == greedy
     assert runner.group.ranks[0].counts["all_gather"] == counts["all_gather"], "greedy rows want no logits"
+
+
+def test_no_rank_waits_in_a_step_until_grammars_can_be_served():
+    states = [GrammarState(len(SMALL.tokens), shard=Shard(rank, 2)) for rank in range(2)]
+    for state in states:
+        state.serve(lambda: SMALL)
+    assert states[0]._engines.done()
+    assert states[1]._engines is None, "rank 0 alone follows grammars"

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from runtime.core.plan import StepPlan, StepResult
+from runtime.core.sharding import Shard
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState
@@ -21,7 +22,8 @@ def split(runner: ModelRunner, rank: LockstepRank) -> ModelRunner:
     steps, vocab_size = runner.steps, runner.decoder.spec.vocab_size
     steps.split = parts = SplitLogits(vocab_size, rank)
     if rank.rank:
-        runner.grammar_state = steps.grammar_state = GrammarState(vocab_size, rank=rank.rank)
+        shard = Shard(rank.rank, rank.size)
+        runner.grammar_state = steps.grammar_state = GrammarState(vocab_size, shard=shard)
     if isinstance(steps, GpuSteps):
         steps.sampler = DeviceSampler(steps.num_slots, vocab_size, steps.eos_token_ids, steps.transfers, parts)
     compute = runner.decoder.logits
