@@ -16,6 +16,7 @@ from actors.executor import serve_steps
 from actors.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.transport import Address, connect
 from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.sharding import Shard
 from runtime.loading.resolve import resolve
 
 if TYPE_CHECKING:
@@ -32,26 +33,29 @@ class ModelRunnerActor(ModelActor):
     def join(self, config: EngineConfig, rank: int) -> bytes:
         """Be `rank` of a group; returns how the others reach this one. Raises CallboardError, as the next phases do."""
         self._rank = rank
-        self._config = config
-        return b""
-
-    def load(self, handles: list[bytes]) -> ModelInfo:
-        """Load this rank's share of the model; returns what it could serve."""
-        config, rank = self._config, self._rank
         with self._log.heard():
             from runtime.worker.runner import ModelRunner
             from runtime.worker.sources import CheckpointSource
 
             self._log.note("libraries imported")
             path = resolve(config.model, config.revision, progress=False)
-            self._runner: ModelRunner = ModelRunner(config, CheckpointSource(path), rank, config.tensor_parallel_size)
-        return self._runner.info
+            self._runner: ModelRunner = ModelRunner(
+                config, CheckpointSource(path), Shard(rank, config.tensor_parallel_size)
+            )
+        return self._runner.handle
+
+    def load(self, handles: list[bytes]) -> ModelInfo:
+        """Load this rank's share of the model; returns what it could serve."""
+        with self._log.heard():
+            return self._runner.load(handles)
 
     def open(self, num_kv_blocks: int) -> ModelInfo:
         """Be ready for steps, with so many KV blocks."""
+        with self._log.heard():
+            info = self._runner.open(num_kv_blocks)
         freeze_garbage()
         self._log.note("ready")
-        return self._runner.info
+        return info
 
     def attach(self, address: Address) -> None:
         """Connect to the engine and serve its steps until it goes away; then this process ends."""

@@ -35,6 +35,7 @@ from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Request, SamplingParams
+from runtime.kernels.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.resolve import resolve
 from runtime.models.decoder import Decoder
@@ -62,7 +63,7 @@ class RoundedSource(CheckpointSource):
         super().__init__(path)
         self.form = form
 
-    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
+    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         read = read_from(self.checkpoint, spec, self.weight_map, numerics)
 
         def rounded(parameter: str) -> Weight:

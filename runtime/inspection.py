@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, RopeType
+from runtime.core.sharding import Shard
 from runtime.core.types import CallboardError
 from runtime.loading import folder
 from runtime.loading.gguf import GgufFile, ggml_types
@@ -122,11 +123,12 @@ def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None
     from runtime.worker.runner import choose_numerics
 
     numerics = choose_numerics(config)
-    spec = quantized_at_load(spec, config)
+    spec = quantized_at_load(spec, config).of_rank(Shard(0, config.tensor_parallel_size))
     check_products(spec, numerics)
     device = numerics.device.type
     try:
         available = available_memory(numerics.device, config.gpu_memory_utilization)
+        available = available // spec.shard.size if device == "cpu" else available
         plan = str(plan_memory(config.sized_for(device), spec, numerics, available)).removeprefix("memory plan: ")
     except CallboardError as e:
         plan = f"it does not fit. {e}"
@@ -134,7 +136,7 @@ def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None
         _line("dtype", f"{numerics.dtype_name} on {device}, {numerics.backend} kernels"),
         *(_line("" if i else "weights", line) for i, line in enumerate(weight_report(spec, numerics))),
         _line("KV cache", _kv_cache(config, spec, numerics, checkpoint)),
-        _line("memory plan", plan),
+        _line("memory plan", plan if spec.shard.size == 1 else f"each of {spec.shard.size} ranks: {plan}"),
     ]
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from runtime.core.bounds import Bounds
 from runtime.core.kv_cache_spec import KVCacheSpec
+from runtime.core.sharding import NUM_LEAVES
 from runtime.core.types import CallboardError
 
 _SHARING = 4  # engines for whose requests a shared draft has slots
@@ -73,6 +74,10 @@ class EngineConfig:
         "bit-equal logits whatever the batch, chunks, cache hits and restarts, on one machine with one num_threads; "
         "without it they are equal up to rounding, and the noise of sampling is the same",
     )
+    rank_invariant: bool = setting(
+        False,
+        "deterministic, and with the same bits for tensor_parallel_size 1, 2, 4 and 8; slower",
+    )
     max_model_len: int | None = setting(None, "longest prompt + output in tokens; default: the model's own context", 2)
     max_num_seqs: int | None = setting(None, "most requests in one step; default: 64 on a CPU, 256 on a GPU", 1)
     max_num_batched_tokens: int | None = setting(
@@ -137,6 +142,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if self.rank_invariant and NUM_LEAVES % self.tensor_parallel_size:
+            raise CallboardError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; with rank_invariant it must be 1, 2, 4 or 8."
+            )
         if not self.chunked_prefill and self.max_model_len is not None and self._budget(1 << 62) < self.max_model_len:
             raise CallboardError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_model_len when "
@@ -160,6 +169,7 @@ class EngineConfig:
             quantization=self.draft_quantization,
             head_quantization="auto",
             draft=None,
+            rank_invariant=False,
             device="cpu" if self.draft_device == "cpu" else self.device,
             tensor_parallel_size=1,
             max_num_seqs=self.max_num_seqs and self.max_num_seqs * (_SHARING if self.draft_shared else 1),

@@ -147,8 +147,7 @@ class DecoderSpec:
 
     def check(self, config: EngineConfig) -> None:
         """Raises CallboardError if `config` asks what this model cannot do; no weight is needed to know."""
-        if config.tensor_parallel_size != 1:
-            raise CallboardError(f"tensor_parallel_size is {config.tensor_parallel_size}; only 1 is supported.")
+        self.whole.of_rank(Shard(0, config.tensor_parallel_size))
         if config.max_model_len is not None and config.max_model_len > self.max_positions:
             raise CallboardError(
                 f"max_model_len is {config.max_model_len}; the model's context is {self.max_positions} tokens at most."

@@ -73,20 +73,41 @@ def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
     There are several where the checkpoint has maps fused into one tensor, each of which is divided by itself."""
     if spec.shard.size == 1 or sharding_of(parameter) is Sharding.REPLICATED:
         return ()
+    dim, divided = _divided(spec, parameter)
+    return tuple(Part(dim, before + own.start, before + own.stop) for before, own, _ in divided)
+
+
+def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
+    """Those of the parameter's leaves that the rank of a spec has, in rising order; each of fused maps has its own."""
+    dim, divided = _divided(spec, parameter)
+    leaves = []
+    for before, own, length in divided:
+        for i in range(NUM_LEAVES):
+            leaf = range(length * i // NUM_LEAVES, length * (i + 1) // NUM_LEAVES)
+            if sharding_of(parameter) is Sharding.VOCABULARY:
+                leaf = Shard(i, NUM_LEAVES).vocabulary(length)
+            if leaf and own.start <= leaf.start and leaf.stop <= own.stop:
+                leaves.append(Part(dim, before + leaf.start, before + leaf.stop))
+    return leaves
+
+
+def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, range, int]]]:
+    """The dimension that ranks divide, and of each map that the parameter has: how much of that dimension is before
+    it, the rank's range within it, and its length."""
     part = parameter.split(".")[-2] if "." in parameter else parameter
     whole, rank, head_dim = spec.whole, spec.shard.rank, spec.head_dim
-    # Of what a map divides: the first one of the rank, how many it has, and how many there are.
-    heads = rank * spec.num_heads * head_dim, spec.num_heads * head_dim, whole.num_heads * head_dim
-    kv_heads = spec.first_kv_head * head_dim, spec.num_kv_heads * head_dim, whole.num_kv_heads * head_dim
-    inner = rank * spec.ffn_size, spec.ffn_size, whole.ffn_size
-    tokens = spec.token_ids.start, spec.vocab_size, whole.vocab_size
-    divided = {
+
+    def own(first: int, count: int, size: int) -> range:
+        return range(first * size, (first + count) * size)
+
+    heads = own(rank * spec.num_heads, spec.num_heads, head_dim), whole.num_heads * head_dim
+    kv_heads = own(spec.first_kv_head, spec.num_kv_heads, head_dim), whole.num_kv_heads * head_dim
+    inner = own(rank, 1, spec.ffn_size), whole.ffn_size
+    tokens = spec.token_ids, whole.vocab_size
+    maps = {
         "q": [heads], "k": [kv_heads], "v": [kv_heads], "qkv": [heads, kv_heads, kv_heads], "out": [heads],
         "gate": [inner], "up": [inner], "gate_up": [inner, inner], "down": [inner],
         "embed": [tokens], "head": [tokens],
-    }  # fmt: skip
-    parts, before = [], 0
-    for first, count, length in divided[part]:
-        parts.append(Part(_DIVIDED_DIM.get(part, 0), before + first, before + first + count))
-        before += length
-    return tuple(parts)
+    }[part]  # fmt: skip
+    before = [sum(length for _, length in maps[:i]) for i in range(len(maps))]
+    return _DIVIDED_DIM.get(part, 0), [(at, *one) for at, one in zip(before, maps, strict=True)]

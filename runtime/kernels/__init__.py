@@ -132,7 +132,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         partial(Experts, product=product, activate=activate),
         rope_rows_torch,
         rope_store_kv_torch,
-        attention_exact if deterministic else attention_torch,
+        partial(attention_exact, by_head=numerics.rank_invariant) if deterministic else attention_torch,
     )
 
 

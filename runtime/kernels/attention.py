@@ -245,6 +245,7 @@ def attention_exact(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    by_head: bool = False,  # a head's bits do not depend on which heads share its keys and values here, either
 ) -> torch.Tensor:
     """`attention_torch` where a token's bits depend on nothing but its own q, k and v (EngineConfig.deterministic).
 
@@ -258,13 +259,19 @@ def attention_exact(
         rows = F.pad(q[span.start : span.stop].float() * scale, pad)
         k, v = F.pad(span.view.read(kv, scales).float(), pad).unbind(0)
         attend = _exact_decode if len(k) == len(rows) else _exact_prefill
-        outs.append(attend(rows, k, v, span.lengths, window, soft_cap)[..., :head_dim].flatten(1))
+        outs.append(attend(rows, k, v, span.lengths, window, soft_cap, by_head)[..., :head_dim].flatten(1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.to(q.dtype)
 
 
 def _exact_decode(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, window: int, soft_cap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int,
+    soft_cap: float,
+    by_head: bool,
 ) -> torch.Tensor:
     """A row a token: rows and kv heads are one batch."""
     num_rows, num_heads, head_dim = q.shape
@@ -272,18 +279,26 @@ def _exact_decode(
     q = q.reshape(num_rows * num_kv_heads, -1, head_dim)
     k, v = k.reshape(-1, length, head_dim), v.reshape(-1, length, head_dim)
     lengths = lengths.repeat_interleave(num_kv_heads)
-    return _attend_chunks(q, k, v, lengths, window, soft_cap).view(num_rows, num_heads, head_dim)
+    return _attend_chunks(q, k, v, lengths, window, soft_cap, by_head).view(num_rows, num_heads, head_dim)
 
 
 def _exact_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, window: int, soft_cap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int,
+    soft_cap: float,
+    by_head: bool,
 ) -> torch.Tensor:
     """One row of many tokens: they share each kv head's keys without a copy."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     q, each = q.view(num_tokens, num_kv_heads, -1, head_dim), (num_tokens, -1, -1)
     heads = [
-        _attend_chunks(q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, window, soft_cap)
+        _attend_chunks(
+            q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, window, soft_cap, by_head
+        )
         for h in range(num_kv_heads)
     ]
     return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)
@@ -296,9 +311,13 @@ def _attend_chunks(
     lengths: torch.Tensor,  # [n] at least 1
     window: int,
     soft_cap: float,
+    by_head: bool = False,
 ) -> torch.Tensor:
     """[n, group, head_dim]."""
     n, group, _ = q.shape
+    if by_head and group > 1:
+        heads = [_attend_chunks(head.contiguous(), k, v, lengths, window, soft_cap) for head in q.split(1, 1)]
+        return torch.cat(heads, 1)
     if n == 1:  # a batch of one may be split over threads in another way
         q, k, v, lengths = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths))
         return _attend_chunks(q, k, v, lengths, window, soft_cap)[:1]

@@ -28,8 +28,11 @@ _ROUND = 1024  # choices that a program sorts, or columns that one adds, at once
 class ExpertLayer(Protocol):
     """A mixture of experts with its weights."""
 
-    def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
-        """residual += the mixture of norm(residual), [num_tokens, hidden] contiguous."""
+    def add_to(
+        self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> None:
+        """residual += the mixture of norm(residual), [num_tokens, hidden] contiguous; or `out`, of that shape, is what
+        it is added to."""
 
 
 class Experts:
@@ -47,20 +50,28 @@ class Experts:
         self.spec, self.router, self.activate = spec, router, activate
         self.experts = [(product(gate_up), product(down)) for gate_up, down in weights]
 
-    def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
-        """residual += the mixture of norm(residual), [num_tokens, hidden]."""
+    def add_to(
+        self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> None:
+        """`ExpertLayer.add_to`."""
+        total = self.mixture(residual, norm_weight, eps)
+        (residual if out is None else out).add_(total.to(residual.dtype))
+
+    def mixture(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """The mixture of norm(residual), in float32, as wide as the products with down."""
         x = self.router.norm(residual, norm_weight, eps)
         ids, weights = route_torch(self.router.product(x), self.spec)
         order = ids.flatten().argsort(stable=True)
         counts = ids.flatten().bincount(minlength=self.spec.num_experts).tolist()
-        results = x.new_empty(len(order), x.shape[1])
+        results = x.new_empty(0)
         for (gate_up, down), choices in zip(self.experts, order.split(counts), strict=True):
             if len(choices):
-                results[choices] = down(self.activate(gate_up(x[choices // self.spec.top_k])))
+                y = down(self.activate(gate_up(x[choices // self.spec.top_k])))
+                results = results if len(results) else y.new_empty(len(order), y.shape[1])
+                results[choices] = y
         ordered = results.view(*ids.shape, -1).unbind(1)
         # Products and sums are separate operations, so that each is rounded exactly.
-        total = reduce(torch.add, (y * w[:, None] for y, w in zip(ordered, weights.unbind(1), strict=True)))
-        residual.add_(total.to(residual.dtype))
+        return reduce(torch.add, (y * w[:, None] for y, w in zip(ordered, weights.unbind(1), strict=True)))
 
 
 def route_torch(logits: torch.Tensor, spec: ExpertsSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,8 +104,10 @@ class GroupedExperts:
         self.spec, self.router, self.activation, self.deterministic = spec, router, activation, deterministic
         ((self.gate_up,), (self.down,)) = stacked(([[part] for part in parts] for parts in weights), spec.num_experts)
 
-    def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
-        """residual += the mixture of norm(residual), [num_tokens, hidden] contiguous."""
+    def add_to(
+        self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> None:
+        """`ExpertLayer.add_to`."""
         x = self.router.norm(residual, norm_weight, eps)
         num_choices, hidden = len(x) * self.spec.top_k, x.shape[1]
         ids, weights = self._route(self.router.product(x))
@@ -104,7 +117,7 @@ class GroupedExperts:
         tile = choose_tile(num_choices, self.spec.num_experts, x.dtype, self.deterministic)
         self._product(x, self.gate_up, inner, starts, order, tile, self.activation)
         self._product(inner, self.down, results, starts, order, tile, None)
-        self._combine(results, weights, residual)
+        self._combine(results, weights, residual if out is None else out)
 
     def _route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each token's choices the expert, int32 [num_tokens * top_k], and its weight in float32."""

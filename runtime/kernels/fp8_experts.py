@@ -117,7 +117,10 @@ class Fp8Experts(GroupedExperts):
         tensors = ([(w.codes, w.scales[:, : w.shape[0] // w.scale_rows].t()) for w in pair] for pair in weights)
         (self.gate_up, self.gate_up_scales), (self.down, self.down_scales) = stacked(tensors, spec.num_experts)
 
-    def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
+    def add_to(
+        self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> None:
+        out = residual if out is None else out
         (num_tokens, hidden), ffn = residual.shape, self.down.shape[2]
         num_choices = num_tokens * self.spec.top_k
         tile = fp8_tile(num_choices, self.spec.num_experts, self.deterministic)
@@ -132,14 +135,14 @@ class Fp8Experts(GroupedExperts):
         )
         results = residual.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else residual.dtype)
         product = partial(
-            self._fp8_product, starts=starts, order=order, weights=weights, residual=residual, is_single=is_single
+            self._fp8_product, starts=starts, order=order, weights=weights, residual=out, is_single=is_single
         )
         product(rows, self.gate_up, self.gate_up_scales, *inner, tile=tile, activation=self.activation)
         # A step's columns share a scale.
         tile = tile._replace(block_k=tile.block_n, num_stages=tile.num_stages * tile.block_k // tile.block_n)
         product(inner, self.down, self.down_scales, results, results, tile=tile, activation=None)
         if not is_single:
-            self._combine(results, weights, residual)
+            self._combine(results, weights, out)
 
     def _fp8_product(
         self,

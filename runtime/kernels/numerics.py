@@ -17,6 +17,7 @@ class Numerics:
     backend: Literal["torch", "triton"]
     packed: bool  # linear layers pre-packed for oneDNN
     deterministic: bool
+    rank_invariant: bool = False  # deterministic, too
 
     @property
     def dtype_name(self) -> str:

@@ -266,7 +266,10 @@ class QuantizedExperts(GroupedExperts):
             for weight, (codes, scales, *more) in zip(pairs[0], stacks, strict=True)
         ]
 
-    def add_to(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> None:
+    def add_to(
+        self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> None:
+        out = residual if out is None else out
         x = self.router.norm(residual, norm_weight, eps)
         (num_tokens, hidden), num_choices = x.shape, len(x) * self.spec.top_k
         gate_up, down = self.weights
@@ -278,13 +281,13 @@ class QuantizedExperts(GroupedExperts):
         inner = x.new_empty(num_choices, down.shape[1])
         results = x.new_empty(num_choices, hidden, dtype=torch.float32 if is_single else x.dtype)
         product = partial(
-            self._quantized_product, starts=starts, order=order, mixture=weights, residual=residual,
+            self._quantized_product, starts=starts, order=order, mixture=weights, residual=out,
             is_single=is_single, tile=tile,
         )  # fmt: skip
         product(x, gate_up, inner, activation=self.activation)
         product(inner, down, results, activation=None)
         if not is_single:
-            self._combine(results, weights, residual)
+            self._combine(results, weights, out)
 
     def _quantized_product(
         self,

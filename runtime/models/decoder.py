@@ -13,9 +13,19 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.core.sharding import leaves_of
 from runtime.kernels import select
-from runtime.kernels.experts import ExpertLayer
-from runtime.kernels.linear import Linear
+from runtime.kernels.communicator import Communicator, OneRank
+from runtime.kernels.divided_linear import (
+    ColumnLeaves,
+    ExpertLeaves,
+    ReducedExperts,
+    ReducedLinear,
+    by_leaves_of_inputs,
+    sum_of_leaves,
+)
+from runtime.kernels.experts import ExpertLayer, Experts
+from runtime.kernels.linear import Linear, Product
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.rope import rope_table
 from runtime.kernels.stored_kv import KVLayer
@@ -27,6 +37,9 @@ from runtime.quant.format import TensorSource, Weight, WeightFormat
 from runtime.quant.formats import weight_bytes, weight_formats
 
 logger = logging.getLogger(__name__)
+
+
+_SUMS = ("out", "down")  # maps of which a rank has some inputs
 
 
 class Mlp(NamedTuple):
@@ -55,7 +68,8 @@ class Layer:
 
 
 class Decoder:
-    """A decoder-only transformer with pre-norm blocks and grouped-query attention, as its spec says."""
+    """A decoder-only transformer with pre-norm blocks and grouped-query attention, as its spec says; or what one rank
+    computes of it. Hidden states are whole on all ranks; sums over ranks are in `ReducedLinear.add_to`."""
 
     def __init__(
         self,
@@ -63,7 +77,9 @@ class Decoder:
         numerics: Numerics,
         num_positions: int,  # the most positions of a request
         read: ReadWeight,
+        communicator: Communicator | None = None,  # of the spec's rank
     ) -> None:
+        self.communicator = communicator or OneRank()
         self.spec, self.numerics, self.num_positions = spec, numerics, num_positions
         self.kernels = select(numerics, spec)
         self.format_of = weight_formats(spec, numerics)
@@ -76,7 +92,8 @@ class Decoder:
         self.layers = [self._layer(i, read) for i in range(spec.num_layers)]
         self.final_norm = self._norm("final_norm", read)
         head = self.format_of("head")
-        self.head = head.linear(head.encode(self.embed) if spec.tied_head else read("head"), None, self.kernels)
+        weight = head.encode(self.embed) if spec.tied_head else read("head")
+        self.head = self._columns(["head"], head, weight, None)
 
     def _layer(self, index: int, read: ReadWeight) -> Layer:
         spec, prefix = self.spec, f"layers.{index}."
@@ -115,16 +132,65 @@ class Decoder:
 
     def _linear(self, prefix: str, name: str, read: ReadWeight) -> Linear:
         """A fused linear map."""
-        parts, has_bias = self.spec.linears()[name]
+        if name in _SUMS:
+            return self._sum(prefix, name, read)
         weight_format, weight = self._weight(prefix, name, read)
-        bias = DENSE.join([read(f"{prefix}{p}.bias") for p in parts], self._row_order(name))[0] if has_bias else None
-        return weight_format.linear(weight, bias, self.kernels)
+        parts, bias = [f"{prefix}{part}" for part in self.spec.linears()[name][0]], self._bias(prefix, name, read)
+        return self._columns([f"{part}.weight" for part in parts], weight_format, weight, bias)
+
+    def _sum(self, prefix: str, name: str, read: ReadWeight) -> Linear:
+        """A linear map of some inputs, whose results are added up over ranks."""
+        if self.numerics.rank_invariant:
+            leaves = self._input_leaves(prefix, name, read)
+            product = by_leaves_of_inputs(leaves)
+            linear = Linear(lambda x: sum_of_leaves(product(x), len(leaves)), self.kernels.norm, self.kernels.activate)
+        else:
+            weight_format, weight = self._weight(prefix, name, read)
+            linear = weight_format.linear(weight, self._bias(prefix, name, read), self.kernels)
+            if self.communicator.size == 1:
+                return linear
+        return ReducedLinear(linear, self.communicator)
+
+    def _bias(self, prefix: str, name: str, read: ReadWeight) -> torch.Tensor | None:
+        parts, has_bias = self.spec.linears()[name]
+        if not has_bias:
+            return None
+        bias = DENSE.join([read(f"{prefix}{part}.bias") for part in parts], self._row_order(name))[0]
+        return None if name in _SUMS and self.spec.shard.rank else bias  # the first rank's is added
 
     def _weight(self, prefix: str, name: str, read: ReadWeight) -> tuple[WeightFormat, Weight]:
         """The weight of a fused linear map, and its format."""
         names = [f"{prefix}{part}.weight" for part in self.spec.linears()[name][0]]
         weight_format = self.format_of(names[0])
         return weight_format, weight_format.join([read(name) for name in names], self._row_order(name))
+
+    def _columns(
+        self, names: list[str], weight_format: WeightFormat, weight: Weight, bias: torch.Tensor | None
+    ) -> Linear:
+        """The map of some outputs with the weights of these parameters, or with their leaves."""
+        if not self.numerics.rank_invariant:
+            return weight_format.linear(weight, bias, self.kernels)
+        sizes = [leaf.stop - leaf.start for name in names for leaf in leaves_of(self.spec, name)]
+
+        def leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+            split = tensor.split([size * len(tensor) // sum(sizes) for size in sizes])
+            return [leaf.clone() for leaf in split]  # aligned, which a library's sums may depend on
+
+        weights = zip(*map(leaves, weight), strict=True)
+        biases = [None] * len(sizes) if bias is None else leaves(bias)
+        pairs = zip(weights, biases, strict=True)
+        return ColumnLeaves([weight_format.linear(leaf, own_bias, self.kernels) for leaf, own_bias in pairs])
+
+    def _input_leaves(self, prefix: str, name: str, read: ReadWeight) -> list[tuple[int, Product]]:
+        """The leaves of a map of some inputs, with the number of these."""
+        parameter = f"{prefix}{name}.weight"
+        leaves, weight_format = leaves_of(self.spec, parameter), self.format_of(parameter)
+        weights = [read(parameter, leaf) for leaf in leaves]
+        biases = [self._bias(prefix, name, read), *[None] * (len(leaves) - 1)]
+        return [
+            (leaf.stop - leaf.start, weight_format.linear(weight, bias, self.kernels).product)
+            for leaf, weight, bias in zip(leaves, weights, biases, strict=True)
+        ]
 
     def _row_order(self, name: str) -> torch.Tensor | None:
         """The order of the rows of q and k that `rope_table` needs if only some dimensions of a head are rotated."""
@@ -136,9 +202,18 @@ class Decoder:
     def _experts(self, prefix: str, spec: ExpertsSpec, read: ReadWeight) -> ExpertLayer:
         router = self.kernels.linear(read(f"{prefix}router.weight")[0], None)
         prefixes = [f"{prefix}experts.{e}." for e in range(spec.num_experts)]
+        if self.numerics.rank_invariant:
+            products = [
+                (self._linear(p, "gate_up", read).product, by_leaves_of_inputs(self._input_leaves(p, "down", read)))
+                for p in prefixes
+            ]
+            mixture = Experts(spec, router, products, lambda product: product, self.kernels.activate)
+            num_leaves = len(leaves_of(self.spec, f"{prefixes[0]}down.weight"))
+            return ExpertLeaves(mixture, num_leaves, self.communicator)
         weights = ((self._weight(p, "gate_up", read)[1], self._weight(p, "down", read)[1]) for p in prefixes)
         weight_format = self.format_of(f"{prefixes[0]}down.weight")
-        return weight_format.experts(spec, router, weights, self.kernels)
+        layer = weight_format.experts(spec, router, weights, self.kernels)
+        return layer if self.communicator.size == 1 else ReducedExperts(layer, self.communicator)
 
     def _norm(self, name: str, read: ReadWeight) -> torch.Tensor:
         (weight,) = read(name)
@@ -146,12 +221,18 @@ class Decoder:
 
     @classmethod
     def load(
-        cls, source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, numerics: Numerics, num_positions: int
+        cls,
+        source: TensorSource,
+        spec: DecoderSpec,
+        weight_map: WeightMap,
+        numerics: Numerics,
+        num_positions: int,
+        communicator: Communicator | None = None,
     ) -> Decoder:
         """From a checkpoint with the tensors of the weight map, which are all checked before any is read."""
         read = read_from(source, spec, weight_map, numerics)
         start = time.perf_counter()
-        decoder = cls(spec, numerics, num_positions, read)
+        decoder = cls(spec, numerics, num_positions, read, communicator)
         if numerics.device.type == "cuda":
             torch.cuda.synchronize()
         size = weight_bytes(spec, numerics)
@@ -159,9 +240,16 @@ class Decoder:
         return decoder
 
     @classmethod
-    def dummy(cls, spec: DecoderSpec, numerics: Numerics, num_positions: int, seed: int = 0) -> Decoder:
+    def dummy(
+        cls,
+        spec: DecoderSpec,
+        numerics: Numerics,
+        num_positions: int,
+        seed: int = 0,
+        communicator: Communicator | None = None,
+    ) -> Decoder:
         """With seeded random weights; for tests and benchmarks."""
-        return cls(spec, numerics, num_positions, draw(spec, numerics, seed))
+        return cls(spec, numerics, num_positions, draw(spec, numerics, seed), communicator)
 
     def forward(
         self,
@@ -172,7 +260,7 @@ class Decoder:
         spec, kernels = self.spec, self.kernels
         eps, heads = spec.norm_eps, (len(batch.token_ids), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         ropes = [kernels.rope_rows(table, batch.positions) for table in self.ropes]
-        h = F.embedding(batch.token_ids, self.embed)
+        h = self._embedded(batch.token_ids)
         if self.embed_scale != 1.0:
             h.mul_(self.embed_scale)
         if self.position_embed is not None:
@@ -189,8 +277,18 @@ class Decoder:
                 layer.feed_forward.add_to(h, layer.ffn_norm, eps)
         return h
 
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden], which the rank has that has the token."""
+        if self.communicator.size == 1:
+            return F.embedding(token_ids, self.embed)
+        places = token_ids - self.spec.token_ids.start
+        elsewhere = (places < 0) | (places >= len(self.embed))
+        own = F.embedding(places.masked_fill_(elsewhere, 0), self.embed)
+        return self.communicator.reduced(own.masked_fill_(elsewhere[:, None], 0))
+
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, hidden] of `forward` -> [n, vocab]; in `out`, float32, if given (Triton backend)."""
+        """[n, hidden] of `forward` -> [n, vocab], of a rank those of its `spec.token_ids`; in `out`, float32, if given
+        (Triton backend)."""
         logits, cap = self.head.logits(hidden, self.final_norm, self.spec.norm_eps, out), self.spec.logit_soft_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 

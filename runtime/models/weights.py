@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import parts_of
+from runtime.core.sharding import Part, parts_of
 from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.models.kv_scales import KV_SCALES
@@ -18,7 +18,13 @@ from runtime.models.weight_map import WeightMap
 from runtime.quant.format import Location, TensorSource, Weight
 from runtime.quant.formats import weight_formats
 
-ReadWeight = Callable[[str], Weight]  # a parameter of `spec.shapes()` by name, on the device
+
+class ReadWeight(Protocol):
+    """Reads the rank's part of a parameter of `spec.shapes()` by name, on the device; or, of a parameter that ranks
+    divide, one part of the whole."""
+
+    def __call__(self, parameter: str, part: Part | None = None, /) -> Weight: ...
+
 
 _MOST_DRAWN_ON_CPU = 1 << 28  # random weights
 
@@ -78,8 +84,10 @@ def read_from(source: TensorSource, spec: DecoderSpec, weight_map: WeightMap, nu
     """Reads from a checkpoint, whose tensors are all checked now."""
     locations, format_of = locate_parameters(spec, weight_map, source), weight_formats(spec, numerics)
 
-    def read(parameter: str) -> Weight:
+    def read(parameter: str, part: Part | None = None) -> Weight:
         location = locations[parameter]
+        if part is not None:
+            location = location._replace(parts=(part,))
         if weight_map.norms_plus_one and parameter.endswith("norm"):  # in fp32: 1 + w has more digits than w
             return (format_of(parameter).read(source, location, replace(numerics, dtype=torch.float32))[0].add_(1.0),)
         return format_of(parameter).read(source, location, numerics)
@@ -96,9 +104,14 @@ def draw(spec: DecoderSpec, numerics: Numerics, seed: int) -> ReadWeight:
     large = sum(math.prod(shape) for shape in shapes.values()) > _MOST_DRAWN_ON_CPU
     generator = torch.Generator(numerics.device if large else torch.device("cpu")).manual_seed(seed)
 
-    def read(parameter: str) -> Weight:
-        drawn = random_parameter(parameter, shapes[parameter], generator).to(numerics.device, numerics.dtype)
-        return format_of(parameter).encode(drawn, parts_of(spec, parameter))
+    last = dict[str, torch.Tensor]()  # parts of a parameter are asked for one after another
+
+    def read(parameter: str, part: Part | None = None) -> Weight:
+        if parameter not in last:
+            last.clear()
+            drawn = random_parameter(parameter, shapes[parameter], generator)
+            last[parameter] = drawn.to(numerics.device, numerics.dtype)
+        return format_of(parameter).encode(last[parameter], parts_of(spec, parameter) if part is None else (part,))
 
     return read
 

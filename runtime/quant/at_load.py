@@ -11,7 +11,7 @@ from math import gcd
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import Shard
+from runtime.core.sharding import Shard, leaves_of
 from runtime.core.types import CallboardError
 from runtime.quant.scheme import Scheme
 
@@ -37,7 +37,8 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig) -> DecoderSpec:
         elif form != "auto" and stored:
             _check_stored(field, form, stored)
         elif form != "auto":
-            schemes |= _schemes(spec, names, form, config.tensor_parallel_size)
+            of_rank = spec.of_rank(Shard(0, config.tensor_parallel_size))
+            schemes |= _schemes(of_rank, names, form, config.rank_invariant)
     return replace(spec, quantization=schemes or None)
 
 
@@ -52,13 +53,15 @@ def _check_stored(field: str, form: str, stored: Mapping[str, Scheme]) -> None:
         )
 
 
-def _schemes(spec: DecoderSpec, names: list[str], form: str, world_size: int) -> dict[str, Scheme]:
-    """Schemes with groups that divide the columns of a rank; those of all experts of a layer are alike."""
-    of_rank, schemes = spec.of_rank(Shard(0, world_size)), dict[str, Scheme]()
-    shapes = {"head": (of_rank.vocab_size, of_rank.hidden_size)} | of_rank.shapes()
+def _schemes(spec: DecoderSpec, names: list[str], form: str, in_leaves: bool) -> dict[str, Scheme]:
+    """Schemes with groups that divide the columns of a rank, or of its leaves; those of all experts of a layer are
+    alike."""
+    shapes, schemes = {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes(), dict[str, Scheme]()
     columns = defaultdict[str, int](int)
     for name in names:
-        columns[_together(name)] = gcd(columns[_together(name)], shapes[name][1])
+        leaves = leaves_of(spec, name) if in_leaves else []
+        own = [leaf.stop - leaf.start for leaf in leaves if leaf.dim == 1] or [shapes[name][1]]
+        columns[_together(name)] = gcd(columns[_together(name)], *own)
     for name in names:
         is_whole = columns[_together(name)] % _WHOLE == 0
         schemes[name] = Scheme(PLAIN, form, columns=GROUPS[form] if is_whole else min(GROUPS[form], _SMALL))

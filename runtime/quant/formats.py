@@ -11,7 +11,7 @@ from functools import cache, partial
 import torch
 
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.sharding import Shard
+from runtime.core.sharding import Shard, leaves_of
 from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import GROUPS, PLAIN
@@ -61,7 +61,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     is_turned = spec.rope.partial not in (0.0, 1.0)  # rows of q and k change places
 
     of_experts = defaultdict(list)  # layer -> the weights of its experts
-    for name in shapes:
+    for name in whole_shapes:
         layer, experts, _ = name.partition(".experts.")
         if experts:
             of_experts[layer].append(name)
@@ -71,11 +71,12 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
         return layout_of(scheme).form(whole_shapes[parameter]) if scheme and not scheme.widened else None
 
     def fits(form: Form, parameter: str) -> bool:
-        of_ranks = {shapes[parameter]}
-        if parameter == "head" and spec.shard.size > 1:  # ranks have different numbers of its rows, and one form
-            shards = [Shard(rank, spec.shard.size) for rank in range(spec.shard.size)]
-            of_ranks = {(len(shard.vocabulary(spec.whole.vocab_size)), spec.hidden_size) for shard in shards}
-        return products is not None and all(form.fits(shape) and products.fits(form, shape) for shape in of_ranks)
+        if products is None or numerics is None:
+            return False
+        own, whole = shapes[parameter], whole_shapes[parameter]
+        pieces = _pieces(spec, parameter, own, whole, numerics.rank_invariant)
+        has_whole_groups = all(n == whole[1] or n % (form.columns or 1) == 0 for _, n in pieces)
+        return has_whole_groups and all(form.fits(shape) and products.fits(form, shape) for shape in pieces)
 
     @cache
     def agree(names: tuple[str, ...]) -> bool:
@@ -110,6 +111,17 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     return format_of
 
 
+def _pieces(spec: DecoderSpec, parameter: str, own: Shape, whole: Shape, in_leaves: bool) -> set[Shape]:
+    """The shapes of what ranks have of a weight, of which this one has `own`; or those of the weight's leaves."""
+    if in_leaves:
+        leaves = [(leaf.dim, leaf.stop - leaf.start) for leaf in leaves_of(spec.whole, parameter)]
+        return {(whole[0], size) if dim else (size, whole[1]) for dim, size in leaves}
+    if parameter != "head":
+        return {own}
+    shards = [Shard(rank, spec.shard.size) for rank in range(spec.shard.size)]  # with different numbers of rows
+    return {(len(shard.vocabulary(spec.whole.vocab_size)), own[1]) for shard in shards}
+
+
 def _shapes(spec: DecoderSpec) -> dict[str, Shape]:
     """Those of all parameters, a tied head's among them."""
     return {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes()
@@ -127,7 +139,9 @@ def weight_bytes(spec: DecoderSpec, numerics: Numerics) -> int:
     format_of = weight_formats(spec, numerics)
     size = sum(format_of(name).device_bytes(shape, numerics) for name, shape in spec.shapes().items())
     head = format_of("head")
-    if spec.tied_head and (numerics.packed or head is not DENSE):  # it is a second copy of the embedding, in its layout
+    if spec.tied_head and (
+        numerics.packed or numerics.rank_invariant or head is not DENSE
+    ):  # it is a second copy of the embedding, in its layout
         size += head.device_bytes((spec.vocab_size, spec.hidden_size), numerics)
     return size
 
@@ -165,7 +179,12 @@ def forms_at_load(numerics: Numerics) -> list[str]:
 
 def check_products(spec: DecoderSpec, numerics: Numerics) -> None:
     """Raises CallboardError if plain weights are to become codes of a form that nothing multiplies with here, or if
-    codes of the whole model cannot be those of its ranks."""
+    codes of the whole model cannot be those of its ranks, or if nothing computes in leaves."""
+    if numerics.rank_invariant and numerics.backend == "triton" and spec.experts is not None:
+        raise CallboardError(
+            "rank_invariant is on, for which mixtures of experts have no kernels on a GPU; leave it off, or use "
+            "kernel_backend=torch."
+        )
     schemes = (spec.quantization or {}).items()
     wanted = {scheme.values: name for name, scheme in schemes if scheme.layout == PLAIN}
     can = forms_at_load(numerics)

@@ -39,7 +39,7 @@ class CpuSteps:
         grammar_state: GrammarState,
     ) -> None:
         self.decoder, self.cache = decoder, cache
-        self.split = SplitLogits(decoder.spec.vocab_size)
+        self.split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
         self.grammar_state = grammar_state
         self.attention_shape = AttentionShape(

@@ -12,6 +12,7 @@ import torch
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.kv_cache_spec import KVCacheSpec
+from runtime.core.sharding import NUM_LEAVES
 from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
@@ -52,6 +53,11 @@ class MemoryPlan:
             f"context {self.max_model_len} tokens (max_model_len), at most {self.largest_context} would fit"
         )
 
+    def with_blocks(self, num_kv_blocks: int) -> MemoryPlan:
+        """The plan with a KV cache of so many blocks."""
+        kv = self.kv_cache.total_bytes(num_kv_blocks, self.block_size)
+        return replace(self, num_kv_blocks=num_kv_blocks, kv=kv)
+
 
 def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, available: int) -> MemoryPlan:
     """Weights + KV + working memory; on a GPU the KV cache gets all that is left.
@@ -71,7 +77,8 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     graphs = 0
     if numerics.backend == "triton":
         graph_tokens = min(config.prefill_graph_tokens, max_num_tokens) if config.cuda_graphs else 0
-        graph_logits = max(max_num_seqs, MAX_VERIFIED) * spec.vocab_size * 4
+        num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take the logits of all ranks
+        graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
         graphs = _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
     room = available - weights - working - graphs
     budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB)
@@ -147,9 +154,10 @@ def _working_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int, max_num_s
     """An upper bound for the largest step: activations of one layer and a widened weight, fp32 logits with three
     copies, counts of tokens, gathered KV."""
     activations, size = _activation_bytes(spec, numerics, tokens), numerics.dtype.itemsize
-    logits = min(max(max_num_seqs, MIN_SLICE), tokens) * spec.vocab_size * 4 * 4
+    vocab_size = spec.whole.vocab_size  # of which ranks have parts, until something is wanted of all
+    logits = min(max(max_num_seqs, MIN_SLICE), tokens) * (spec.vocab_size + 3 * vocab_size) * 4
     if numerics.backend == "triton":
-        return activations + logits + NUM_TABLES * spec.vocab_size * 4
+        return activations + logits + NUM_TABLES * vocab_size * 4
     mask = min(tokens, max_model_len) * max_model_len * size * (2 if spec.window else 1)  # sliding layers' is another
     gathered = 2 * max(max_model_len, MAX_GATHERED) * spec.num_kv_heads * spec.head_dim * 4  # exact attention: in fp32
     return activations + logits + mask + 2 * gathered
@@ -161,6 +169,9 @@ def _activation_bytes(spec: DecoderSpec, numerics: Numerics, tokens: int) -> int
     if spec.experts is not None:  # each token's choices have an intermediate and a result of their own
         ffn = spec.experts.top_k * (ffn + 2 * spec.hidden_size)
     rows = tokens * (4 * spec.hidden_size + 2 * heads * spec.head_dim + ffn) * numerics.dtype.itemsize
+    if numerics.rank_invariant:  # results of all leaves
+        choices = 1 if spec.experts is None else 1 + spec.experts.top_k
+        rows += tokens * choices * NUM_LEAVES // spec.shard.size * spec.hidden_size * 4
     return rows + widened_bytes(spec, numerics)
 
 

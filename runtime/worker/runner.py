@@ -1,7 +1,7 @@
 """ModelRunner: one rank's weights and KV cache. What it holds can be rebuilt from the engine's requests (C8).
 
-This file sequences what happens before the first step: numerics, memory plan, weights, KV cache, warm-up. Steps
-themselves are `CpuSteps` (torch kernels) or `GpuSteps` (Triton kernels).
+This file sequences what happens before the first step: numerics, memory plan, weights, KV cache, warm-up; ranks of a
+group go through it together, in phases. Steps themselves are `CpuSteps` (torch kernels) or `GpuSteps` (Triton kernels).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.draft import CATCH_UP
 from runtime.core.plan import StepPlan, StepResult
-from runtime.core.sharding import Shard
+from runtime.core.sharding import ALONE, Shard
 from runtime.core.speculation import MAX_DRAFT_TOKENS
 from runtime.core.types import CallboardError
 from runtime.kernels._triton import INTERPRETED
@@ -33,6 +33,7 @@ from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
+from runtime.worker.rank_group import RankGroup
 from runtime.worker.sources import ModelSource
 from runtime.worker.warmup import WarmUp
 
@@ -48,51 +49,79 @@ class ModelRunner:
         self,
         config: EngineConfig,
         source: ModelSource,
-        rank: int = 0,
-        world_size: int = 1,
+        shard: Shard | None = None,
         is_draft: bool = False,  # it guesses for another model (draft_runner.py)
     ) -> None:
-        """Plan the memory, load the model, allocate the KV cache, warm up.
+        """Without a shard, all of a model, ready for steps. With one, a rank that has done no more than to join its
+        group: `handle` is for the other ranks, and `load` and `open` follow.
 
         Raises CallboardError if the model is damaged, or, before any weight is read, if it does not fit into memory or
         its weights cannot have the form that is asked for."""
         self.numerics = numerics = choose_numerics(config)
         self.config = config = config.sized_for(numerics.device.type)
-        self.rank, self.world_size, self.is_draft = rank, world_size, is_draft
+        self.shard, self.is_draft, self._source = shard or ALONE, is_draft, source
         self.eos_token_ids = source.eos_token_ids
         if numerics.device.type == "cpu":
-            torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+            cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(config.num_threads or max(1, cores // self.shard.size))
+        self.spec = quantized_at_load(source.spec, config).of_rank(self.shard)
+        check_products(self.spec, numerics)
+        self._group = RankGroup(config, self.spec, numerics)
+        self.handle = self._group.handle
+        if shard is None:
+            self.open(self.load([self.handle]).num_kv_blocks)
+
+    def load(self, handles: Sequence[bytes]) -> ModelInfo:
+        """Reach the other ranks by their handles, plan the memory, and read the weights. Returns what this rank could
+        serve: ranks that fit together differ in nothing but `num_kv_blocks`."""
+        config, spec, numerics, group = self.config, self.spec, self.numerics, self._group
+        group.connect(handles)
         available = available_memory(numerics.device, config.gpu_memory_utilization)
-        spec = quantized_at_load(source.spec, config)
-        check_products(spec, numerics)
-        self.memory: MemoryPlan = plan_memory(config, spec, numerics, available)
+        if numerics.device.type == "cpu":
+            available //= self.shard.size  # ranks on CPUs are on one machine
+        memory = plan_memory(config, spec, numerics, group.least(available))
+        self.memory: MemoryPlan = replace(
+            memory, max_model_len=group.least(memory.max_model_len), block_size=group.least(memory.block_size)
+        )
         if forms_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
-        self.decoder = source.load(spec, numerics, self.memory.max_model_len)
-        self.kv_scales = source.kv_scales() if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" else None
-        self.grammar_state = GrammarState(source.spec.vocab_size, is_draft, Shard(rank, world_size))
+        self.decoder = self._source.load(spec, numerics, self.memory.max_model_len, group.communicator)
+        self.grammar_state = GrammarState(spec.whole.vocab_size, self.is_draft, self.shard)
+        self.kv_scales = None
+        if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
+            self.kv_scales = scales[:, :, spec.first_kv_head :][:, :, : spec.num_kv_heads]
+        group.least(0)  # all have read their weights
         if numerics.backend == "triton" and numerics.device.type == "cuda":
             self._measure_memory()
+        return self._describe(self._source.fingerprint)
+
+    def open(self, num_kv_blocks: int) -> ModelInfo:
+        """Allocate the KV cache, of as many blocks as all ranks have room for, and warm up. Plans may come then."""
+        self.memory = self.memory.with_blocks(num_kv_blocks)
         logger.info("%s", self.memory)
-        self.steps = self._make_steps(self.memory.num_kv_blocks)
+        self.steps = self._make_steps(num_kv_blocks)
         self.asynchronous = self.steps.asynchronous
-        self.info = self._describe(source.fingerprint)
+        self.info = self._describe(self._source.fingerprint)
+        self._group.least(0)  # all have their cache
         self._warm_up()
-        read_vocabulary = source.vocabulary_reader(self.info)
-        waits_for_masks = is_draft and self.asynchronous  # a device's draft would wait for its host at every token
+        read_vocabulary = self._source.vocabulary_reader(self.info)
+        waits_for_masks = self.is_draft and self.asynchronous  # a device's draft would wait for its host at every token
         if read_vocabulary is not None and not waits_for_masks:
             self.grammar_state.serve(read_vocabulary)
+        return self.info
 
     def _describe(self, weights_fingerprint: str) -> ModelInfo:
-        numerics, memory, spec = self.numerics, self.memory, self.decoder.spec
+        numerics, memory, spec = self.numerics, self.memory, self.spec
         forms = forms_on_device(spec, numerics)
         of_fp8 = any(form.startswith("fp8") for form in forms.values())
         has_fp8 = of_fp8 and multiplies_fp8(numerics.device)  # there rows of activations are rounded to fp8, too
         of_numerics = numerics.dtype_name, numerics.backend, numerics.deterministic, has_fp8
-        identity = (weights_fingerprint, *of_numerics, forms, memory.kv_cache)
+        whole_cache = spec.whole.kv_cache(numerics.dtype_name, self.config.kv_cache_dtype)
+        num_sums = "leaves" if numerics.rank_invariant else self.shard.size
+        identity = (weights_fingerprint, *of_numerics, forms, whole_cache, num_sums)
         return ModelInfo(
             fingerprint=hashlib.sha256(repr(identity).encode()).hexdigest()[:32],
-            vocab_size=spec.vocab_size,
+            vocab_size=spec.whole.vocab_size,
             max_model_len=memory.max_model_len,
             eos_token_ids=self.eos_token_ids,
             num_kv_blocks=memory.num_kv_blocks,
@@ -125,6 +154,7 @@ class ModelRunner:
         warm_up.build_kernels(on_gpu)
         if isinstance(self.steps, GpuSteps) and self.config.cuda_graphs and on_gpu:
             self._capture_graphs(self.steps)
+            self._group.least(0)  # all have captured theirs
         self.reset()  # what ran until now was not sampled plainly
         if on_gpu and not self.is_draft:
             self.grammar_state.step_us = warm_up.large_step_us()
@@ -182,11 +212,13 @@ def choose_numerics(config: EngineConfig) -> Numerics:
     # The products with codes on a CPU take bfloat16; that plain ones are in it, too, follows from what is asked for.
     in_half = on_gpu or not {config.quantization, config.head_quantization}.isdisjoint(("int8", "int4"))
     dtype = getattr(torch, ("bfloat16" if in_half else "float32") if config.dtype == "auto" else config.dtype)
+    deterministic = config.deterministic or config.rank_invariant
     return Numerics(
         dtype=dtype,
         device=device,
         backend="torch" if backend == "auto" else backend,
         # Deterministic products choose for themselves, toggle or not (C6); this tells the memory plan what they take.
-        packed=(config.packed_weights or config.deterministic) and can_pack(dtype, device),
-        deterministic=config.deterministic,
+        packed=(config.packed_weights or deterministic) and can_pack(dtype, device),
+        deterministic=deterministic,
+        rank_invariant=config.rank_invariant,
     )

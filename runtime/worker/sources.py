@@ -12,6 +12,7 @@ import torch
 from runtime.core.config import ModelInfo
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
+from runtime.kernels.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec
@@ -34,8 +35,8 @@ class ModelSource(Protocol):
     def fingerprint(self) -> str:
         """Tells these weights from all others, and is equal wherever they are."""
 
-    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
-        """Read the weights; `spec` is this source's, perhaps with weights in other forms."""
+    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
+        """Read the weights; `spec` is this source's, perhaps with weights in other forms, or what of it a rank has."""
 
     def kv_scales(self) -> torch.Tensor | None:
         """[num_layers, 2 (k, v), num_kv_heads] of an fp8 KV cache; None: all are 1."""
@@ -62,8 +63,8 @@ class CheckpointSource:
     def fingerprint(self) -> str:
         return self.checkpoint.fingerprint
 
-    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
-        return Decoder.load(self.checkpoint, spec, self.weight_map, numerics, max_model_len)
+    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
+        return Decoder.load(self.checkpoint, spec, self.weight_map, numerics, max_model_len, communicator)
 
     def kv_scales(self) -> torch.Tensor | None:
         return read_kv_scales(self.checkpoint, self.spec)
@@ -85,8 +86,8 @@ class DummySource:
     def fingerprint(self) -> str:
         return f"dummy-{self.seed}-{self.spec}"
 
-    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int) -> Decoder:
-        return Decoder.dummy(spec, numerics, max_model_len, self.seed)
+    def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
+        return Decoder.dummy(spec, numerics, max_model_len, self.seed, communicator)
 
     def kv_scales(self) -> None:
         return None

@@ -55,7 +55,7 @@ def test_every_flag_reaches_its_field():
         "tensor_parallel_size": 2, "num_threads": 1, "max_queued_requests": 7,
         "step_timeout_s": 9.5, "draft": "ngram", "num_draft_tokens": 3, "draft_device": "cpu", "draft_ahead": 4,
         "draft_kv_cache_memory": 0.5, "draft_shared": True, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
-        "quantization": "fp8", "head_quantization": "int8", "draft_quantization": "int4",
+        "quantization": "fp8", "head_quantization": "int8", "draft_quantization": "int4", "rank_invariant": True,
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]
@@ -180,7 +180,11 @@ def test_the_later_of_two_servers_on_one_port_is_told_before_the_other_listens()
     ("flags", "says"),
     [
         (["--max-model-len", "129"], "max_model_len is 129; the model's context is 128 tokens at most."),
-        (["--tensor-parallel-size", "2"], "tensor_parallel_size is 2; only 1 is supported."),
+        (
+            ["--tensor-parallel-size", "3"],
+            "tensor_parallel_size is 3, which does not divide the model's 2 heads, 1 of keys and values, and "
+            "feed-forward size of 64; it can be 1, 2.",
+        ),
     ],
 )
 def test_what_the_model_cannot_do_is_told_without_ray_and_torch(write_tiny_gguf, tmp_path: Path, flags, says):

@@ -1,0 +1,95 @@
+"""Decoders of ranks, which are threads here: logits are those of one rank, and with rank_invariant to the bit."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
+from runtime.core.sharding import Shard
+from runtime.kernels.attention import AttentionShape, plan_attention
+from runtime.kernels.communicator import Communicator, OneRank
+from runtime.models.decoder import Decoder
+from runtime.models.forward_batch import ForwardBatch
+from runtime.quant.at_load import quantized_at_load
+from runtime.worker.kv_cache import KVCache
+from runtime.worker.runner import choose_numerics
+from tests.support.rank_threads import on_ranks
+
+BASE = DecoderSpec(
+    num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=4, head_dim=16, ffn_size=128, vocab_size=201,
+    max_positions=64, norm_eps=1e-5,
+)  # fmt: skip
+SPECS = {
+    "llama": BASE,
+    "qwen": replace(BASE, qk_norm=True, qkv_bias=True, out_bias=True, tied_head=True),
+    "gemma": replace(
+        BASE, post_norms=True, activation="gelu_tanh", embed_scale=8.0, tied_head=True, attn_soft_cap=30.0,
+        logit_soft_cap=20.0, window=8, sliding=(True, False), num_kv_heads=2,
+    ),
+    "mixture": replace(BASE, experts=ExpertsSpec(4, 2, normalized=True), ffn_size=64),
+    "gpt": replace(
+        BASE, rope=RopeSpec(partial=0.0), activation="gelu_tanh", gated=False, norm="layer", learned_positions=True,
+        qkv_bias=True, out_bias=True, ffn_bias=True, fused=True, num_kv_heads=8,
+    ),
+    "phi": replace(BASE, fused=True, rope=RopeSpec(partial=0.5), num_kv_heads=1),
+}  # fmt: skip
+
+
+def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communicator) -> torch.Tensor:
+    """A rank's logits [rows, ids] of a prompt and of a token after it, on the way to which another row goes along."""
+    torch.set_num_threads(1)
+    numerics = choose_numerics(config)
+    own = quantized_at_load(spec, config).of_rank(Shard(communicator.rank, communicator.size))
+    decoder = Decoder.dummy(own, numerics, 64, communicator=communicator)
+    cache = KVCache(own.kv_cache(numerics.dtype_name, config.kv_cache_dtype), 9, 16, numerics.device)
+    shape = AttentionShape(
+        own.num_heads, own.num_kv_heads, 9, 16, numerics.dtype, numerics.device, numerics.deterministic
+    )
+    tables = np.array([[1, 2, 0, 0], [3, 4, 0, 0]], np.int32)
+    ids = torch.arange(44).mul_(37) % spec.vocab_size
+
+    def forward(rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:
+        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+        row_of = torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts))
+        blocks = torch.from_numpy(tables)[row_of, positions // 16].long()
+        plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
+        batch = ForwardBatch(ids[row_of * 22 + positions], positions, blocks * 16 + positions % 16, plan)
+        return decoder.logits(decoder.forward(batch, cache.layers)).float()
+
+    with torch.inference_mode():
+        return torch.cat((forward([0, 1], [0, 0], [20, 19]), forward([1, 0], [19, 20], [1, 1])))
+
+
+def all_logits(spec: DecoderSpec, size: int, **settings) -> torch.Tensor:
+    """All ranks' logits side by side."""
+    config = EngineConfig(**{"device": "cpu", "tensor_parallel_size": size} | settings)
+    run: Callable[[Communicator], torch.Tensor] = lambda ranks: rank_logits(spec, config, ranks)  # noqa: E731
+    if size == 1:
+        return run(OneRank())
+    return torch.cat(on_ranks(size, run, tree=config.rank_invariant), 1)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_ranks_together_have_the_logits_of_one(family):
+    want = all_logits(SPECS[family], 1)
+    assert want.std() > 0.1
+    for size in (2, 4):
+        torch.testing.assert_close(all_logits(SPECS[family], size), want, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_and_tokens_by_threes():
+    spec = replace(BASE, num_heads=9, num_kv_heads=3, ffn_size=96)
+    torch.testing.assert_close(all_logits(spec, 3), all_logits(spec, 1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_rank_invariant_logits_are_equal_to_the_bit(family):
+    spec = SPECS[family]
+    want = all_logits(spec, 1, rank_invariant=True)
+    torch.testing.assert_close(want, all_logits(spec, 1), rtol=1e-4, atol=1e-4)
+    for size in (2, 4, 8):
+        assert torch.equal(all_logits(spec, size, rank_invariant=True), want), size

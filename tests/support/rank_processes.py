@@ -1,0 +1,108 @@
+"""Runners of a group in processes of their own, behind the interface of one runner."""
+
+import contextlib
+import multiprocessing
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.plan import StepPlan, StepResult
+from runtime.core.sharding import Shard
+from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import ModelSource
+
+_ANSWER_S = 90  # at most; also until a process has imported torch
+
+
+class RankProcesses:
+    """Processes each of which can be a rank of one group after another."""
+
+    def __init__(self, connections: list[Connection]) -> None:
+        self.connections = connections
+
+    def open(self, config: EngineConfig, source: ModelSource) -> "RankedRunner":
+        """A group of `tensor_parallel_size` ranks, through all phases of its start."""
+        size = config.tensor_parallel_size
+        handles = self.ask(size, "join", *((config, source, Shard(rank, size)) for rank in range(size)))
+        offers = self.ask(size, "load", *((handles,) for _ in range(size)))
+        num_blocks = min(offer.num_kv_blocks for offer in offers)
+        return RankedRunner(self, size, self.ask(size, "open", *((num_blocks,) for _ in range(size))))
+
+    def ask(self, size: int, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
+        """A call of the first `size` processes, at the same time; raises the first error that one answers."""
+        for connection, own in zip(self.connections[:size], arguments, strict=True):
+            connection.send((method, own))
+        answers = []
+        for connection in self.connections[:size]:
+            assert connection.poll(_ANSWER_S)
+            answers.append(connection.recv())
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+
+class RankedRunner:
+    """A `Runner` of all ranks, which must sample the same tokens."""
+
+    asynchronous = False
+
+    def __init__(self, processes: RankProcesses, size: int, infos: list[ModelInfo]) -> None:
+        self._processes, self.size, self.info = processes, size, infos[0]
+        assert all(info == self.info for info in infos)
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        return self._processes.ask(self.size, method, *([arguments] * self.size))
+
+    def reset(self) -> None:
+        self.ask("reset")
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self.execute, plan)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        first, *others = self.ask("execute", plan)
+        assert all(np.array_equal(other.token_ids, first.token_ids) for other in others)
+        return first
+
+
+@contextlib.contextmanager
+def rank_processes(size: int) -> Iterator[RankProcesses]:
+    """`size` processes, which end with the context."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # torch is imported once
+    pipes = [context.Pipe() for _ in range(size)]
+    ranks = [context.Process(target=_live, args=(theirs,), daemon=True) for _, theirs in pipes]
+    try:
+        for rank, (_, theirs) in zip(ranks, pipes, strict=True):
+            rank.start()
+            theirs.close()
+        yield RankProcesses([ours for ours, _ in pipes])
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+
+
+def _live(connection: Connection) -> None:
+    """A rank's process: a runner at a time, whose methods are called by name."""
+    runner: ModelRunner | None = None
+    while True:
+        method, arguments = connection.recv()
+        try:
+            if method == "join":
+                runner = ModelRunner(*arguments)
+                connection.send(runner.handle)
+            elif method == "attribute":
+                answer: Any = runner
+                for name in arguments:
+                    answer = getattr(answer, name)
+                connection.send(answer)
+            else:
+                connection.send(getattr(runner, method)(*arguments))
+        except Exception as e:  # whatever it is, for the test's process
+            connection.send(e)
