@@ -5,7 +5,11 @@
                     a draft model, beside rank 0                      a share of its CPU and, if it uses one, its GPU
     last bundle     a draft model with draft_device=own               CPU and GPU
 
-Serve makes the group with the replica and removes it with the replica, so whatever dies, nothing is left behind.
+Serve makes the group with the replica and removes it with the replica, so whatever dies, nothing is left behind. All of
+it is on one machine: ranks reach each other's memory.
+
+Ray shows each runner its own GPU alone, by CUDA_VISIBLE_DEVICES, which nobody else touches. So every rank calls its GPU
+device 0, and has no context on another rank's; the driver opens a peer's memory although its GPU is not visible.
 """
 
 from __future__ import annotations
@@ -28,17 +32,22 @@ DRAFT_CPUS = 0.4  # of its runner's, where it has no bundle of its own
 _DRAFT_GPUS = 0.1  # so too
 
 
-def uses_gpu(config: EngineConfig, cluster_resources: dict[str, float]) -> bool:
-    """The runners get GPUs if they are asked for, or if there are any. Raises CallboardError if there are too few."""
-    num_gpus, needed, what = int(cluster_resources.get("GPU", 0)), config.tensor_parallel_size, ""
+def uses_gpu(config: EngineConfig, nodes: Iterable[Mapping[str, float]]) -> bool:
+    """The runners get GPUs if they are asked for, or if there are any; `nodes` have these resources each. Raises
+    CallboardError if no machine has enough for all ranks."""
+    if config.device == "cpu":
+        return False
+    most = max((int(resources.get("GPU", 0)) for resources in nodes), default=0)
+    size, what = config.tensor_parallel_size, ""
+    needed = size
     if has_own_gpu(config):
-        needed, what = needed + 1, " and draft_device=own"
-    if config.device == "cuda" and num_gpus < needed:
+        needed, what = size + 1, " and draft_device=own"
+    if most < needed and (config.device == "cuda" or 0 < most < size):
         raise CallboardError(
-            f"device=cuda with tensor_parallel_size={config.tensor_parallel_size}{what} needs {needed} GPUs, but the "
-            f"Ray cluster has {num_gpus}; use device=cpu or add GPUs."
+            f"tensor_parallel_size={size}{what} needs {needed} GPUs on one machine, but the Ray cluster's machines "
+            f"have {most} at most; use device=cpu or add GPUs."
         )
-    return config.device == "cuda" or (config.device == "auto" and num_gpus >= needed)
+    return most >= needed
 
 
 def has_own_gpu(config: EngineConfig) -> bool:

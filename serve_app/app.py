@@ -257,7 +257,8 @@ def build_app(args: AppArgs) -> serve.Application:
     if not ray.is_initialized():
         ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    gpu = uses_gpu(config, resources)
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    gpu = uses_gpu(config, [node["Resources"] for node in nodes if node["Alive"]])
     free = ray._private.state.available_resources_per_node().values()  # type: ignore[no-untyped-call]
 
     def surge(wanted: list[dict[str, float]]) -> int:

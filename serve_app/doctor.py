@@ -33,6 +33,27 @@ gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_cou
 print(json.dumps({"cuda": torch.version.cuda, "usable": torch.cuda.is_available(),
                   "gpus": [[g.name, g.total_memory, f"{g.major}.{g.minor}"] for g in gpus]}))
 """
+# Each GPU fills a tensor that is then copied straight to each other one: the driver may say that a copy works where a
+# machine's settings of PCIe lose its bytes.
+_PEERS_PROBE = """
+import json, time, torch
+cut, rates = [], []
+for i in range(torch.cuda.device_count()):
+    sent = torch.full((1 << 26,), i + 1, device=f"cuda:{i}", dtype=torch.int32)
+    for j in range(torch.cuda.device_count()):
+        if i == j:
+            continue
+        received = torch.zeros(1 << 26, device=f"cuda:{j}", dtype=torch.int32)
+        received.copy_(sent)
+        torch.cuda.synchronize(i), torch.cuda.synchronize(j)
+        start = time.perf_counter()
+        received.copy_(sent)
+        torch.cuda.synchronize(i), torch.cuda.synchronize(j)
+        rates.append(sent.nbytes / 1e9 / (time.perf_counter() - start))
+        if not torch.cuda.can_device_access_peer(i, j) or not bool((received == i + 1).all()):
+            cut.append([i, j])
+print(json.dumps({"cut": cut, "rates": rates}))
+"""
 _FORMS_PROBE = """
 import json
 from runtime.core.config import EngineConfig
@@ -71,7 +92,9 @@ def findings(address: str | None) -> Iterator[Finding]:
     yield python_version(sys.version_info[:3])
     for package in ("callboard", "torch", "triton", "ray"):
         yield package_version(package)
-    yield from gpus(_run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"), _torch)
+    nvidia_smi = _run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    yield from gpus(nvidia_smi, _torch)
+    yield gpu_links(len((nvidia_smi or "").splitlines()), lambda: _run(sys.executable, "-c", _PEERS_PROBE))
     yield quantization(_run(sys.executable, "-c", _FORMS_PROBE))
     yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
     yield memory(_meminfo()["MemAvailable"])
@@ -118,6 +141,20 @@ def gpus(nvidia_smi: str | None, ask_torch: Callable[[], dict]) -> Iterator[Find
     else:
         for name, size, capability in seen["gpus"]:
             yield Finding("ok", "GPU", f"{name}, {size / _GIB:.0f} GiB, capability {capability}, CUDA {seen['cuda']}")
+
+
+def gpu_links(num_gpus: int, ask: Callable[[], str | None]) -> Finding:
+    """The ways between GPUs, which tensor parallelism needs; `ask()`: what _PEERS_PROBE prints."""
+    name, fix = "GPU links", "--tensor-parallel-size needs GPUs that reach each other: see `nvidia-smi topo -p2p rw`."
+    if num_gpus < 2:
+        return Finding("ok", name, "none: there are no two GPUs")
+    if (answer := ask()) is None:
+        return Finding("warn", name, f"copies between the {num_gpus} GPUs failed or did not end", fix)
+    found = json.loads(answer)
+    if found["cut"]:
+        return Finding("warn", name, ", ".join(f"{i} does not reach {j}" for i, j in found["cut"]), fix)
+    least, most = min(found["rates"]), max(found["rates"])
+    return Finding("ok", name, f"all {num_gpus} GPUs reach each other, at {least:.0f} to {most:.0f} GB/s")
 
 
 def quantization(answer: str | None) -> Finding:

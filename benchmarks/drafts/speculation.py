@@ -57,7 +57,7 @@ async def run_batch(
 
 
 async def measure(config: EngineConfig, args: Any, results: Results, texts: dict[Any, str]) -> None:
-    gpu = uses_gpu(config, ray.cluster_resources())
+    gpu = uses_gpu(config, [ray.cluster_resources()])
     group = ray.util.placement_group(bundles(config, gpu), "STRICT_PACK")
     ray.get(group.ready(), timeout=60)
     name = f"speculation-{time.time_ns()}"

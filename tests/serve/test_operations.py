@@ -111,6 +111,11 @@ def test_the_doctors_limits():
 
 
 def test_the_doctor_on_quantization():
+    assert doctor.gpu_links(1, lambda: None) == doctor.Finding("ok", "GPU links", "none: there are no two GPUs")
+    assert doctor.gpu_links(4, lambda: '{"cut": [], "rates": [340.2, 355.0]}').value.endswith("at 340 to 355 GB/s")
+    assert doctor.gpu_links(2, lambda: '{"cut": [[1, 0]], "rates": [20.0, 19.0]}').value == "1 does not reach 0"
+    compile(doctor._PEERS_PROBE, "probe", "exec")
+    assert doctor.gpu_links(2, lambda: None).level == "warn"
     assert doctor.quantization('["fp8", "int4"]').value == "fp8, int4"
     nothing = "none: quantized weights are widened as they are read"
     assert doctor.quantization("[]").value == doctor.quantization(None).value == nothing
