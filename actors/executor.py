@@ -5,12 +5,14 @@ engine's own.
 
     engine                                     runner of rank r
     SocketExecutor.address(r) --- Ray call --> serve_steps(connect(address), runner, r)
-    submit(plan)              --- plan ------>                       all ranks
+    accept()                  --- sockets ---> each rank: to those that it passes plans on to
+    submit(plan)              --- plan ------> rank 0 --> ranks 1 and 2 --> ranks 3 to 6 ...
     collect()                 <-- result -----                       rank 0 alone; any rank: a fault, or its end
 
 One connection a rank (transport.py), with runtime.core.plan's frames. Ranks other than 0 say nothing while all is well,
-so a step costs one wake-up of the engine however many ranks there are; their death shows as the end of their socket,
-which the engine watches whenever it waits.
+and plans are passed on from rank to rank, so a step costs the engine one write and one wake-up however many ranks there
+are. Their death shows as the end of their socket, which the engine watches whenever it waits. A rank on another machine
+gets its plans from the engine itself.
 
 Whoever waits, waits in the kernel, and the engine never waits for one rank alone: a rank that does not read its plan
 may itself wait for a rank that died, or for the engine to read a result.
@@ -30,7 +32,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from actors.transport import Address, FrameSocket, Listener, framed
+from actors.transport import Address, FrameSocket, Listener
 from runtime.core.executor import Runner
 from runtime.core.plan import StepPlan, StepResult, decode_plan, decode_result, encode_plan, encode_result
 from runtime.core.types import CallboardError
@@ -59,7 +61,7 @@ class SocketExecutor:
         self._listener = Listener()
         self._invited: dict[Address, int] = {}  # ranks
         self._sockets: list[FrameSocket] = []  # by rank
-        self._ways: list[tuple[FrameSocket, Callable[[], None]]] = []  # by rank, with what makes room there
+        self._told: list[int] = []  # ranks that get plans from here; others get theirs from one of these
         self._ranks: dict[int, int] = {}  # by file descriptor
         self._poll = select.poll()
         self._results: deque[bytearray] = deque()  # rank 0's that were heard and not collected yet
@@ -88,16 +90,33 @@ class SocketExecutor:
             self._ranks[end.sock.fileno()] = rank
             self._poll.register(end.sock, select.POLLIN)
             self._sockets.append(end)
-            self._ways.append((end, partial(self._make_room, rank)))
+        self._hand_out_relays()
         if self._closed:
             self.close()  # again: the first time there were no sockets to shut
 
+    def _hand_out_relays(self) -> None:
+        """The ranks of this machine become a binary tree, with a socket from each to those that it passes plans on to.
+        Sockets cannot be handed to ranks elsewhere."""
+        local = [rank for rank, end in enumerate(self._sockets) if end.sock.family == socket.AF_UNIX]
+        relays: dict[int, list[socket.socket]] = {rank: [] for rank in local}
+        for place, rank in enumerate(local[1:]):
+            upper, lower = socket.socketpair()
+            relays[local[place // 2]].append(upper)
+            relays[rank].append(lower)  # its first one: it comes after its own upper rank in the tree
+        self._told = [rank for rank in range(self.num_ranks) if rank not in local[1:]]
+        for rank, end in enumerate(self._sockets):
+            sockets = relays.get(rank, [])
+            with contextlib.suppress(OSError):  # who is gone is noticed by its end
+                socket.send_fds(end.sock, [bytes([rank in self._told])], [sock.fileno() for sock in sockets])
+            for sock in sockets:
+                sock.close()
+
     def submit(self, plan: StepPlan) -> None:
         """Raises RunnersLost, as `collect` does."""
-        data = framed(encode_plan(plan))
-        for rank, (end, make_room) in enumerate(self._ways):
+        frame = encode_plan(plan)
+        for rank in self._told:
             try:
-                end.write(data, make_room)
+                self._sockets[rank].send(frame, partial(self._make_room, rank))
             except OSError as e:
                 raise self._lost(rank, str(e)) from e
 
@@ -159,6 +178,7 @@ def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
 
     With an asynchronous runner this thread launches each plan as soon as it arrives, and another one waits for the
     results, in order, and sends them: a plan is on its way to the GPU while the step before it still runs there."""
+    plans, followers = _take_relays(engine)
     steps: _Launched = queue.SimpleQueue()
     failed = threading.Event()
     answer = partial(_send_result, rank, engine, failed)
@@ -167,8 +187,11 @@ def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
     finish = steps.put if runner.asynchronous else answer
     with engine.sock:
         try:
-            while frames := engine.receive():
+            while frames := plans.receive():
                 for frame in frames:
+                    for follower in followers:
+                        with contextlib.suppress(OSError):  # the engine notices its end
+                            follower.send(frame)
                     if failed.is_set():
                         continue  # the engine closes first: to close with a plan unread would lose the fault
                     try:
@@ -177,9 +200,23 @@ def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
                         failed.set()
                         step = partial(_raise, e)  # told in its turn, after the results before it
                     finish(step)
+            if plans is not engine:  # whoever has passed them on is gone, and the engine will end this rank, too
+                engine.receive()
         except OSError as e:
             logger.info("the engine's socket failed: %s", e)
+    for end in {plans, *followers}:
+        end.sock.close()
     steps.put(None)
+
+
+def _take_relays(engine: FrameSocket) -> tuple[FrameSocket, list[FrameSocket]]:
+    """Where plans come from, and who gets them from this rank; when all ranks are there."""
+    try:
+        is_told, fds, _, _ = socket.recv_fds(engine.sock, 1, 3)
+    except OSError:  # the engine is gone, as whoever reads from it notices
+        return engine, []
+    relays = [FrameSocket(socket.socket(fileno=fd)) for fd in fds]
+    return (relays[0], relays[1:]) if is_told == b"\0" else (engine, relays)
 
 
 def _send_results(steps: _Launched, answer: Callable[[Callable[[], StepResult]], bool]) -> None:

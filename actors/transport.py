@@ -57,7 +57,7 @@ class Address:
 # ---- frames -----------------------------------------------------------------------------------------------------
 
 
-def framed(frame: bytes) -> bytes:
+def framed(frame: bytes | bytearray) -> bytes:
     """The frame as it stands on a stream: after its length."""
     return _LENGTH.pack(len(frame)) + frame
 
@@ -93,13 +93,9 @@ class FrameSocket:
         self.sock = sock
         self._cutter = FrameCutter()
 
-    def send(self, frame: bytes, on_full: Callable[[], None] | None = None) -> None:
-        """Write `frame`, as `write` does."""
-        self.write(framed(frame), on_full)
-
-    def write(self, data: bytes, on_full: Callable[[], None] | None = None) -> None:
-        """Write frames as they stand on a stream. A full socket blocks, or calls `on_full` until there is room."""
-        rest, flags = memoryview(data), 0 if on_full is None else socket.MSG_DONTWAIT
+    def send(self, frame: bytes | bytearray, on_full: Callable[[], None] | None = None) -> None:
+        """Write `frame`. A full socket blocks, or calls `on_full` until there is room."""
+        rest, flags = memoryview(framed(frame)), 0 if on_full is None else socket.MSG_DONTWAIT
         while rest:
             try:
                 rest = rest[self.sock.send(rest, flags) :]
