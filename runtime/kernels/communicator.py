@@ -19,8 +19,9 @@ class Communicator(Protocol):
     the ranks, or with `tree` as a binary tree over the ranks, and are rounded once, after the residual is added. A
     negative zero may come out as zero.
 
-    Every wait is bounded (TIMEOUT_S). A CPU's ends in a CallboardError that names the rank that did not come; a GPU's
-    leaves results without meaning behind, and the next `check` raises it. The group is of no use from then on."""
+    Every wait is bounded (TIMEOUT_S, if nothing else is set). A CPU's ends in a CallboardError that names the rank that
+    did not come; a GPU's leaves results without meaning behind, and the next `check` raises the error. The group is of
+    no use from then on."""
 
     rank: int
     size: int
@@ -45,6 +46,10 @@ class Communicator(Protocol):
 
     def all_max(self, keys: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' keys [n] int64, in place of them; returned, too."""
+        ...
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bound the waits of what is called from now on."""
         ...
 
     def check(self) -> None:
@@ -78,6 +83,9 @@ class OneRank:
 
     def all_max(self, keys: torch.Tensor) -> torch.Tensor:
         return keys
+
+    def set_timeout(self, seconds: float) -> None:
+        pass
 
     def check(self) -> None:
         pass

@@ -153,6 +153,9 @@ class SharedMemory:
             torch.amax(torch.stack(parts), 0, out=keys[start : start + len(parts[0])])
         return keys
 
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout_s = seconds
+
     def check(self) -> None:
         if self._error is not None:
             raise self._error
@@ -177,7 +180,7 @@ class SharedMemory:
                 self._wait_for(rank, buffer)
                 if buffer.operation(half) != operation:
                     self._fail(f"Rank {rank} is at another operation than rank {self.rank}; all ranks must restart.")
-            yield start, [buffer.halves[half][:num_bytes].view(x.dtype) for buffer in self._buffers]
+            yield start, [buffer.halves[half][:num_bytes].view(x.dtype).to(x.device) for buffer in self._buffers]
 
     def _wait_for(self, rank: int, buffer: _Buffer) -> None:
         for _ in range(_SPINS):

@@ -1,66 +1,22 @@
 """Ranks as processes over shared memory: many operations in a row, and ranks that die, stop or fall behind."""
 
-import contextlib
-import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from runtime.core.types import CallboardError, SamplingParams
+from runtime.core.types import SamplingParams
 from runtime.kernels.all_reduce import sum_partials_torch
 from runtime.worker.shared_memory import SharedMemory
 from tests.ops.test_split_vocabulary import equal, sampled
+from tests.support.communicator_processes import answer_of, communicator_processes
 
-START_S = 90  # at most, until a process has imported torch
-
-
-@contextlib.contextmanager
-def processes(size: int, timeout_s: float, scenario: str) -> Iterator[list[Connection]]:
-    """Connected ranks that run a scenario; connections to them by rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # torch is imported once
-    pipes = [context.Pipe() for _ in range(size)]
-    ranks = [
-        context.Process(target=live, args=(theirs, rank, size, timeout_s, scenario), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    try:
-        for rank, (_, theirs) in zip(ranks, pipes, strict=True):
-            rank.start()
-            theirs.close()
-        handles = [answer(ours) for ours, _ in pipes]
-        for ours, _ in pipes:
-            ours.send(handles)
-        yield [ours for ours, _ in pipes]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-
-
-def answer(connection: Connection) -> object:
-    assert connection.poll(START_S)
-    return connection.recv()
-
-
-def live(connection: Connection, rank: int, size: int, timeout_s: float, scenario: str) -> None:
-    """A rank's process: what it sends last is the scenario's result, or the sentence of its error."""
-    torch.set_num_threads(1)
-    ranks = SharedMemory(rank, size, 1 << 10, timeout_s=timeout_s)
-    connection.send(ranks.handle)
-    ranks.connect(connection.recv())
-    try:
-        connection.send(SCENARIOS[scenario](ranks))
-    except CallboardError as e:
-        connection.send(str(e))
-    connection.recv()  # until it is killed
+MAX_BYTES = 1 << 10
 
 
 def partial_of(rank: int, operation: int) -> torch.Tensor:
@@ -112,32 +68,27 @@ def sample_as_one_rank(ranks: SharedMemory) -> str:
     return "equal"
 
 
-TOGETHER = (many_operations, sample_as_one_rank)
-SCENARIOS = {f.__name__: f for f in (*TOGETHER, last_rank_ends, last_rank_stops, last_rank_skips_one)}
-
-
 @pytest.mark.parametrize(
-    ("scenario", "size"),
-    [("many_operations", 2), ("many_operations", 3), ("many_operations", 4), ("sample_as_one_rank", 3)],
+    ("scenario", "size"), [(many_operations, 2), (many_operations, 3), (many_operations, 4), (sample_as_one_rank, 3)]
 )
-def test_ranks_stay_together(scenario: str, size: int):
-    with processes(size, timeout_s=60.0, scenario=scenario) as ranks:
-        assert [answer(rank) for rank in ranks] == ["equal"] * size
+def test_ranks_stay_together(scenario: Callable[[SharedMemory], str], size: int):
+    with communicator_processes(size, SharedMemory, scenario, max_bytes=MAX_BYTES, timeout_s=60.0) as ranks:
+        assert [answer_of(rank) for rank in ranks] == ["equal"] * size
 
 
 @pytest.mark.parametrize(
     ("scenario", "timeout_s", "sentence"),
     [
-        ("last_rank_ends", 60.0, "The process of rank 2 has ended; all ranks must restart."),
-        ("last_rank_stops", 1.0, "Rank 2 did not come within 1 s; all ranks must restart."),
+        (last_rank_ends, 60.0, "The process of rank 2 has ended; all ranks must restart."),
+        (last_rank_stops, 1.0, "Rank 2 did not come within 1 s; all ranks must restart."),
     ],
 )
-def test_a_lost_rank_is_named(scenario: str, timeout_s: float, sentence: str):
-    with processes(3, timeout_s, scenario) as ranks:
-        assert [answer(rank) for rank in ranks[:2]] == [sentence] * 2
+def test_a_lost_rank_is_named(scenario: Callable[[SharedMemory], None], timeout_s: float, sentence: str):
+    with communicator_processes(3, SharedMemory, scenario, max_bytes=MAX_BYTES, timeout_s=timeout_s) as ranks:
+        assert [answer_of(rank) for rank in ranks[:2]] == [sentence] * 2
 
 
 def test_a_rank_that_is_a_step_ahead_is_found_at_once():
-    with processes(2, 60.0, "last_rank_skips_one") as ranks:
-        sentences = [answer(rank) for rank in ranks]
+    with communicator_processes(2, SharedMemory, last_rank_skips_one, max_bytes=MAX_BYTES, timeout_s=60.0) as ranks:
+        sentences = [answer_of(rank) for rank in ranks]
     assert sentences == [f"Rank {1 - i} is at another operation than rank {i}; all ranks must restart." for i in (0, 1)]

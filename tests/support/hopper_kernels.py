@@ -34,12 +34,15 @@ from runtime.core.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
 from runtime.kernels import _triton, fp8_linear  # noqa: E402
+from runtime.kernels.all_gather import all_gather_triton  # noqa: E402
+from runtime.kernels.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
 from runtime.kernels.fp8_experts import Fp8Experts, has_fp8_experts  # noqa: E402
 from runtime.kernels.fp8_linear import fp8_linear_triton  # noqa: E402
 from runtime.kernels.fp8_rows import fp8_rows_triton  # noqa: E402
 from runtime.kernels.fused_linear import FusedLinear  # noqa: E402
+from runtime.kernels.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
 from runtime.kernels.quantized_experts import QuantizedExperts  # noqa: E402
 from runtime.kernels.quantized_linear import QuantizedLinear  # noqa: E402
@@ -174,6 +177,30 @@ def split_samplers() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"sampling by a rank of 8, {'all' if more else 'plain'} rows", partial(sample, more, more)
 
 
+def ranks() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Operations of ranks: partials of a step of one row and of a prompt, in both dtypes, keys and logits."""
+    words = partial(torch.empty, dtype=torch.int32, device=META)
+    inboxes = {
+        size: Inboxes(
+            1, size, 32 << 20, torch.empty(size, dtype=torch.int64, device=META), words(NUM_PROGRAMS, STATE_WORDS),
+            words(1), words(1),
+        )
+        for size in (2, 8)
+    }  # fmt: skip
+    for size, rows, dtype, op in (
+        (2, 1, torch.bfloat16, "sum"), (2, 1024, torch.bfloat16, "sum"), (8, 1, torch.bfloat16, "sum"),
+        (8, 1024, torch.bfloat16, "sum"), (8, 1, torch.float32, "tree"), (8, 1024, torch.float32, "tree"),
+    ):  # fmt: skip
+        x = torch.empty((rows, 4096), dtype=dtype, device=META)
+        name = f"{size} ranks, {op} of {dtype}, {rows} rows"
+        yield name, partial(all_reduce_triton, inboxes[size], x, inputs(rows, 4096), op)
+    keys = torch.empty(256, dtype=torch.int64, device=META)
+    yield "8 ranks, keys", partial(all_reduce_triton, inboxes[8], keys, None, "max")
+    for rows in (1, 256):
+        logits = torch.empty((rows, 64128), device=META)
+        yield f"2 ranks, logits of {rows} rows", partial(all_gather_triton, inboxes[2], logits, words(rows))
+
+
 def main() -> None:
     seen: set[str] = set()
     case = ""
@@ -235,7 +262,7 @@ def main() -> None:
             case = f"{name} torch.bfloat16, {rows} rows"
             layer.normed(inputs(rows, size_in), norm, 1e-5)
 
-    for case, run in (*fp8_products(), *mixtures(), *split_samplers()):  # noqa: B007
+    for case, run in (*fp8_products(), *mixtures(), *split_samplers(), *ranks()):  # noqa: B007
         run()
 
 

@@ -1,0 +1,92 @@
+"""The operands of all ranks of a tensor-parallel group side by side. `inboxes.py` says how ranks reach each other."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels._triton import jit, tl
+from runtime.kernels.inboxes import (
+    EMPTY_OF,
+    SMALL_BYTES,
+    Inboxes,
+    arrived,
+    begin,
+    clear,
+    end,
+    launch,
+    pieces_of,
+    push,
+    sendable,
+)
+
+
+@jit
+def _is_wanted(wanted_ptr, row, SOME: tl.constexpr):
+    wanted = row >= 0
+    if SOME:
+        wanted = tl.load(wanted_ptr + row) != 0
+    return wanted
+
+
+@jit(do_not_specialize=["rank", "num_rows", "width"], do_not_specialize_on_alignment=["wanted_ptr"])
+def _all_gather_kernel(
+    x_ptr,  # [num_rows, width] bits
+    out_ptr,  # [num_rows, SIZE * width]
+    wanted_ptr,  # [num_rows] int32, read if SOME: 0 for rows that stay where they are
+    addresses_ptr,
+    state_ptr,
+    num_looks_ptr,
+    error_ptr,
+    rank,
+    inbox_bytes,
+    num_rows,
+    width,
+    SIZE: tl.constexpr,
+    EMPTY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
+    ALIGNED: tl.constexpr,  # width is a multiple of 16
+    PDL: tl.constexpr,
+):
+    turn, inbox, old_inbox, extent, num_looks = begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, PDL)
+    if ALIGNED:
+        width = width // 16 * 16
+    in_row = tl.cdiv(width, BLOCK)  # blocks
+    num_blocks = num_rows * in_row
+    pages = tl.multiple_of(inbox.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        cols = block % in_row * BLOCK + tl.arange(0, BLOCK)
+        if _is_wanted(wanted_ptr, block // in_row, SOME):
+            bits = tl.load(x_ptr + block // in_row * width + cols, mask=cols < width, other=0)
+            at = (block * SIZE + rank) * BLOCK + tl.arange(0, BLOCK)
+            push(sendable(bits, EMPTY), addresses_ptr, rank, turn * inbox_bytes, at, cols < width, SIZE)
+    clear(old_inbox, extent)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        cols = block % in_row * BLOCK + tl.arange(0, BLOCK)
+        out_row = out_ptr + (block // in_row).to(tl.int64) * SIZE * width
+        if _is_wanted(wanted_ptr, block // in_row, SOME):
+            for owner in range(SIZE):
+                page = pages + (block * SIZE + owner) * BLOCK + tl.arange(0, BLOCK)
+                bits, num_looks = arrived(page, cols < width, error_ptr, num_looks, owner, EMPTY)
+                tl.store(out_row + owner * width + cols, bits, mask=cols < width)
+    words = num_blocks * SIZE * BLOCK * (x_ptr.dtype.element_ty.primitive_bitwidth // 16) // 2
+    end(state_ptr, turn, words, num_looks)
+
+
+def all_gather_triton(inboxes: Inboxes, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+    """[n, size * width] from each rank's x [n, width], contiguous, of which one row of all ranks must fit into an
+    inbox. Of rows where `wanted` [n] int32 is 0 nothing is moved."""
+    (num_rows, width), size, num_bytes = x.shape, inboxes.size, x.element_size()
+    out = x.new_empty(num_rows, size * width)
+    is_small = x.nbytes <= SMALL_BYTES
+    block = 1024 if is_small else 4096
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[num_bytes]
+    most = inboxes.inbox_bytes // (size * num_bytes * block * -(-width // block))
+    for piece in pieces_of(num_rows, most):
+        part = x[piece].view(bits)
+        launch(
+            _all_gather_kernel, inboxes, part, out[piece].view(bits), part if wanted is None else wanted[piece],
+            num_rows=len(part), width=width, SOME=wanted is not None, EMPTY=EMPTY_OF[num_bytes], BLOCK=block,
+            ALIGNED=width % 16 == 0, num_warps=4 if is_small else 8,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,204 @@
+"""The communicator of ranks that are GPUs of one machine: each writes into the memory of all others.
+
+That memory is allocated by the driver and not by torch, whose allocator may give memory of which no handle can be made.
+It is one allocation a rank, in which the kernels have their inboxes (runtime.kernels.inboxes).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Literal, Protocol
+
+import torch
+
+from runtime.core.types import CallboardError
+from runtime.kernels.all_gather import all_gather_triton
+from runtime.kernels.all_reduce import all_reduce_triton
+from runtime.kernels.communicator import TIMEOUT_S
+from runtime.kernels.inboxes import EMPTY_WORD, LOOKS_PER_S, NUM_INBOXES, NUM_PROGRAMS, STATE_WORDS, Inboxes
+
+_HANDLE = struct.Struct("<8sIIQQQ64s")  # mark, rank, size, process, address in it, bytes of an inbox, Memory's handle
+_MARK = b"cb-gpus "
+_GRANULE = 2 << 20  # smaller allocations of the driver share a page, and a handle is of a page
+_LEAST_BYTES = 256 << 10  # of an operand that all ranks' operands fit of into an inbox
+_MOST_BYTES = 32 << 20  # of an inbox; longer operands go in pieces
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class Memory(Protocol):
+    """Memory that other processes can reach."""
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
+        """New memory [num_bytes / 4] int32, and a handle of it, of at most 64 bytes. OSError if there is none."""
+        ...
+
+    def open(self, handle: bytes) -> int:
+        """The address here of memory that another process has allocated. OSError if it cannot be reached."""
+        ...
+
+    def free(self, own: torch.Tensor, opened: Sequence[int]) -> None: ...
+
+
+class _DriverHandle(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_ubyte * 64),)
+
+
+class _Words:
+    """Memory at an address, as torch.as_tensor takes it."""
+
+    def __init__(self, address: int, num_words: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (num_words,), "typestr": "<i4", "version": 3,
+        }  # fmt: skip
+
+
+class DriverMemory:
+    """Memory of the CUDA driver on a device, in the context that torch has made there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)  # the context is this thread's
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
+        address, handle = ctypes.c_uint64(), _DriverHandle()
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return torch.as_tensor(_Words(address.value, num_bytes // 4), device=self._device), bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        address = ctypes.c_uint64()
+        by_value = _DriverHandle.from_buffer_copy(handle)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS))
+        return address.value
+
+    def free(self, own: torch.Tensor, opened: Sequence[int]) -> None:
+        torch.cuda.synchronize(self._device)
+        for address in opened:
+            _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        _call("cuMemFree_v2", ctypes.c_uint64(own.data_ptr()))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: object) -> None:
+    if code := getattr(_driver(), name)(*arguments):
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(text))
+        raise OSError(code, f"{name} says {(text.value or b'nothing').decode()}")
+
+
+def inbox_bytes_of(size: int, max_bytes: int) -> int:
+    """The bytes of one of the NUM_INBOXES inboxes of a rank, for operands of up to `max_bytes`."""
+    wanted = max(size * _LEAST_BYTES, min(2 * max_bytes, _MOST_BYTES))
+    return -(-wanted // _GRANULE) * _GRANULE
+
+
+class PeerMemory:
+    """`runtime.kernels.communicator.Communicator` of processes with a GPU each; or several, or threads, on one."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        inbox_bytes: int,
+        device: torch.device,
+        tree: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        memory: Memory | None = None,  # DriverMemory
+        num_programs: int = NUM_PROGRAMS,
+    ) -> None:
+        if tree and size not in (2, 4, 8):
+            raise CallboardError(f"tensor_parallel_size is {size}, and sums as a tree are asked for; use 2, 4 or 8.")
+        self.rank, self.size, self._device, self._timeout_s = rank, size, device, timeout_s
+        self.op: Literal["sum", "tree"] = "tree" if tree else "sum"
+        self._memory = memory or DriverMemory(device)
+        try:
+            self._own, handle = self._memory.allocate(NUM_INBOXES * inbox_bytes)
+        except OSError as e:
+            raise CallboardError(
+                f"Rank {rank} finds no {NUM_INBOXES * inbox_bytes >> 20} MiB that its peers can write to "
+                f"({e.strerror}); lower gpu_memory_utilization."
+            ) from None
+        self.handle = _HANDLE.pack(_MARK, rank, size, os.getpid(), self._own.data_ptr(), inbox_bytes, handle)
+        self._opened: list[int] = []
+        self._error = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")  # both sides can reach it
+        self._inboxes = Inboxes(
+            rank,
+            size,
+            inbox_bytes,
+            addresses=torch.full((size,), self._own.data_ptr(), device=device),
+            state=torch.zeros(num_programs, STATE_WORDS, dtype=torch.int32, device=device),
+            num_looks=torch.zeros(1, dtype=torch.int32, device=device),
+            error=self._error,
+        )
+        self._greet()  # which compiles its kernel while nobody waits: there are no looks yet, and all addresses are own
+        self._inboxes.state.zero_()
+        self._own.fill_(EMPTY_WORD)
+        self.set_timeout(timeout_s)
+        self._synchronize()
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        addresses = []
+        for rank, handle in enumerate(handles):
+            mark, its_rank, size, pid, address, inbox_bytes, of_memory = _HANDLE.unpack(handle)
+            if (mark, its_rank, size, inbox_bytes) != (_MARK, rank, len(handles), self._inboxes.inbox_bytes):
+                raise CallboardError(
+                    f"Rank {rank} of {self.size} gave a handle that does not fit this group; "
+                    "start all ranks with the same settings."
+                )
+            if pid != os.getpid():
+                try:
+                    address = self._memory.open(of_memory)
+                except OSError as e:
+                    raise CallboardError(
+                        f"Rank {self.rank} cannot reach the memory of rank {rank} ({e.strerror}); their GPUs must be "
+                        "peers (nvidia-smi topo -p2p w) and their processes in the same container."
+                    ) from None
+                self._opened.append(address)
+            addresses.append(address)
+        self._inboxes.addresses.copy_(torch.tensor(addresses))
+        try:
+            self._greet()
+            self._synchronize()
+        except RuntimeError as e:
+            raise CallboardError(f"Rank {self.rank} cannot write to its peers' memory ({e}).") from None
+        self.check()
+
+    def _greet(self) -> None:
+        self.all_max(torch.full((1,), self.rank, device=self._device))
+
+    def add_reduced(self, residual: torch.Tensor, partial: torch.Tensor) -> None:
+        all_reduce_triton(self._inboxes, partial, residual, self.op)
+
+    def reduced(self, partial: torch.Tensor) -> torch.Tensor:
+        return all_reduce_triton(self._inboxes, partial, None, self.op)
+
+    def all_gather(self, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        return all_gather_triton(self._inboxes, x, wanted)
+
+    def all_max(self, keys: torch.Tensor) -> torch.Tensor:
+        return all_reduce_triton(self._inboxes, keys, None, "max")
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout_s = seconds
+        self._inboxes.num_looks.fill_(int(seconds * LOOKS_PER_S))
+
+    def check(self) -> None:
+        if missing := int(self._error[0]):
+            raise CallboardError(
+                f"Rank {missing - 1} did not come within {self._timeout_s:g} s; all ranks must restart."
+            )
+
+    def close(self) -> None:
+        self._memory.free(self._own, self._opened)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
