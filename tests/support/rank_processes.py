@@ -3,8 +3,10 @@
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,9 @@ class RankProcesses:
         handles = self.ask(size, "join", *((config, source, Shard(rank, size)) for rank in range(size)))
         offers = self.ask(size, "load", *((handles,) for _ in range(size)))
         num_blocks = min(offer.num_kv_blocks for offer in offers)
-        return RankedRunner(self, size, self.ask(size, "open", *((num_blocks,) for _ in range(size))))
+        assert {replace(offer, num_kv_blocks=num_blocks) for offer in offers} == {offers[0]}
+        infos: list[ModelInfo] = self.ask(size, "open", *((num_blocks,) for _ in range(size)))
+        return RankedRunner(self, size, infos[0])
 
     def ask(self, size: int, method: str, *arguments: tuple[Any, ...]) -> list[Any]:
         """A call of the first `size` processes, at the same time; raises the first error that one answers."""
@@ -51,9 +55,8 @@ class RankedRunner:
 
     asynchronous = False
 
-    def __init__(self, processes: RankProcesses, size: int, infos: list[ModelInfo]) -> None:
-        self._processes, self.size, self.info = processes, size, infos[0]
-        assert all(info == self.info for info in infos)
+    def __init__(self, processes: RankProcesses, size: int, info: ModelInfo) -> None:
+        self._processes, self.size, self.info = processes, size, info
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         return self._processes.ask(self.size, method, *([arguments] * self.size))
@@ -98,10 +101,7 @@ def _live(connection: Connection) -> None:
                 runner = ModelRunner(*arguments)
                 connection.send(runner.handle)
             elif method == "attribute":
-                answer: Any = runner
-                for name in arguments:
-                    answer = getattr(answer, name)
-                connection.send(answer)
+                connection.send(attrgetter(".".join(arguments))(runner))
             else:
                 connection.send(getattr(runner, method)(*arguments))
         except Exception as e:  # whatever it is, for the test's process

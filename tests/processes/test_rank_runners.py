@@ -1,0 +1,112 @@
+"""Runners of groups of 2, 3 and 4 processes, through all phases of their start, beside one runner of the whole model:
+requests get the same tokens, and with rank_invariant the same log-probabilities to the bit."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.draft_client import speculation_of
+from runtime.core.engine import EngineCore
+from runtime.core.executor import InProcess
+from runtime.core.types import CallboardError, Request, SamplingParams
+from runtime.quant.formats import weight_bytes
+from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
+from tests.support.rank_processes import RankedRunner, RankProcesses, rank_processes
+
+EIGHTS = DecoderSpec(
+    num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=201,
+    max_positions=128, norm_eps=1e-5, qkv_bias=True, qk_norm=True,
+)  # fmt: skip
+THIRDS = replace(EIGHTS, num_heads=9, num_kv_heads=3, head_dim=8, ffn_size=96, tied_head=True)
+PARAMS = [
+    SamplingParams(max_tokens=10, temperature=0.0, logprobs=2),
+    SamplingParams(max_tokens=10, temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=1),
+    SamplingParams(max_tokens=9, temperature=1.2, prompt_logprobs=1),
+    SamplingParams(max_tokens=8, temperature=0.0, logit_bias=((7, 2.0),)),
+]
+PHRASE = [3, 9, 27, 81, 40]
+PROMPTS = [PHRASE * 5, [*PHRASE * 3, 11, 12], list(range(5, 40)), [8]]
+BASE = {
+    "device": "cpu", "num_threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4,
+    "num_kv_blocks": 80,
+}  # fmt: skip
+# What changes the way of a request through a runner.
+TOGGLES = {
+    "draft": "ngram", "num_draft_tokens": 3, "prefix_cache": False, "pipeline_depth": 1, "kv_cache_dtype": "int8",
+    "packed_weights": False,
+}  # fmt: skip
+
+
+def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[str, list[tuple[int, tuple[float, ...]]]]:
+    """Each request's tokens, with the log-probabilities that it asked for."""
+    runner.reset()
+    config = config.sized_for("cpu")
+    core = EngineCore(config, runner.info, InProcess(runner), speculation_of(config, runner.info, time.monotonic))
+    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
+    found: dict[str, list[tuple[int, tuple[float, ...]]]] = {str(i): [] for i in range(len(PROMPTS))}
+    while core.has_work:
+        if (output := core.step()) is None:
+            continue
+        for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
+            own = output.logprobs.get(i)
+            values = (own.logprob, *(value for _, value in own.top)) if own else ()
+            found[state.request.request_id].append((token, values))
+    return found
+
+
+def check_against_one_rank(processes: RankProcesses, spec: DecoderSpec, size: int, **settings) -> None:
+    config = EngineConfig(**BASE | settings)
+    alone, ranks = (
+        ModelRunner(config, DummySource(spec)),
+        processes.open(replace(config, tensor_parallel_size=size), DummySource(spec)),
+    )
+    want, got = answers(alone, config), answers(ranks, config)
+    assert all(len(own) == params.max_tokens for own, params in zip(want.values(), PARAMS, strict=True))
+    if config.rank_invariant:
+        assert got == want
+        assert ranks.info.fingerprint == alone.info.fingerprint, "their blocks have one identity"
+        return
+    assert {k: [token for token, _ in own] for k, own in got.items()} == {
+        k: [token for token, _ in own] for k, own in want.items()
+    }
+    torch.testing.assert_close(
+        *(torch.tensor([v for own in each.values() for _, values in own for v in values]) for each in (got, want)),
+        rtol=1e-4, atol=1e-4,
+    )  # fmt: skip
+    assert ranks.info.fingerprint != alone.info.fingerprint
+
+
+@pytest.fixture(scope="module")
+def processes():
+    torch.set_num_threads(1)
+    with rank_processes(4) as group:
+        yield group
+
+
+def test_groups_answer_as_one_rank_does(processes):
+    check_against_one_rank(processes, EIGHTS, 2)
+    check_against_one_rank(processes, THIRDS, 3, **TOGGLES)
+    check_against_one_rank(processes, EIGHTS, 4, rank_invariant=True)
+    check_against_one_rank(processes, EIGHTS, 2, rank_invariant=True, **TOGGLES)
+
+
+def test_ranks_agree_on_what_fits_and_a_size_that_does_not_is_told(processes):
+    """A rank has its heads' part of each block, so that as much memory holds twice as many."""
+    config = EngineConfig(**BASE | {"num_kv_blocks": None, "kv_cache_memory": 1e-4, "tensor_parallel_size": 2})
+    with pytest.raises(CallboardError, match=r"tensor_parallel_size is 2, .* 9 heads, 3 of keys and values"):
+        processes.open(config, DummySource(THIRDS))
+    runner = processes.open(config, DummySource(EIGHTS))
+    num_blocks = int(1e-4 * (1 << 30)) // (EIGHTS.kv_cache("float32").bytes_per_block(4) // 2)
+    assert runner.info.num_kv_blocks == num_blocks
+    assert runner.info.vocab_size == EIGHTS.vocab_size
+    planned = runner.ask("attribute", "memory")
+    allocated = runner.ask("attribute", "steps", "cache", "_blocks", "nbytes")
+    assert [plan.kv for plan in planned] == allocated
+    whole = weight_bytes(EIGHTS, runner.ask("attribute", "numerics")[0])
+    assert whole < sum(plan.weights for plan in planned) < 1.02 * whole, "norms are on both"
