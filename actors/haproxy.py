@@ -54,6 +54,9 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     for what a front did not answer before it ended (the first 16 KiB are kept for it; longer requests are not tried
     again). A request for tokens leaves nothing behind but its answer; those to other applications are left alone.
 
+    After a reload the last process still has its clients, and knows only the fronts of before. What they ask for next
+    on their connections it passes on to where they have connected, at which its successor listens.
+
     A private one belongs to `callboard serve` and has only one port: not Serve's pages of statistics and metrics, which
     would take two more of all interfaces, and not Serve's slower proxy as the last resort, which would let requests
     wait where there is no front. It listens on `bind`, if that is not empty."""
@@ -75,6 +78,8 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
         # The front itself notices when a client leaves; Serve's replicas would do so by two more tasks a request.
         rules = "    http-request set-header x-request-disconnect-disabled ?1\n"
     config = re.sub(r"(?<=^frontend http_frontend\n)( *bind .*\n)", rf"\1{rules}", config, flags=re.MULTILINE)
+    first, rest = re.split(r"^(?= *(?:use|default)_backend )", config, maxsplit=1, flags=re.MULTILINE)
+    config = f"{first}    use_backend successor if {{ stopping }}\n{rest}backend successor\n    server same_address *\n"
     if bind:
         config = re.sub(r"(?<=^frontend http_frontend\n) *bind .*", f"    bind {bind}", config, flags=re.MULTILINE)
     return config

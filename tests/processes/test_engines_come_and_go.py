@@ -43,8 +43,8 @@ def deploy(model: Path, num_replicas: int, **changed) -> None:
 
     args = {"model": str(model), "served_model_name": MODEL, "deterministic": True, "kv_cache_memory": 0.1}
     limits = {"num_threads": 1, "num_fronts": 1, "drain_timeout_s": 60, **changed}
-    # As on a cluster, a front that is replaced is still reachable while HAProxy learns of the new one.
-    variables = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2"}
+    # As on a cluster (30 s), a front that is replaced is still reachable while HAProxy learns of the new one.
+    variables = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5"}
     front = {"num_cpus": FRONT_CPUS, "resources": {HEAD_NODE: 0.001}, "runtime_env": {"env_vars": variables}}
     application = {
         "name": "callboard",
@@ -208,25 +208,19 @@ async def test_a_frozen_engine_process(url, undisturbed):
 
 
 class Clients:
-    """Fifty clients, each of which asks again soon after it has an answer. What has begun is never tried twice.
-
-    What was told to come back (503) before that is tried again: on a machine that is busy enough, HAProxy learns of a
-    new front only when the old one has gone."""
+    """Fifty clients, each of which asks again soon after it has an answer, on the same connection. Nothing is tried
+    twice."""
 
     NUM, MAX_TOKENS, REST_S = 50, 150, 1.0  # the rest leaves cores for engines that start
 
     def __init__(self, url: str, answers: dict[str, list[str]]) -> None:
         self._url, self._answers = url, answers
         self.answered = Counter[str]()  # by the model that answered
-        self.num_refused = 0
 
     async def _ask(self, client: httpx.AsyncClient, i: int) -> None:
         body = {"model": MODEL, "prompt": PROMPTS[i], **sampling(i), "max_tokens": self.MAX_TOKENS, "ignore_eos": True}
         text = ""
         async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-            if answer.status_code == 503:
-                self.num_refused += 1
-                return
             assert answer.status_code == 200, await answer.aread()
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
@@ -304,7 +298,6 @@ async def test_updates_cut_and_lose_nothing(url, undisturbed, answers, tiny_path
         deploy(other_path, 3, max_num_seqs=60)
         await settle(url, 3)
         await clients.get("other")
-    print(f"answered: {dict(clients.answered)}, told to come back: {clients.num_refused}")
 
 
 async def test_a_node_that_goes(url, answers, other_path, second_node):

@@ -20,7 +20,6 @@ from openai import APIStatusError, OpenAI
 
 from actors.environment import quiet_port, single_machine
 from actors.haproxy import ANSWERS, answer, stop, write_command
-from serve_app.port import port_of_its_own
 from serve_app.server import _LAST_ANSWERS_S
 
 
@@ -69,8 +68,9 @@ def listening_ports(pid: int, state: str = "0A") -> set[tuple[str, int]]:
 
 
 class Running:
-    def __init__(self, command: str, config: str) -> None:
-        self.process = subprocess.Popen([command, "-db", "-f", config, "-dR"], stderr=subprocess.PIPE, text=True)
+    def __init__(self, command: str, config: str, *arguments: str) -> None:
+        command_line = [command, "-db", "-f", config, "-dR", *arguments]
+        self.process = subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True)
 
     def ports(self) -> set[tuple[str, int]]:
         return listening_ports(self.process.pid)
@@ -93,11 +93,20 @@ def haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")  # that of this session's own Ray, which is adapted already
     started = []
 
-    def start(servers: list[int], fallback: int | None = None, private: bool = True, host: str = "127.0.0.1"):
-        port = quiet_port()
+    def start(
+        servers: list[int],
+        fallback: int | None = None,
+        private: bool = True,
+        host: str = "127.0.0.1",
+        instead_of: tuple[Running, int] | None = None,
+    ):
+        port = quiet_port() if instead_of is None else instead_of[1]
         config = serve_config(tmp_path, port, servers, fallback)
         command = write_command(str(tmp_path), private=private, bind=f"{host}:{port}" if private else "")
-        started.append(Running(command, config))
+        arguments = (
+            () if instead_of is None else ("-sf", str(instead_of[0].process.pid), "-x", f"{tmp_path}/admin.sock")
+        )
+        started.append(Running(command, config, *arguments))
         started[-1].wait_until_it_answers(port)
         return started[-1], port
 
@@ -142,6 +151,22 @@ class Leaving(Healthy):
 class Staying(Leaving):
     def handle(self) -> None:
         BaseHTTPRequestHandler.handle(self)
+
+
+class Streaming(Healthy):
+    """A front whose answers begin at once and end when they may, with its connections."""
+
+    protocol_version = "HTTP/1.1"
+    may_end = threading.Event()
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.wfile.write(b"a")
+        self.may_end.wait(20)
+        self.wfile.write(b"b")
 
 
 def _sleep(seconds: float) -> bool:
@@ -226,6 +251,33 @@ def test_who_meets_a_front_that_has_gone_is_sent_to_the_other_one_at_once(haprox
     fronts[1].shutdown()
     fronts[1].server_close()
     assert max(times) < 0.9  # it would be a second and more
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_who_reads_a_stream_over_a_reload_may_ask_again_on_the_same_connection(haproxy, private):
+    """It is with the last process of HAProxy, which knows none of the fronts that are there now."""
+    Streaming.may_end.clear()
+    last, new = (ThreadingHTTPServer(("127.0.0.1", 0), handler) for handler in (Streaming, Healthy))
+    for front in (last, new):
+        threading.Thread(target=front.serve_forever, daemon=True).start()
+    before = haproxy([last.server_port], private=private)
+    connection = HTTPConnection("127.0.0.1", before[1], timeout=20)
+    connection.request("POST", "/v1/completions")
+    answer = connection.getresponse()
+    assert answer.read(1) == b"a"
+    haproxy([new.server_port], private=private, instead_of=before)
+    end = time.monotonic() + 10
+    while any(port == before[1] for _, port in before[0].ports()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    last.shutdown()
+    last.socket.close()
+    Streaming.may_end.set()
+    assert answer.read() == b"b"
+    connection.request("GET", "/v1/models")
+    assert connection.getresponse().status == 200
+    connection.close()
+    new.shutdown()
 
 
 @pytest.mark.parametrize("path", ["/ready", "/health", "/v1/models", "/nonsense"])
@@ -334,85 +386,3 @@ def test_side_ports_are_not_those_of_connections(tmp_path: Path):
     ports = {int(single_machine(str(tmp_path))["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"]) for _ in range(20)}
     assert len(ports) > 10
     assert not any(first <= port <= last or 30_000 <= port < 31_000 for port in ports)
-
-
-class Clients:
-    """Clients that come all the time, with everything that they get."""
-
-    def __init__(self, port: int, num_clients: int) -> None:
-        self._url, self._is_over = f"http://127.0.0.1:{port}/ready", threading.Event()
-        self.answers: list[tuple[int, str]] = []
-        self.faults: list[str] = []
-        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num_clients)]
-        for thread in self._threads:
-            thread.start()
-
-    def _ask(self) -> None:
-        while not self._is_over.is_set():
-            try:
-                response = httpx.get(self._url, timeout=10)
-                self.answers.append((response.status_code, response.text))
-            except httpx.TransportError as e:
-                self.faults.append(repr(e))
-
-    def wait_for(self, status: int, text: str) -> None:
-        end = time.monotonic() + 20
-        while not any(answer[0] == status and text in answer[1] for answer in self.answers[-20:]):
-            assert time.monotonic() < end, self.answers[-20:]
-            time.sleep(0.01)
-
-    def end(self) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join()
-
-
-def test_the_port_goes_from_the_command_to_haproxy_and_no_client_notices(tmp_path: Path, monkeypatch):
-    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
-    front = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
-    threading.Thread(target=front.serve_forever, daemon=True).start()
-    number = quiet_port()
-    with port_of_its_own("127.0.0.1", number) as port:
-        port.hear({"phase": "model checked"})
-        clients = Clients(number, 4)
-        try:
-            clients.wait_for(503, "The server is starting (model checked); try again in a moment.")
-            port.hear({"phase": "weights: 3 GiB in 2 s"})
-            clients.wait_for(503, "(weights)")
-            config = serve_config(tmp_path, number, [front.server_port], None)
-            running = Running(write_command(str(tmp_path), private=True, bind=f"127.0.0.1:{number}"), config)
-            while ("127.0.0.1", number) not in running.ports():
-                assert running.process.poll() is None, running.process.stderr.read()
-            time.sleep(0.5)
-            assert all("(model checked)" in text or "(weights)" in text for _, text in clients.answers)
-            port.hear({"port": True})
-            clients.wait_for(200, "")
-            time.sleep(1.5)  # the command's socket is closed meanwhile
-            num_before = len(clients.answers)
-            clients.wait_for(200, "")
-        finally:
-            clients.end()
-            running.process.kill()
-            running.process.wait()
-            running.process.stderr.close()
-            front.shutdown()
-            front.server_close()
-    assert clients.faults == []
-    assert {status for status, _ in clients.answers[num_before:]} == {200}
-
-
-def test_while_the_server_starts_its_port_is_nobody_elses_and_openais_client_reads_the_phase():
-    number = quiet_port()
-    with port_of_its_own("127.0.0.1", number) as port:
-        with pytest.raises(OSError, match="in use"):
-            socket.create_server(("127.0.0.1", number))
-        port.hear({"phase": "Ray started"})
-        for _ in range(100):  # of whom nothing comes
-            socket.create_connection(("127.0.0.1", number)).close()
-        client = OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0, timeout=10)
-        prompt = "a" * (4 << 20)  # longer than any buffer: what is not read must not hide the answer
-        with pytest.raises(APIStatusError, match=r"The server is starting \(Ray started\)") as error:
-            client.completions.create(model="any", prompt=prompt)
-        assert error.value.status_code == 503
-        assert error.value.code == "engine_unavailable"
-        assert error.value.response.headers["retry-after"] == "1"

@@ -1,0 +1,98 @@
+"""The port of `callboard serve` while it starts: the command answers it, and then HAProxy does."""
+
+import socket
+import threading
+import time
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import APIStatusError, OpenAI
+
+from actors.environment import quiet_port
+from actors.haproxy import write_command
+from serve_app.port import port_of_its_own
+from tests.processes.test_haproxy import Healthy, Running, serve_config
+
+
+class Clients:
+    """Clients that come all the time, with everything that they get."""
+
+    def __init__(self, port: int, num_clients: int) -> None:
+        self._url, self._is_over = f"http://127.0.0.1:{port}/ready", threading.Event()
+        self.answers: list[tuple[int, str]] = []
+        self.faults: list[str] = []
+        self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(num_clients)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                response = httpx.get(self._url, timeout=10)
+                self.answers.append((response.status_code, response.text))
+            except httpx.TransportError as e:
+                self.faults.append(repr(e))
+
+    def wait_for(self, status: int, text: str) -> None:
+        end = time.monotonic() + 20
+        while not any(answer[0] == status and text in answer[1] for answer in self.answers[-20:]):
+            assert time.monotonic() < end, self.answers[-20:]
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+
+def test_the_port_goes_from_the_command_to_haproxy_and_no_client_notices(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
+    front = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
+    threading.Thread(target=front.serve_forever, daemon=True).start()
+    number = quiet_port()
+    with port_of_its_own("127.0.0.1", number) as port:
+        port.hear({"phase": "model checked"})
+        clients = Clients(number, 4)
+        try:
+            clients.wait_for(503, "The server is starting (model checked); try again in a moment.")
+            port.hear({"phase": "weights: 3 GiB in 2 s"})
+            clients.wait_for(503, "(weights)")
+            config = serve_config(tmp_path, number, [front.server_port], None)
+            running = Running(write_command(str(tmp_path), private=True, bind=f"127.0.0.1:{number}"), config)
+            while ("127.0.0.1", number) not in running.ports():
+                assert running.process.poll() is None, running.process.stderr.read()
+            time.sleep(0.5)
+            assert all("(model checked)" in text or "(weights)" in text for _, text in clients.answers)
+            port.hear({"port": True})
+            clients.wait_for(200, "")
+            time.sleep(1.5)  # the command's socket is closed meanwhile
+            num_before = len(clients.answers)
+            clients.wait_for(200, "")
+        finally:
+            clients.end()
+            running.process.kill()
+            running.process.wait()
+            running.process.stderr.close()
+            front.shutdown()
+            front.server_close()
+    assert clients.faults == []
+    assert {status for status, _ in clients.answers[num_before:]} == {200}
+
+
+def test_while_the_server_starts_its_port_is_nobody_elses_and_openais_client_reads_the_phase():
+    number = quiet_port()
+    with port_of_its_own("127.0.0.1", number) as port:
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("127.0.0.1", number))
+        port.hear({"phase": "Ray started"})
+        for _ in range(100):  # of whom nothing comes
+            socket.create_connection(("127.0.0.1", number)).close()
+        client = OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0, timeout=10)
+        prompt = "a" * (4 << 20)  # longer than any buffer: what is not read must not hide the answer
+        with pytest.raises(APIStatusError, match=r"The server is starting \(Ray started\)") as error:
+            client.completions.create(model="any", prompt=prompt)
+        assert error.value.status_code == 503
+        assert error.value.code == "engine_unavailable"
+        assert error.value.response.headers["retry-after"] == "1"
