@@ -43,16 +43,26 @@ class Choice(NamedTuple):
 class Prompt:
     """A request's known tokens as caches know them. Blocks are hashed once, and no further than somebody asks."""
 
-    def __init__(self, token_ids: Sequence[int], salt: str = "", uses_cache: bool = True) -> None:
-        """Requests of another `salt` share no block with this one; one that `uses_cache` not has no hits."""
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        salt: str = "",
+        uses_cache: bool = True,
+        hashes: dict[_Kind, list[bytes]] | None = None,
+    ) -> None:
+        """Requests of another `salt` share no block with this one; one that `uses_cache` not has no hits. `hashes` are
+        those of leading full blocks, as far as they are known."""
         self.token_ids, self.salt, self.uses_cache = token_ids, salt, uses_cache
-        self._hashes: dict[_Kind, list[bytes]] = {}  # of the leading blocks
+        self._hashes = {} if hashes is None else hashes  # of the leading blocks, and perhaps of what follows them
 
     def continued(self, token_ids: Sequence[int]) -> Prompt:
         """This one with more tokens at its end, as when a stream moves; full blocks are not hashed again."""
-        longer = Prompt([*self.token_ids, *token_ids], self.salt)
-        longer._hashes = {kind: hashes[: self.num_hits(kind)] for kind, hashes in self._hashes.items()}
-        return longer
+        hashes = {kind: self.block_hashes(kind) for kind in self._hashes}
+        return Prompt([*self.token_ids, *token_ids], self.salt, hashes=hashes)
+
+    def block_hashes(self, kind: _Kind) -> list[bytes]:
+        """Those of its leading full blocks, as far as they were asked for."""
+        return self._hashes.get(kind, [])[: self.num_hits(kind)]
 
     def num_hits(self, kind: _Kind) -> int:
         """Blocks that a cache can give, at most: never the last token, which must be computed to sample."""
@@ -164,7 +174,8 @@ class Router:
         holders, bit = self._holders, place.bit
         place.held.update(keys)
         for key in keys:
-            holders[key] = holders.get(key, 0) | bit
+            others = holders.get(key)
+            holders[key] = bit if others is None else others | bit  # one number for all blocks that only it holds
 
     def _evict(self, place: _Engine, keys: Collection[int]) -> None:
         holders, bit = self._holders, place.bit
@@ -195,9 +206,8 @@ class Router:
         scores = (self._tokens[at] + (len(prompt.token_ids) - cached + 1)) * (self._rows[at] + 1)
         cached_of_good = np.where(scores <= SLACK * scores.min(), cached, -1)
         most = cached_of_good.max()
-        best = np.flatnonzero(cached_of_good == most)
-        at = at[best]
-        index = int(at[_mix(self._salts[at], key).argmax()])
+        at = at[cached_of_good == most]
+        index = int(at[0] if len(at) == 1 else at[_mix(self._salts[at], key).argmax()])
         return Choice(self._places[index].name, int(most))
 
     def placed(self, engine: str, stream: int, num_uncached: int) -> None:

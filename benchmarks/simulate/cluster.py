@@ -23,6 +23,7 @@ from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Conversation, Job
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine_load import EngineLoad
+from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.request_state import RequestState
 
 DEATH_S = 0.05  # until fronts know that an engine died
@@ -77,6 +78,8 @@ class Cluster:
     def __init__(self, shape: Shape, scaling: ScalingPolicy | None = None) -> None:
         self.shape, self.scaling = shape, scaling
         self.config, self.info = shape.config(), shape.info()
+        self._kind = (self.info.fingerprint, self.info.block_size)
+        self._shared_hashes: dict[tuple[str, int], list[bytes]] = {}  # of parts with which conversations begin
         self.now = 0.0
         self.engines: dict[str, SimulatedEngine] = {}
         self.totals = Totals()
@@ -101,7 +104,7 @@ class Cluster:
         """Until all answers are there, or that time has come."""
         starts, heap = iter(conversations), self._heap
         following = next(starts, None)
-        while (heap and (self._live or heap[0][2] != self._look)) or following is not None:
+        while (heap and (heap[0][2] != self._look or self._live)) or following is not None:
             if following is not None and (not heap or following.start <= heap[0][0]):
                 if following.start > until:
                     return
@@ -134,7 +137,7 @@ class Cluster:
 
     def _place(self, job: Job, tokens: array[int]) -> None:
         """A request, or a stream that its engine has lost, has come to its front."""
-        prompt, front, refused = Prompt(tokens, job.salt), job.number % self.shape.num_fronts, set[str]()
+        prompt, front, refused = self._prompt(job, tokens), job.number % self.shape.num_fronts, set[str]()
         while len(refused) < len(self._serving):
             choice = self.fronts.choose(front, prompt, self.now, refused)
             engine = self._serving[choice.engine]
@@ -143,13 +146,25 @@ class Cluster:
                 continue
             self.fronts.placed(front, choice, engine, prompt)
             job.num_expected = choice.num_cached
-            engine.add(job, tokens, self.now)
+            engine.add(job, tokens, self.now, prompt.block_hashes(self._kind))
             self._watch(engine)
             return
         if refused:
             self.totals.num_refused += 1
         else:
             self._parked.append((job, tokens))
+
+    def _prompt(self, job: Job, tokens: array[int]) -> Prompt:
+        """A request's tokens; blocks that an earlier turn or another conversation had are not hashed again."""
+        conversation, (fingerprint, size) = job.conversation, self._kind
+        parts = conversation.turns[0].parts if conversation.turns else []
+        if not conversation.block_hashes and len(parts) > 1:
+            key = (job.salt, parts[0].key)
+            if key not in self._shared_hashes:
+                shared = parts[0].tokens()[: parts[0].length // size * size]
+                self._shared_hashes[key] = hash_blocks(root_hash(fingerprint, job.salt), shared, size)
+            conversation.block_hashes = self._shared_hashes[key]
+        return Prompt(tokens, job.salt, hashes={self._kind: conversation.block_hashes[:]})
 
     def _ended(self, job: Job, state: RequestState, now: float) -> None:
         totals, back_s = self.totals, self.shape.times.front_us[1] / 1e6
@@ -164,7 +179,7 @@ class Cluster:
         totals.num_expected.append(min(job.num_expected, job.prompt_len))
         totals.num_lost_tokens += abs(job.output_len - len(answer))
         self.fronts.ended(state)
-        pause_s = job.conversation.answered(job, answer)
+        pause_s = job.conversation.answered(job, answer, state.block_hashes)
         if pause_s is not None:
             self.at(now + back_s + pause_s, self._ask, job.conversation)
 

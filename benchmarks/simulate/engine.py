@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import takewhile
 from math import inf, sqrt
 from typing import Any
@@ -33,6 +34,12 @@ EOS, WORD = 0, 1  # an answer is words and ends with EOS
 VOCAB_SIZE = 1 << 17
 GAP_S = 1e-5  # resolution of the times between tokens
 _LEAST_STEPS = 3  # fewer are planned one by one
+_WORDS = np.full(1 << 20, WORD, np.int32)
+
+
+@cache
+def _params(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens)
 
 
 @dataclass(slots=True)
@@ -96,7 +103,7 @@ class SimulatedEngine:
         self._in_flight: deque[tuple[float, StepPlan, float]] = deque()  # end, plan, time of one of its steps
         self._free_at = begin  # when the device has done all that is in flight
         self._stretch: Stretch | None = None
-        self._ends = [0] * self.scheduler.max_num_seqs  # of each slot, tokens with which its request ends
+        self._ends = np.zeros(self.scheduler.max_num_seqs, np.int32)  # of each slot, tokens with which its request ends
         self.num_steps = 0
         self.feed = CacheFeed(self.scheduler)
         self.last_streams: list[int] = []  # of each front, the last one that came from it
@@ -112,15 +119,16 @@ class SimulatedEngine:
         too_long = waiting.num_tokens + num_tokens > config.max_queued_tokens
         return len(waiting) >= config.max_queued_requests or (len(waiting) > 0 and too_long)
 
-    def add(self, job: Job, token_ids: array[int], now: float) -> None:
-        """A request arrives: its prompt and, if it comes from another engine, what it has of its answer."""
+    def add(self, job: Job, token_ids: array[int], now: float, block_hashes: Sequence[bytes] = ()) -> None:
+        """A request arrives: its prompt and, if it comes from another engine, what it has of its answer; and of its
+        leading blocks the hashes that are known."""
         self.advance(now)
         self._interrupt(now)
         if self._in_flight:
             self._plan(merge=False)  # the step after the one that runs may be planned already: it comes too late for it
-        params = SamplingParams(max_tokens=job.max_tokens)
         tokens: Any = token_ids  # an array in place of a list, as they are long
-        self.scheduler.add(Request(str(job.number), tokens, job.prompt_len, params, cache_salt=job.salt), job)
+        request = Request(str(job.number), tokens, job.prompt_len, _params(job.max_tokens), cache_salt=job.salt)
+        self.scheduler.add(request, job, block_hashes)
         self.advance(now)
 
     def warm(self, prompt: Prompt, computed: set[bytes]) -> int:
@@ -250,14 +258,10 @@ class SimulatedEngine:
     def _commit(self) -> None:
         end, plan, step_s = self._in_flight.popleft()
         self.num_steps += plan.num_steps
-        columns = plan.slots, plan.num_computed, plan.num_tokens, plan.num_samples
-        token_ids: list[int] = []
-        for slot, start, count, num_samples in zip(*(column.tolist() for column in columns), strict=True):
-            if num_samples:
-                token_ids += [WORD] * plan.num_steps
-                if start + count + plan.num_steps >= self._ends[slot]:
-                    token_ids[-1] = EOS
-        output = self.scheduler.commit(StepResult(plan.step_id, np.array(token_ids, np.int32)))
+        ends = (plan.ends + plan.num_steps >= self._ends[plan.slots])[plan.num_samples > 0]
+        token_ids = _WORDS[: len(ends) * plan.num_steps].copy()
+        token_ids[plan.num_steps - 1 :: plan.num_steps][ends] = EOS
+        output = self.scheduler.commit(StepResult(plan.step_id, token_ids))
         counts, first_end = self.gaps.counts, end - (plan.num_steps - 1) * step_s
         if plan.num_steps > 1:
             counts[round(step_s / GAP_S)] += len(output.states)

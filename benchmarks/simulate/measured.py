@@ -44,7 +44,7 @@ class Replay(Conversation):
         prompt, length = array("i", turn.prompt), turn.max_tokens
         return Job(number, self, prompt, len(prompt), length, length, "", sent)
 
-    def answered(self, job: Job, answer: array[int]) -> float | None:
+    def answered(self, job: Job, answer: array[int], block_hashes: list[bytes]) -> float | None:
         more = self.num_sent < len(self.session.turns)
         return self.session.turns[self.num_sent].pause if more else None
 

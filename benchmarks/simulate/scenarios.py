@@ -91,7 +91,8 @@ def many_engines(num_engines: int, seconds: float, rate: float, merge: bool = Tr
     """So many requests a second for all engines, of conversations that share prompts."""
     workload = GENERATED["chat"]
     turns = sum(workload.turns) / 2
-    cluster = Cluster(Shape(MODELS["llama-3.1-8b"], num_engines, 2000, merge=merge, max_model_len=16_384))
+    shape = Shape(MODELS["llama-3.1-8b"], num_engines, 2000, num_fronts=1, merge=merge, max_model_len=16_384)
+    cluster = Cluster(shape)
     cpu_s = play(cluster, workload.generate([(seconds, rate / turns)]), seconds)
     found = figures(cluster, end=seconds)
     num_steps = sum(engine.num_steps for engine in cluster.engines.values())

@@ -59,6 +59,7 @@ class Conversation:
     salt: str = ""
     tokens: array[int] = field(default_factory=lambda: array("i"))  # so far, the last answer included
     num_sent: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks of `tokens`
 
     def next_job(self, number: int, sent: float) -> Job | None:
         """The next turn's request; None after the last one."""
@@ -71,12 +72,15 @@ class Conversation:
         max_tokens = max(_MOST_TOKENS, turn.output_len)
         return Job(number, self, self.tokens[:], len(self.tokens), turn.output_len, max_tokens, self.salt, sent)
 
-    def answered(self, job: Job, answer: array[int]) -> float | None:
-        """The job's answer is there; returns the pause until the next turn, None if there is none."""
+    def answered(self, job: Job, answer: array[int], block_hashes: list[bytes]) -> float | None:
+        """The job's answer is there, and the hashes of full blocks of prompt and answer; returns the pause until the
+        next turn, None if there is none."""
         if self.num_sent == len(self.turns):
-            self.tokens = job.prompt = array("i")  # nobody needs them any more
+            self.tokens, self.block_hashes = array("i"), []  # nobody needs them any more
+            job.prompt = array("i")
             return None
         self.tokens += answer
+        self.block_hashes = block_hashes
         job.prompt = array("i")
         return self.turns[self.num_sent].pause_s
 

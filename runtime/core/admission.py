@@ -30,7 +30,7 @@ class Admission:
         """True if a waiting request that finds the blocks `hits` in the cache fits beside those that run; alone, its
         known tokens have to."""
         pool = self._kv_cache.pool
-        room = pool.num_available - sum(pool.refs(b) == 0 for b in hits) + len(hits)
+        room = pool.num_available - pool.num_unheld(hits) + len(hits)
         if not running:
             return self._kv_cache.most_blocks_for(len(state.tokens)) <= room
         self._expect(state)

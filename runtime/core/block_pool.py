@@ -16,7 +16,7 @@ head is LRU eviction of leaves without looking at the tree.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 NULL_BLOCK = 0  # padding reads and writes land here; it is never allocated
 
@@ -50,6 +50,11 @@ class BlockPool:
         """The number of requests that hold `block`."""
         return self._refs[block]
 
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks no request holds."""
+        refs = self._refs
+        return sum([refs[block] == 0 for block in blocks])
+
     def allocate(self, count: int) -> list[int]:
         """`count` blocks, held once each; the caller has checked `num_available`."""
         free, blocks = self._free, []
@@ -66,17 +71,19 @@ class BlockPool:
 
     def acquire(self, blocks: list[int]) -> None:
         """One more holder for each of `blocks`, which are held or evictable."""
+        refs = self._refs
         for block in blocks:
-            if self._refs[block] == 0:
+            if refs[block] == 0:
                 del self._evictable[block]
-            self._refs[block] += 1
+            refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
         """One holder less for each of `blocks`, given in the order of their positions."""
+        refs, cached = self._refs, self._cached
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if self._cached[block]:
+            refs[block] -= 1
+            if refs[block] == 0:
+                if cached[block]:
                     self._evictable[block] = None
                 else:
                     self._free.append(block)

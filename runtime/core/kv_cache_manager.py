@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +15,14 @@ from runtime.core.config import ModelInfo
 from runtime.core.plan import EMPTY_TABLE, Int32s
 from runtime.core.prefix_cache import PrefixCache, hash_blocks, root_hash
 from runtime.core.request_state import NEVER, RequestState
+
+
+class _TableWrites(NamedTuple):
+    """Changes of the runners' tables, one column a field."""
+
+    slots: list[int]
+    indices: list[int]  # in the slot's table
+    blocks: list[int]
 
 
 class KVCacheManager:
@@ -35,18 +45,20 @@ class KVCacheManager:
         self._shares = prefix_cache and self._num_groups == 1 and not self._windows
         self.cache = PrefixCache()
         self.pool = BlockPool(info.num_kv_blocks, self.cache.evict)
-        self._writes: list[tuple[int | None, int, int]] = []  # slot, index in its table, block: not sent yet
+        self._writes = _TableWrites([], [], [])  # not sent yet
 
     def reset(self) -> None:
         """The runners are gone, and with them what the blocks held."""
         self.cache.reset()
         self.pool.reset()
-        self._writes = []
+        self._writes = _TableWrites([], [], [])
 
     def take_writes(self) -> Int32s:
         """The changes since the last call: [3, n] slot, index in its table, block (StepPlan)."""
-        writes, self._writes = self._writes, []
-        return np.array(writes, np.int32).T.copy() if writes else EMPTY_TABLE
+        if not self._writes.blocks:
+            return EMPTY_TABLE
+        writes, self._writes = self._writes, _TableWrites([], [], [])
+        return np.array(writes, np.int32)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Entries of a table that hold so many tokens."""
@@ -81,7 +93,7 @@ class KVCacheManager:
 
     def open(self, state: RequestState) -> None:
         """A request has got a slot, with its cached prefix as blocks."""
-        self._writes += [(state.slot, i, b) for i, b in enumerate(state.tables[0])]
+        self._write(state, 0, state.tables[0])
         if self._shares:
             state.next_block_end = state.capacity + self._size
 
@@ -96,8 +108,9 @@ class KVCacheManager:
             self.cache_full_blocks(state, move=False)
         for table in state.tables:
             self.pool.release(_held(table))
-        if self._writes:
-            self._writes = [w for w in self._writes if w[0] != state.slot]
+        if state.slot in self._writes.slots:
+            kept = [slot != state.slot for slot in self._writes.slots]
+            self._writes = _TableWrites(*(list(compress(column, kept)) for column in self._writes))
 
     def extend(self, state: RequestState, num_tokens: int) -> None:
         """Blocks for so many tokens in all; there must be as many available."""
@@ -105,8 +118,8 @@ class KVCacheManager:
         if count == 0:
             return
         for group, table in enumerate(state.tables):
-            blocks, at = self.pool.allocate(count), group * self._table_len + len(table)
-            self._writes += [(state.slot, at + i, b) for i, b in enumerate(blocks)]
+            blocks = self.pool.allocate(count)
+            self._write(state, group * self._table_len + len(table), blocks)
             table += blocks
             state.num_blocks += count
         state.capacity += count * self._size
@@ -152,7 +165,7 @@ class KVCacheManager:
                 self.pool.release([block])
                 state.tables[0][at] = holder
                 if move:
-                    self._writes.append((state.slot, at, holder))
+                    self._write(state, at, [holder])
         state.next_block_end = max(state.next_block_end, (num_full + 1) * size)
 
     def find_faults(self, running: Sequence[RequestState]) -> list[str]:
@@ -166,6 +179,13 @@ class KVCacheManager:
             if num_blocks != state.num_blocks:
                 faults.append(f"Request {name!r} counts {state.num_blocks} blocks, but holds {num_blocks}.")
         return faults
+
+    def _write(self, state: RequestState, at: int, blocks: list[int]) -> None:
+        """The runners' table of a request has these blocks from index `at` on."""
+        assert state.slot is not None
+        self._writes.slots.extend([state.slot] * len(blocks))
+        self._writes.indices.extend(range(at, at + len(blocks)))
+        self._writes.blocks.extend(blocks)
 
     def _hash_blocks(self, state: RequestState, num_blocks: int) -> list[bytes]:
         """The hashes of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""

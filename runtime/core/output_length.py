@@ -26,17 +26,32 @@ _EDGES = (0, *(base << shift for shift in range(28) for base in (8, 12)), 1 << 6
 _PRIOR_ANSWERS = 0.1  # that stopped in each span
 _PRIOR_TOKENS = tuple(_PRIOR_ANSWERS * (600 + (a + min(b, 2 * a + 8)) / 2) / 3 for a, b in pairwise(_EDGES))
 _KEPT = 1 - 1 / 256  # of what was seen, with each answer that ends: some 256 answers are remembered
+_MOST_WEIGHT = 1e12  # of an observation, the first one's being 1
 _REST = 0.01  # a share of answers that is as good as none
 
 
 class _Curve:
-    """Counts of the answers of one class, by span of lengths."""
+    """Counts of the answers of one class, by span of lengths, without the prior ones. Old answers fade since new ones
+    count with ever more weight."""
 
-    __slots__ = ("stops", "tokens")
+    __slots__ = ("stops", "tokens", "weight")
 
     def __init__(self) -> None:
-        self.stops = [_PRIOR_ANSWERS] * len(_PRIOR_TOKENS)
-        self.tokens = list(_PRIOR_TOKENS)
+        self.stops, self.tokens = [0.0] * len(_PRIOR_TOKENS), [0.0] * len(_PRIOR_TOKENS)
+        self.weight = 1.0
+
+    def fade(self) -> None:
+        """An answer has ended."""
+        self.weight /= _KEPT
+        if self.weight > _MOST_WEIGHT:
+            self.stops = [count / self.weight for count in self.stops]
+            self.tokens = [count / self.weight for count in self.tokens]
+            self.weight = 1.0
+
+    def hazard(self, span: int) -> float:
+        """The share of answers that stop with a token of this span."""
+        stops = self.stops[span] + self.weight * _PRIOR_ANSWERS
+        return stops / (self.tokens[span] + self.weight * _PRIOR_TOKENS[span])
 
 
 class OutputLengthEstimator:
@@ -49,19 +64,18 @@ class OutputLengthEstimator:
         """An answer that may have `max_tokens` has gone on from length `start` to `end` without a stop."""
         if start >= end:
             return
-        tokens, span = self._curve(max_tokens).tokens, bisect_right(_EDGES, start) - 1
+        curve, span = self._curve(max_tokens), bisect_right(_EDGES, start) - 1
         while start < end:
             upto = min(end, _EDGES[span + 1])
-            tokens[span] += upto - start
+            curve.tokens[span] += (upto - start) * curve.weight
             start, span = upto, span + 1
 
     def observe_end(self, max_tokens: int, length: int, stopped: bool) -> None:
         """It has ended at this length, by itself (`stopped`) or by some limit."""
         curve = self._curve(max_tokens)
         if stopped:
-            curve.stops[bisect_right(_EDGES, max(0, length - 1)) - 1] += 1.0
-        curve.stops = [_PRIOR_ANSWERS + _KEPT * (count - _PRIOR_ANSWERS) for count in curve.stops]
-        curve.tokens = [prior + _KEPT * (n - prior) for n, prior in zip(curve.tokens, _PRIOR_TOKENS, strict=True)]
+            curve.stops[bisect_right(_EDGES, max(0, length - 1)) - 1] += curve.weight
+        curve.fade()
 
     def expect(self, max_tokens: int, length: int) -> tuple[float, int]:
         """Of an answer that has reached `length`: the tokens that are expected to come, and the length from which on
@@ -72,7 +86,7 @@ class OutputLengthEstimator:
             end = min(max_tokens, _EDGES[span + 1])
             if end <= at or share < _REST:
                 break
-            half = (end - at) * curve.stops[span] / curve.tokens[span] / 2
+            half = (end - at) * curve.hazard(span) / 2
             left = share * max(0.0, (1 - half) / (1 + half))  # if stops are spread evenly over the span
             more += (end - at) * (share + left) / 2
             at, share = end, left

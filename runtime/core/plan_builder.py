@@ -37,12 +37,18 @@ class StepInFlight(NamedTuple):
 
     step_id: int
     rows: list[RequestState]
-    samples: list[Sample]  # in the order of the result
+    samples: list[Sample]  # in the order of the result, each with the tokens of all steps
+    num_steps: int
     scored: list[ScoredRow]  # rows whose prompts are scored
     shape: StepShape | None  # None: it computes prompts, too
     num_decoding: int  # rows that compute no prompt
     num_prompt_tokens: int
     planned_at: float  # by the clock of the scheduler's pacing
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the result."""
+        return len(self.samples) * self.num_steps
 
 
 class PlanBuilder:
@@ -133,9 +139,6 @@ class PlanBuilder:
         shape = None
         if self.only_decodes:
             shape = StepShape(len(self.rows), len(self._samples), max(self._draft_lens, default=0))
-        samples = self._samples
-        if num_steps > 1:
-            samples = [sample for sample in samples for _ in range(num_steps)]
         plan = StepPlan(
             step_id,
             np.array(freed, np.int32) if freed else EMPTY,
@@ -152,4 +155,4 @@ class PlanBuilder:
             plan.draft_lens = np.array(self._draft_lens + padding, np.int32)
             plan.draft_token_ids = np.array(self._draft_token_ids, np.int32)
         sizes = len(self.rows) - self.num_prompts, self.num_prompt_tokens
-        return plan, StepInFlight(step_id, self.rows, samples, self._scored, shape, *sizes, planned_at)
+        return plan, StepInFlight(step_id, self.rows, self._samples, num_steps, self._scored, shape, *sizes, planned_at)

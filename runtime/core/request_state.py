@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import numpy as np
+
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, PromptLogprobs, Request
 
@@ -23,9 +25,11 @@ class RequestState:
         "revise_at", "slot", "sort_key", "stop_ids", "tables", "tokens",
     )  # fmt: skip
 
-    def __init__(self, request: Request, max_len: int, stop_ids: frozenset[int], sort_key: SortKey) -> None:
+    def __init__(
+        self, request: Request, tokens: array[int], max_len: int, stop_ids: frozenset[int], sort_key: SortKey
+    ) -> None:
         self.request, self.params, self.prompt_len = request, request.params, request.prompt_len
-        self.tokens = array("i", request.token_ids)  # known ids
+        self.tokens = tokens  # known ids
         self.max_len = max_len  # most tokens, prompt included
         self.only_scores = not self.params.max_tokens  # it ends when its prompt is scored
         self.stop_ids = stop_ids
@@ -79,12 +83,18 @@ class RequestState:
             self.prompt_logprobs = []
 
 
-def check_request(request: Request, info: ModelInfo) -> None:
-    """Raises CallboardError if a request does not fit this model, whatever its length."""
+def checked_tokens(request: Request, info: ModelInfo) -> array[int]:
+    """The known ids of a request. Raises CallboardError if it does not fit this model, whatever its length."""
     if not 1 <= request.prompt_len <= len(request.token_ids):
         raise CallboardError("The prompt is empty; send at least one token.")
-    extremes = min(request.token_ids), max(request.token_ids)
-    if (bad := next((i for i in extremes if not 0 <= i < info.vocab_size), None)) is not None:
+    try:
+        tokens = array("i", request.token_ids)
+        is_known = np.frombuffer(tokens, np.uint32).max() < info.vocab_size  # below 0 is above all ids
+    except OverflowError:
+        is_known = False
+    if not is_known:
+        bad = next(i for i in request.token_ids if not 0 <= i < info.vocab_size)
         raise CallboardError(f"Token id {bad} is not in this model's vocabulary of {info.vocab_size}.")
     if request.params.grammar is not None and not info.eos_token_ids:
         raise CallboardError("This model has no end-of-sequence token; structured output needs one to end with.")
+    return tokens

@@ -33,7 +33,7 @@ from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import NewSlot, StepResult
 from runtime.core.plan_builder import PlanBuilder, ScheduledStep, StepInFlight
 from runtime.core.prompt_logprobs import collect_prompt_logprobs, is_finite
-from runtime.core.request_state import RequestState, check_request
+from runtime.core.request_state import RequestState, checked_tokens
 from runtime.core.scheduler_stats import SchedulerStats
 from runtime.core.slot_pool import SlotPool
 from runtime.core.speculation import Speculation
@@ -87,25 +87,24 @@ class Scheduler:
         """Plans whose results have not been committed."""
         return len(self._in_flight)
 
-    def add(self, request: Request, owner: Any = None) -> RequestState:
-        """Queue a request. Raises CallboardError if it can never be served."""
+    def add(self, request: Request, owner: Any = None, block_hashes: Sequence[bytes] = ()) -> RequestState:
+        """Queue a request; `block_hashes` are those of its leading full blocks, as far as they are known already.
+        Raises CallboardError if it can never be served."""
         if request.request_id in self.requests:
             raise CallboardError(f"Request id {request.request_id!r} is in use; choose another.")
-        check_request(request, self.info)
-        params, num_known = request.params, len(request.token_ids)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self.info.eos_token_ids)
+        params, tokens = request.params, checked_tokens(request, self.info)
+        stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.info.eos_token_ids)
         self._num_arrivals += 1
         max_len = min(request.prompt_len + params.max_tokens, self.max_len)
         job_len = max_len if self.config.policy == "sjf" else 0
-        state = RequestState(request, max_len, stop_ids, (request.priority, job_len, self._num_arrivals))
-        if num_known >= state.plan_limit:
+        state = RequestState(request, tokens, max_len, stop_ids, (request.priority, job_len, self._num_arrivals))
+        if len(tokens) >= state.plan_limit:
             raise CallboardError(
                 f"The prompt has {request.prompt_len} tokens, but this model's maximum context length is "
                 f"{self.max_len} tokens, output included; shorten the prompt."
             )
         state.owner = owner
+        state.block_hashes += block_hashes
         if self.kv_cache.cache.changes is not None:  # who follows it wants to know how much there is to compute
             state.num_hits = len(self.kv_cache.match_prefix(state)) * self.block_size
         self.requests[request.request_id] = state
@@ -341,10 +340,10 @@ class Scheduler:
     def commit(self, result: StepResult) -> StepOutput:
         """Take in the tokens of the oldest step in flight; returns what each request gained and which ended."""
         step = self._in_flight.popleft()
-        if step.step_id != result.step_id or len(step.samples) != len(result.token_ids):
+        if step.step_id != result.step_id or step.num_sampled != len(result.token_ids):
             raise CallboardError(
                 f"The runners answered step {result.step_id} with {len(result.token_ids)} tokens where step "
-                f"{step.step_id} with {len(step.samples)} was due; they must be restarted."
+                f"{step.step_id} with {step.num_sampled} was due; they must be restarted."
             )
         if self.speculation is not None:
             self.speculation.observe_step(step.shape)
@@ -352,6 +351,8 @@ class Scheduler:
             self.pacing.observe_step(step.num_decoding, step.num_prompt_tokens, step.planned_at)
         self.stats.structured_lazy += result.begun[0]
         self.stats.structured_eager += result.begun[1]
+        if step.num_steps > 1:
+            return self._commit_steps(step, result)
         states: list[RequestState] = []
         token_ids: list[int] = []
         finished: list[tuple[RequestState, FinishReason]] = []
@@ -389,6 +390,35 @@ class Scheduler:
             self._end(*finished[-1])
         return StepOutput(states, token_ids, finished, logprobs, prompt_logprobs)
 
+    def _commit_steps(self, step: StepInFlight, result: StepResult) -> StepOutput:
+        """`commit` of a plan that was run several times: a row's tokens up to its end are taken in at once."""
+        output, count = StepOutput([], [], [], {}, []), step.num_steps
+        for row, (state, epoch, _) in enumerate(step.samples):
+            if state.epoch != epoch:
+                continue  # ended or preempted meanwhile (C3)
+            token_ids = result.token_ids[row * count : (row + 1) * count].tolist()
+            if -1 in token_ids:
+                del token_ids[token_ids.index(-1) :]
+            ends = [token_ids.index(token) + 1 for token in state.stop_ids.intersection(token_ids)]
+            del token_ids[min(ends, default=count) :]
+            state.tokens.extend(token_ids)
+            output.states.extend([state] * len(token_ids))
+            output.token_ids.extend(token_ids)
+            if ends:
+                reason = FinishReason.STOP
+            elif len(state.tokens) >= state.max_len:
+                reason = FinishReason.LENGTH
+            elif len(token_ids) < count:
+                state.failure = result.failures.get(row * count + len(token_ids), "")
+                reason = FinishReason.GRAMMAR if state.failure else FinishReason.ERROR
+            else:
+                if len(state.tokens) >= state.next_block_end:
+                    self.kv_cache.cache_full_blocks(state)
+                continue
+            output.finished.append((state, reason))
+            self._end(state, reason)
+        return output
+
     def _verify(self, state: RequestState, token: int, draft: int | None) -> None:
         """A row of draft tokens goes on for as long as they are right; what it computed up to there stays."""
         assert self.speculation is not None
@@ -415,7 +445,6 @@ class Scheduler:
         for state in self.requests.values():
             if state.slot is None and state.num_blocks:
                 faults.append(f"Request {state.request.request_id!r} waits, but holds {state.num_blocks} blocks.")
-        num_live = len(self.running) + len(self.waiting)
-        if num_live != len(self.requests):
+        if (num_live := len(self.running) + len(self.waiting)) != len(self.requests):
             faults.append(f"{num_live} requests run or wait, but {len(self.requests)} are live.")
         return faults

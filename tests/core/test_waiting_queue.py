@@ -1,5 +1,7 @@
 """The queue of waiting requests: sorted, and without those that left."""
 
+from array import array
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,7 +30,8 @@ def test_the_queue_is_a_sorted_list(history):
     queue, waiting = WaitingQueue(), []
     for number, (priority, kind) in enumerate(history):
         if kind == "push":
-            state = RequestState(Request("", [1] * number, 0, SamplingParams()), 9, frozenset(), (priority, 0, number))
+            tokens = array("i", [1] * number)
+            state = RequestState(Request("", [], 0, SamplingParams()), tokens, 9, frozenset(), (priority, 0, number))
             queue.push(state)
             waiting.append(state)
         elif waiting:

@@ -2,6 +2,7 @@
 real model."""
 
 import time
+from array import array
 from functools import cache
 
 import numpy as np
@@ -233,7 +234,9 @@ def test_ngram_looks_up_what_followed():
     from runtime.core.request_state import RequestState
 
     def state(tokens):
-        return RequestState(Request("r", tokens, len(tokens), SAMPLING["greedy"]), 99, frozenset(), (0, 0, 0))
+        return RequestState(
+            Request("r", tokens, len(tokens), SAMPLING["greedy"]), array("i", tokens), 99, frozenset(), (0, 0, 0)
+        )
 
     ngram = Ngram()
     assert ngram.guess(state([1, 2, 3, 4, 5, 6, 2, 3]), 3) == [4, 5, 6]
