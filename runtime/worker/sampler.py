@@ -101,7 +101,9 @@ class Sampler(SlotSampling):
             token_ids[index] = self._choose(chosen, slots[rows], positions[rows], state)
         logprobs = self._logprobs(logits, token_ids, slots)
         token_ids.masked_fill_(~finite, -1)
-        return self.split.of_first_rank(token_ids) if self.bound[slots].any() else token_ids, logprobs
+        if self.split.is_split and self.bound[slots].any():
+            token_ids = self.split.of_first_rank(token_ids)
+        return token_ids, logprobs
 
     def _best_of_parts(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
         """Token ids [n], as `sample` has them, of rows that only want the best of all ranks' tokens."""

@@ -43,7 +43,5 @@ class SplitLogits:
 
     def of_first_rank(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Rank 0's [n], on all ranks; other ranks' do not count."""
-        if not self.is_split:
-            return token_ids
         keys = token_ids.long() if self.ranks.rank == 0 else torch.full_like(token_ids, -2, dtype=torch.int64)
         return self.ranks.all_max(keys).to(token_ids.dtype)

@@ -1,14 +1,19 @@
 """Grammars in the steps of the Triton path: its answers are the torch path's."""
 
 import time
+from functools import partial
 
 import pytest
 
-from runtime.core.types import FinishReason, Grammar
+from runtime.core.types import FinishReason, Grammar, SamplingParams
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.gpu_steps import GpuSteps
+from runtime.worker.runner import ModelRunner
+from runtime.worker.step_rows import StepShape
+from tests.support.split_runners import SplitRunner
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import Answers, answers, hot, recorded, small_runner
+from tests.support.triton_engine import replayed_graphs
 
 pytestmark = pytest.mark.usefixtures("wide_products")
 
@@ -55,3 +60,18 @@ def test_the_triton_path_gives_the_tokens_of_the_torch_path(monkeypatch):
     assert tokens_and_reasons(answers(runner, params, recorded(found, 0.8), guesses=2)) == want
     filled = sorted(key for key in filled if key != "broken")
     assert filled == sorted(params[i].grammar.key for i in (0, 2, 3, 5)), filled
+
+
+def test_ranks_with_parts_of_the_vocabulary_sample_what_one_does():
+    """Plain and filtered rows within graphs; masks, penalties and log-probabilities beside them."""
+    params = [
+        hot(regex("(?:ab|c){2,4}"), max_tokens=2, logprobs=1, presence_penalty=1.0),
+        SamplingParams(max_tokens=2, temperature=0.9, top_p=0.9),
+        SamplingParams(max_tokens=2, temperature=0.0),
+    ]
+
+    def add_graphs(runner: ModelRunner) -> None:
+        replayed_graphs(runner.steps, (1, 3), StepShape(16, 3, 4, 4, 16, runner.info.max_model_len))
+
+    found = answers(SplitRunner(2, partial(small_runner, "triton"), add_graphs), params)
+    assert all(len(tokens) == 2 for tokens, _, _ in found.values())
