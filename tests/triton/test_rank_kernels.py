@@ -54,6 +54,9 @@ def every_operation(ranks: PeerMemory) -> str:
             gathered = ranks.all_gather(partials[ranks.rank], rows)[kept.bool()]
             want = torch.cat(partials, -1)[kept.bool()]
             torch.testing.assert_close(gathered, want, rtol=0, atol=0, equal_nan=True)
+        turns = ranks._inboxes.state.clone()
+        ranks.all_gather(partials[ranks.rank], torch.zeros_like(wanted))
+        assert torch.equal(ranks._inboxes.state, turns), "where nothing is moved nobody is waited for"
         keys = torch.tensor([ranks.rank << 40, -ranks.rank, -1 << 63])
         assert ranks.all_max(keys).tolist() == [(ranks.size - 1) << 40, 0, -1 << 63]
     ranks.check()
