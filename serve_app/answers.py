@@ -30,6 +30,17 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # JSON has no infinity
 
 
+def logprob_entry(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> dict[str, Any]:
+    """One position of OpenAI's log-probabilities of chats and responses."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        piece = tokenizer.token_bytes(token_id)
+        return {"token": piece.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(piece)}
+
+    top = [entry(token_id, value) for token_id, value in logprobs.top]
+    return {**entry(logprobs.token_id, logprobs.logprob), "top_logprobs": top}
+
+
 def num_scores(deltas: Iterable[Delta]) -> int:
     """Positions with log-probabilities."""
     return sum(len(delta.logprobs) + len(delta.prompt_logprobs) for delta in deltas)

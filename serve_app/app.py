@@ -39,7 +39,9 @@ from serve_app.endpoints.chat import message_delta
 from serve_app.http import build_http_app
 from serve_app.limits import beside_the_loop_if, is_long
 from serve_app.prepared_request import PreparedRequest
+from serve_app.ray_fronts import AskedStore, RayFronts
 from serve_app.ray_metrics import RayMetrics
+from serve_app.response_store import ResponseStore, StoredResponses
 from serve_app.service import Service
 from serve_app.settings import HttpSettings, ScalingSettings
 
@@ -161,7 +163,11 @@ class Front:
             from serve_app.tracing import Tracing
 
             self._service.metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
-        self._app = build_http_app(self._service, settings, echo_request_ids=False)
+        fronts = RayFronts()
+        store = ResponseStore(settings, fronts.own)
+        self.responses = AskedStore(store)
+        stored = StoredResponses(store, fronts)
+        self._app = build_http_app(self._service, settings, stored=stored, echo_request_ids=False)
         self._start = asyncio.create_task(self._connect(config))
         if await has_healthy_engine(engines_of(app_name)):  # of whichever model
             await self._start

@@ -132,7 +132,7 @@ class Cors(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=settings.cors_origin,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )

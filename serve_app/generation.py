@@ -21,6 +21,7 @@ from serve_app.errors import INTERNAL_ERROR, ApiError
 from serve_app.limits import beside_the_loop_if, check_counts, deadline, is_long, read_json_body
 from serve_app.metrics import RequestContext
 from serve_app.prepared_request import PreparedRequest
+from serve_app.requests import SamplingFields
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
 from serve_app.sse import EventStream
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MANY_SCORES = 100  # positions whose log-probabilities take a while to render
 
-_EVENT_STREAM = [
+EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -47,9 +48,14 @@ class Generation:
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
-        prepared = await beside_the_loop_if(is_long(body), partial(self._prepare, body, scope))
+        prepared = await self._prepared(body, scope)
+        await self._generate(prepared, context, scope, receive, send)
+
+    async def _generate(
+        self, prepared: PreparedRequest[Any], context: RequestContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         async with (
-            _until_client_leaves(receive, send) as send,
+            until_client_leaves(receive, send) as send,
             aclosing(self._service.run(prepared, context)) as deltas,
         ):
             if prepared.request.stream:
@@ -57,8 +63,13 @@ class Generation:
             else:
                 await self._answer(prepared, deltas, scope, receive, send)
 
-    def _prepare(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
-        request = self._endpoint.read(body)
+    async def _prepared(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
+        def prepare() -> PreparedRequest[Any]:
+            return self._prepare(self._endpoint.read(body), scope)
+
+        return await beside_the_loop_if(is_long(body), prepare)
+
+    def _prepare(self, request: SamplingFields, scope: Scope) -> PreparedRequest[Any]:
         check_counts(request, self._settings)
         request_id = clean_id(request.request_id or scope["request_id"])
         return self._service.prepare(self._endpoint, request, request_id, scope["owner"])
@@ -71,7 +82,7 @@ class Generation:
         receive: Receive,
         send: Send,
     ) -> None:
-        choices = [Delta(i) for i in range(len(prepared.requests))]
+        choices = self._endpoint.choices(prepared)
         async with deadline(self._settings.request_timeout_s):
             async for new in deltas:
                 for delta in new:
@@ -94,7 +105,7 @@ class Generation:
             if not has_begun:
                 has_begun = True
                 headers = [
-                    *_EVENT_STREAM,
+                    *EVENT_STREAM,
                     *((name.encode(), value.encode()) for name, value in prepared.headers().items()),
                 ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -140,7 +151,7 @@ async def _kept_alive(period_s: float, write: Callable[[], Awaitable[None]]) -> 
 
 
 @asynccontextmanager
-async def _until_client_leaves(receive: Receive, send: Send) -> AsyncIterator[Send]:
+async def until_client_leaves(receive: Receive, send: Send) -> AsyncIterator[Send]:
     """Cancels its body, and swallows that cancellation, when the client disconnects: `receive` tells so, or nothing can
     be sent any more by what this yields for `send`, whichever task sends."""
     task = asyncio.current_task()

@@ -25,6 +25,8 @@ from serve_app.limits import beside_the_loop_if, is_long, read_json_body
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.requests import AbortRequest, parse
+from serve_app.response_routes import response_routes
+from serve_app.response_store import OneFront, ResponseStore, StoredResponses
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
 from serve_app.tokenization import count_tokens, detokenize, tokenize, tokenizer_info
@@ -33,15 +35,21 @@ _MAX_ABORT_BYTES = 4 << 10
 
 
 def build_http_app(
-    service: Service, settings: HttpSettings | None = None, *, echo_request_ids: bool = True
+    service: Service,
+    settings: HttpSettings | None = None,
+    *,
+    stored: StoredResponses | None = None,
+    echo_request_ids: bool = True,
 ) -> Starlette:
     """All routes; whatever goes wrong is answered in the error shape of the route's API.
 
+    Without `stored` responses those of this application are kept in it alone.
     Under Serve, which itself adds X-Request-Id to every answer, `echo_request_ids` is off.
     Raises CallboardError if the file of API keys cannot be read."""
     settings = settings or HttpSettings()
+    stored = stored or StoredResponses(ResponseStore(settings), OneFront())
     return Starlette(
-        routes=_Routes(service, settings).all(),
+        routes=_Routes(service, settings, stored).all(),
         middleware=[
             *([Middleware(Cors, settings)] if settings.cors_origin else []),
             Middleware(AuthMiddleware, settings, echo_ids=echo_request_ids),
@@ -58,13 +66,14 @@ def build_http_app(
 class _Routes:
     """The routes and the short answers."""
 
-    def __init__(self, service: Service, settings: HttpSettings) -> None:
-        self._service, self._settings = service, settings
+    def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses) -> None:
+        self._service, self._settings, self._stored = service, settings, stored
 
     def all(self) -> list[Route]:
         service, settings = self._service, self._settings
         return [
             *(Route(e.path, Generation(service, e, settings), methods=["POST"]) for e in ENDPOINTS),
+            *response_routes(service, settings, self._stored),
             Route("/v1/models", _get(lambda: {"object": "list", "data": [service.model_card()]})),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/abort", self.abort, methods=["POST"]),

@@ -11,7 +11,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, create_model
 from pydantic.json_schema import models_json_schema
 
-from serve_app.requests import AbortRequest, ChatRequest, CompletionRequest, CountTokensRequest, MessagesRequest
+from serve_app.requests import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    CountTokensRequest,
+    MessagesRequest,
+    ResponsesRequest,
+)
+from serve_app.response_routes import InputItemsQuery, RetrieveQuery
 from serve_app.settings import HttpSettings
 from serve_app.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
@@ -87,6 +95,27 @@ AnsweredMessage = _answer(
 )
 CountedTokens = _answer("CountedTokens", input_tokens=int)
 
+ResponseUsage = _answer("ResponseUsage", input_tokens=int, output_tokens=int, total_tokens=int)
+ResponseObject = _answer(
+    "ResponseObject",
+    id=str,
+    object=Literal["response"],
+    created_at=int,
+    status=Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"],
+    model=str,
+    output=list[dict[str, Any]],
+    usage=ResponseUsage | None,
+)
+DeletedResponse = _answer("DeletedResponse", id=str, object=Literal["response"], deleted=Literal[True])
+ItemList = _answer(
+    "ItemList",
+    object=Literal["list"],
+    data=list[dict[str, Any]],
+    first_id=str,
+    last_id=str,
+    has_more=bool,
+)
+
 ErrorObject = _answer("ErrorObject", message=str, type=str, param=str | None, code=str | None)
 Error = _answer("Error", error=ErrorObject)
 MessagesErrorObject = _answer("MessagesErrorObject", type=str, message=str)
@@ -101,7 +130,7 @@ _ERRORS = {
     400: "A field is at fault, or the body is no JSON object.",
     401: "The API key is missing or not known.",
     403: "The request names a host that this server does not answer as.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such response.",
     405: "The route has other methods.",
     408: "The body did not come in time.",
     413: "The body is too long.",
@@ -117,12 +146,14 @@ _ANY = (405, 431, 500)
 _BODY = (400, 408, 413, 415)
 _TOKENIZE = (TokenizeTextRequest, TokenizeChatRequest)
 _GENERATION = (*_BODY, 404, 429, 499, 503, 504)
+_STORED = (400, 404, 503)
+_RESPONSE = "/v1/responses/{response_id}"
 _ANSWER_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """A POST if it has requests, else a GET."""
+    """A POST if it has requests, else a GET, unless it has a method."""
 
     path: str
     summary: str
@@ -133,6 +164,8 @@ class _Operation:
     unready: type[BaseModel] | None = None  # the 503 of a probe, which is no error
     open: bool = False  # whether it needs no API key
     error: type[BaseModel] = Error
+    method: str = ""
+    query: type[BaseModel] | None = None
 
 
 _OPERATIONS = (
@@ -155,6 +188,13 @@ _OPERATIONS = (
         (*_BODY, 404, 503),
         error=MessagesError,
     ),
+    _Operation(
+        "/v1/responses", "Answer a chat of items", ResponseObject, (ResponsesRequest,), _GENERATION, streams=True
+    ),
+    _Operation(_RESPONSE, "A stored response", ResponseObject, (), _STORED, streams=True, query=RetrieveQuery),
+    _Operation(_RESPONSE, "Forget a stored response", DeletedResponse, (), _STORED, method="delete"),
+    _Operation(f"{_RESPONSE}/cancel", "End a response in the background", ResponseObject, (), _STORED, method="post"),
+    _Operation(f"{_RESPONSE}/input_items", "A response's input", ItemList, (), _STORED, query=InputItemsQuery),
     _Operation("/v1/models", "The model that is served", ModelList, errors=(503,)),
     _Operation("/v1/models/{model}", "The model, by its name", ModelCard, errors=(404, 503)),
     _Operation("/v1/abort", "End a request", Aborted, (AbortRequest,), _BODY),
@@ -180,7 +220,8 @@ def document(settings: HttpSettings) -> dict[str, Any]:
     )
     paths: dict[str, dict[str, Any]] = {}
     for op in _OPERATIONS:
-        paths[op.path] = {"post" if op.requests else "get": _operation(op, has_keys, has_hosts)}
+        method = op.method or ("post" if op.requests else "get")
+        paths.setdefault(op.path, {})[method] = _operation(op, has_keys, has_hosts)
     page: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Callboard", "version": version("callboard")},
@@ -210,25 +251,40 @@ def _operation(op: _Operation, has_keys: bool, has_hosts: bool) -> dict[str, Any
         responses[str(status)] = {"description": _ERRORS[status], "content": _json(op.error)}
         if name := _ANSWER_HEADERS.get(status):
             responses[str(status)]["headers"] = {name: {"schema": {"type": "string"}}}
+    name = op.path.strip("/").replace("/", "_").replace("{", "by_").replace("}", "").replace(".", "_")
     described: dict[str, Any] = {
         "summary": op.summary,
-        "operationId": op.path.strip("/").replace("/", "_").replace("{", "by_").replace("}", "").replace(".", "_"),
+        "operationId": f"{name}_{op.method}" if op.method else name,
         "responses": responses,
         "security": [{"key": []}, {"x-api-key": []}] if needs_key else [],
     }
-    if "{model}" in op.path:
-        described["parameters"] = [
-            {
-                "name": "model",
-                "in": "path",
-                "required": True,
-                "description": "It may hold slashes.",
-                "schema": {"type": "string", "minLength": 1},
-            }
-        ]
+    if parameters := _parameters(op):
+        described["parameters"] = parameters
     if op.requests:
         described["requestBody"] = {"required": True, "content": _json(*op.requests)}
     return described
+
+
+_PATH_PARAMETERS = {"model": "It may hold slashes.", "response_id": "As it was answered."}
+
+
+def _parameters(op: _Operation) -> list[dict[str, Any]]:
+    """Those of an operation's path, and of its query."""
+    parameters: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "description": description,
+            "schema": {"type": "string", "minLength": 1},
+        }
+        for name, description in _PATH_PARAMETERS.items()
+        if f"{{{name}}}" in op.path
+    ]
+    if op.query is not None:
+        properties = op.query.model_json_schema()["properties"]
+        parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in properties.items()]
+    return parameters
 
 
 def _json(*models: type[BaseModel]) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class PreparedRequest(Generic[R]):
     """An API request, checked and tokenised: one engine request per choice, in the order of the choices' indices."""
 
     id: str
+    owner: str  # who asks: nobody else can abort it, or find its answer
     request: R  # what the client asked for
     model: ServedModel
     prompts: Prompts

@@ -7,7 +7,6 @@ of `Delta`.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -127,15 +126,14 @@ class Service:
         self.check_model(request.model)
         model = self.served
         prompts = endpoint.prompts(request, model)
-        asked, default = request.max_output(), endpoint.default_max_tokens
         lengths = [len(prompt) for prompt in prompts.token_ids]
-        max_tokens = [_max_tokens(asked, default, length, model, prompts.where) for length in lengths]
+        max_tokens = [_max_tokens(endpoint, request, length, model, prompts.where) for length in lengths]
         _check_work(request, sum(lengths), prompts.where)
         for at, prompt in enumerate(prompts.token_ids):
             _check_token_ids(prompts.path(at), prompt, model)
         if prompts.grammar is not None and not model.info.eos_token_ids:
             raise invalid(prompts.grammar.field, "needs a model with an end-of-sequence token, and this one has none")
-        answer_id = endpoint.id_prefix + (request_id or secrets.token_hex(12))
+        answer_id = endpoint.new_id(request_id)
         names = (f"{_owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
         for prompt, most in zip(prompts.token_ids, max_tokens, strict=True):
@@ -146,7 +144,7 @@ class Service:
             priority, salt = request.priority, request.cache_salt or ""
             requests += requests_of(names, prompt, params, request.n or 1, priority=priority, cache_salt=salt)
         stops = StopStrings(params.stop) if params.stop else None
-        return PreparedRequest(answer_id, request, model, prompts, requests, stops, request.ignored_fields())
+        return PreparedRequest(answer_id, owner, request, model, prompts, requests, stops, request.ignored_fields())
 
     async def run(
         self, prepared: PreparedRequest[Any], context: RequestContext | None = None
@@ -270,16 +268,17 @@ def _check_token_ids(where: str, ids: Iterable[int], model: ServedModel) -> None
         raise invalid(where, f"holds the token id {largest}, but the ids of this model end at {size - 1}")
 
 
-def _max_tokens(asked: int | None, default: int | None, prompt_len: int, model: ServedModel, where: str) -> int:
-    """Tokens of output, `default` (None: all that fit) if the request does not say; never beyond the context."""
-    limit = model.info.max_model_len
+def _max_tokens(endpoint: Endpoint[R], request: R, prompt_len: int, model: ServedModel, where: str) -> int:
+    """Tokens of output, the endpoint's default (None: all that fit) if the request does not say; never beyond the
+    context."""
+    asked, default, limit = request.max_output(), endpoint.default_max_tokens, model.info.max_model_len
     room = limit - prompt_len
     if (1 if asked is None else asked) > room:
         wanted = f"{asked} tokens of output" if asked else "at least one token of output"
         raise ApiError(
             400,
             f"This model's maximum context length is {limit} tokens, but {where} has {prompt_len} tokens "
-            f"and {wanted} must fit too; shorten {where}{' or lower max_tokens' if asked else ''}.",
+            f"and {wanted} must fit too; shorten {where}{f' or lower {endpoint.max_tokens_field}' if asked else ''}.",
             param=where,
             code="context_length_exceeded",
         )

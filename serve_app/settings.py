@@ -73,6 +73,10 @@ class HttpSettings:
     )
     request_timeout_s: float | None = setting(None, "longest time for a whole answer; default: any", above=0)
     keep_alive_s: float = setting(15.0, "a stream that waits for its first token sends a comment this often", above=0)
+    response_store_bytes: int = setting(
+        128 << 20, "memory of each front for stored responses (/v1/responses); 0: none are stored", 0
+    )
+    response_life_s: float = setting(86_400.0, "how long a stored response is kept, if there is room", above=0)
     otlp_traces_endpoint: str | None = setting(
         None, "OTLP/HTTP endpoint for a span of each request (extra otel), such as http://127.0.0.1:4318/v1/traces"
     )

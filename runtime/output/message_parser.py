@@ -42,6 +42,19 @@ class MessageParser:
         if form.tools is not None:
             self._calls = ToolCallParser(form.tools, form.function_names, form.most_calls, form.forced)
         self.has_called = False
+        self._ends: list[int] | None = [] if form.thinks else None  # of tokens that may be reasoning; None: none may
+
+    def num_reasoning_tokens(self, ends: list[int], is_last: bool) -> int:
+        """How many more tokens are certainly reasoning, now that text was pushed which is whole up to `ends`."""
+        if self._ends is None or self._splitter is None:
+            return 0
+        self._ends += ends
+        num_before, num_chars = len(self._ends), self._splitter.num_reasoning_chars
+        if not self._splitter.is_open:
+            ends, self._ends = self._ends, None
+            return sum(end <= num_chars for end in ends)
+        self._ends = [] if is_last else [end for end in self._ends if end > num_chars]
+        return num_before - len(self._ends)
 
     @property
     def is_done(self) -> bool:

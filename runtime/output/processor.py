@@ -30,6 +30,7 @@ class Delta:
     prompt_logprobs: Sequence[TokenLogprobs] = ()  # of the prompt's tokens but the first, if asked for
     verified: list[Verified] | None = None  # if there were draft tokens; the right ones are tokens of this delta
     reasoning: str = ""
+    num_reasoning: int = 0  # of its tokens and earlier ones, those that have turned out to be reasoning
     calls: Sequence[CallDelta] = ()  # pieces of tool calls; in a sum, the calls
 
     def add(self, new: Delta) -> None:
@@ -45,6 +46,7 @@ class Delta:
         self.num_cached = max(self.num_cached, new.num_cached)
         self.prompt_logprobs = self.prompt_logprobs or new.prompt_logprobs
         self.reasoning += new.reasoning
+        self.num_reasoning += new.num_reasoning
         for call in new.calls:
             if call.name:
                 self.calls = [*self.calls, replace(call)]
@@ -112,6 +114,7 @@ class OutputProcessor:
         )
         if (parser := self._parser) is not None:
             delta.text, delta.reasoning, delta.calls = parser.push(text, finish is not None)
+            delta.num_reasoning = parser.num_reasoning_tokens(ends, finish is not None)
             if parser.is_done or (parser.has_called and finish == "stop"):
                 delta.finish_reason, delta.stop_reason = "tool_calls", None
         return delta

@@ -18,12 +18,27 @@ class ReasoningSplitter:
         self._at_start = True  # of a part whose leading line ends are dropped
         self._num_line_ends = 0  # of the reasoning, not given yet: they belong to the mark if it follows
         self._held = ""  # what comes after them and may begin a mark
+        self._num_chars = 0  # of the text so far
+        self._end = 0  # of reasoning that is closed, in the text
+
+    @property
+    def is_open(self) -> bool:
+        """True while more of the text may be reasoning."""
+        return self._is_undecided or self._inside
+
+    @property
+    def num_reasoning_chars(self) -> int:
+        """The characters of the text so far that are certainly reasoning, its marks included."""
+        if self._is_undecided:
+            return 0
+        return self._num_chars if self._inside else self._end
 
     def push(self, text: str, is_last: bool = False) -> tuple[str, str]:
         """(reasoning, answer) that are now safe to send; with the last text, what looked like the beginning of a mark
         was none."""
-        if not (self._is_undecided or self._inside or self._at_start):
+        if not (self.is_open or self._at_start):
             return "", text
+        self._num_chars += len(text)
         self._held += text
         if self._is_undecided:
             begun = self._held.lstrip()
@@ -58,6 +73,7 @@ class ReasoningSplitter:
         if at >= 0:
             self._held = self._held[len(CLOSE) :]
             self._inside, self._at_start = False, True
+            self._end = self._num_chars - len(self._held)
         return reasoning
 
     def _answer(self) -> str:

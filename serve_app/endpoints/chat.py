@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from runtime.core.types import TokenLogprobs
 from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
-from serve_app.answers import encode_json, finite, listed
+from serve_app.answers import encode_json, listed, logprob_entry
 from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt
 from serve_app.errors import ApiError
 from serve_app.prepared_request import PreparedRequest, Prompts, ServedModel
@@ -21,17 +21,20 @@ class ChatEndpoint(Endpoint[ChatRequest]):
 
     path, request_type, id_prefix, default_max_tokens = "/v1/chat/completions", ChatRequest, "chatcmpl-", None
 
-    def prompts(self, request: ChatRequest, model: ServedModel) -> Prompts:
-        ids, form = self.prompt(request, model)
+    def prompts(self, request: ChatRequest, model: ServedModel, where: str = "messages") -> Prompts:
+        """`where` is what the request's client calls the messages."""
+        ids, form = self.prompt(request, model, where)
         assert model.chats is not None, "the prompt was made with it"
-        return Prompts([self.truncated(request, ids, model)], "messages", model.chats.grammar(request, form), form)
+        return Prompts([self.truncated(request, ids, model)], where, model.chats.grammar(request, form), form)
 
-    def prompt(self, request: ChatRequest, model: ServedModel) -> tuple[list[int], MessageFormat | None]:
+    def prompt(
+        self, request: ChatRequest, model: ServedModel, where: str = "messages"
+    ) -> tuple[list[int], MessageFormat | None]:
         """The token ids of a chat, and how what comes after them is read."""
         if model.chats is None:
             raise ApiError(400, f"{model.name!r} has no chat template; use /v1/completions with a plain prompt.")
         prompt = model.chats.prompt(request.template_messages(), request)
-        return model.encode(request, prompt.text, False, "messages"), prompt.message_format
+        return model.encode(request, prompt.text, False, where), prompt.message_format
 
     def answer(self, prepared: PreparedRequest[ChatRequest], choices: list[Delta]) -> bytes:
         rendered = [
@@ -48,16 +51,8 @@ class ChatRenderer(ChoiceRenderer):
     """Renders one choice of a chat."""
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        tokenizer = self._prepared.model.tokenizer
-
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            piece = tokenizer.token_bytes(token_id)
-            return {"token": piece.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(piece)}
-
-        def position(lp: TokenLogprobs) -> dict[str, Any]:
-            return {**entry(lp.token_id, lp.logprob), "top_logprobs": [entry(i, value) for i, value in lp.top]}
-
-        return {"content": listed(delta.logprobs, position), "refusal": None} if delta.logprobs else None
+        entry = partial(logprob_entry, self._prepared.model.tokenizer)
+        return {"content": listed(delta.logprobs, entry), "refusal": None} if delta.logprobs else None
 
 
 class ChatStream(ChunkStream):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic
 
@@ -20,6 +21,12 @@ class Endpoint(ABC, Generic[R]):
     id_prefix: ClassVar[str]  # of answers
     default_max_tokens: ClassVar[int | None]  # of a request that does not say; None: all that fit
 
+    max_tokens_field: ClassVar[str] = "max_tokens"  # what a client may lower for a prompt to fit
+
+    def new_id(self, request_id: str) -> str:
+        """The id of an answer: that of its request, or, without one, random."""
+        return self.id_prefix + (request_id or secrets.token_hex(12))
+
     def read(self, body: bytes) -> R:
         """The request in a body of JSON; raises FieldError or ApiError."""
         return parse(self.request_type, body)
@@ -28,9 +35,13 @@ class Endpoint(ABC, Generic[R]):
     def prompts(self, request: R, model: ServedModel) -> Prompts:
         """The request as token ids; raises FieldError or ApiError."""
 
+    def choices(self, prepared: PreparedRequest[R]) -> list[Delta]:
+        """What the deltas of each choice are added to."""
+        return [Delta(i) for i in range(len(prepared.requests))]
+
     @abstractmethod
     def answer(self, prepared: PreparedRequest[R], choices: list[Delta]) -> bytes:
-        """The whole answer of a request that is not streamed; `choices` hold all of each choice's deltas."""
+        """The whole answer of a request that is not streamed; `choices` have all of each choice's deltas."""
 
     @abstractmethod
     def stream(self, prepared: PreparedRequest[R], include_usage: bool) -> EventStream:

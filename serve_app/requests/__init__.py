@@ -9,6 +9,7 @@ from serve_app.requests.chat import ChatRequest
 from serve_app.requests.completion import CompletionRequest
 from serve_app.requests.messages import ChatMessage
 from serve_app.requests.parsing import AbortRequest, parse
+from serve_app.requests.responses import ResponsesRequest
 from serve_app.requests.sampling import MAX_CHOICES, SamplingFields
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "CompletionRequest",
     "CountTokensRequest",
     "MessagesRequest",
+    "ResponsesRequest",
     "SamplingFields",
     "parse",
 ]

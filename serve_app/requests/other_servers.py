@@ -83,4 +83,9 @@ def _refused(instead: str, field: str) -> tuple[str, Refused]:
     return name, Refused((None, *map(json.loads, values.split("|") if values else ())), instead)
 
 
-UNSUPPORTED_FIELDS = dict(_refused(instead, field) for instead, fields in _INSTEAD.items() for field in fields.split())
+def refused_fields(instead: dict[str, str]) -> dict[str, Refused]:
+    """Fields by their names, from a table of remedies like the one above."""
+    return dict(_refused(remedy, field) for remedy, fields in instead.items() for field in fields.split())
+
+
+UNSUPPORTED_FIELDS = refused_fields(_INSTEAD)

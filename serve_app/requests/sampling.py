@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 from urllib.parse import quote
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
@@ -15,7 +15,7 @@ from runtime.core.types import SamplingParams
 from runtime.output.fields import invalid, shown
 from runtime.output.options import OutputOptions
 from runtime.text.sampling_defaults import SamplingDefaults
-from serve_app.requests.other_servers import UNSUPPORTED_FIELDS
+from serve_app.requests.other_servers import UNSUPPORTED_FIELDS, Refused
 from serve_app.requests.shapes import RequestModel, TokenId, text_or_list
 
 MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
@@ -62,6 +62,7 @@ class SamplingFields(RequestModel, OutputOptions):
     """The fields that both endpoints share; those from `top_k` on are extensions."""
 
     model_config = ConfigDict(extra="allow")  # kept to be named, see `ignored_fields`
+    refused: ClassVar[dict[str, Refused]] = UNSUPPORTED_FIELDS
 
     model: str | None = None
     temperature: Annotated[float, _limits("temperature")] | None = None
@@ -117,7 +118,7 @@ class SamplingFields(RequestModel, OutputOptions):
     def check(self) -> None:
         """Rules between fields, and fields that are known elsewhere; raises FieldError."""
         for name, value in (self.model_extra or {}).items():
-            if (refused := UNSUPPORTED_FIELDS.get(name)) is not None and value not in refused.harmless:
+            if (refused := self.refused.get(name)) is not None and value not in refused.harmless:
                 problem = f"is {shown(value)}: it would change the answer but is not supported"
                 raise invalid(name, f"{problem}; {refused.instead}")
         if self.truncate_prompt_tokens == 0:

@@ -1,6 +1,7 @@
 """The whole server: Serve, HTTP, engine and runners as real processes. Kills are the matter of test_faults.py."""
 
 import asyncio
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,6 +82,47 @@ def test_metrics_tell_of_all_fronts_and_the_engine(url):
     assert new["vllm:generation_tokens_total"] == new["vllm:request_generation_tokens_sum"] == 16 * 6
     assert new["vllm:inter_token_latency_seconds_count"] == 16 * 5
     assert after["vllm:num_requests_running"] == after["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_a_response_is_found_wherever_it_is_asked_for(url):
+    def ask(method: str, path: str = "", **body):
+        """On a connection of its own, which may be either front's."""
+        return httpx.request(method, f"{url}/v1/responses{path}", json=body or None, timeout=60)
+
+    def front_of(response) -> str:
+        return response["id"].split("_")[1]
+
+    def create(until, **body):
+        """A response whose id names a front that will do."""
+        for _ in range(100):
+            answer = ask("POST", input="Once", max_output_tokens=4, **body)
+            assert answer.status_code == 200, answer.text
+            if until(front_of(answer.json())):
+                return answer.json()
+        raise AssertionError("all requests go to one front")
+
+    first = create(lambda front: True)
+    mine, name = front_of(first), first["id"]
+    second = create(lambda front: front != mine, previous_response_id=name)
+    contents = [item["content"] for item in ask("GET", f"/{second['id']}/input_items?order=asc").json()["data"]]
+    assert [content[0]["text"] for content in contents] == ["Once", first["output"][0]["content"][0]["text"], "Once"]
+    assert {ask("GET", f"/{name}").text for _ in range(6)} == {ask("GET", f"/{name}").text}
+
+    long = {"background": True, "extra": 1, "input": "Once", "ignore_eos": True}
+    running = [ask("POST", max_output_tokens=5000, **long).json() for _ in range(2)]
+    assert [ask("POST", f"/{r['id']}/cancel").json()["status"] for r in running] == ["cancelled"] * 2
+    streamed = ask("POST", max_output_tokens=40, stream=True, **long)
+    numbers = [line for line in streamed.text.splitlines() if line.startswith("data: ")]
+    made = json.loads(numbers[0].removeprefix("data: "))["response"]["id"]
+    for _ in range(4):
+        tail = ask("GET", f"/{made}?stream=true&starting_after=2").text
+        assert [line for line in tail.splitlines() if line.startswith("data: ")] == numbers[3:]
+    assert ask("DELETE", f"/{name}").json()["deleted"]
+    for missing, says in ((name, "stored"), (name.replace(mine, "gone"), "has ended")):
+        for _ in range(4):
+            answer = ask("GET", f"/{missing}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
+            assert says in answer.json()["error"]["message"]
 
 
 DONE = 1 << 30

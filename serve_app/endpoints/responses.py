@@ -1,0 +1,118 @@
+"""POST /v1/responses: a conversation in items, answered in items. Its prompt is that of a chat."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from runtime.output.fields import invalid
+from runtime.output.processor import Delta
+from runtime.text import reasoning
+from serve_app.answers import encode_json
+from serve_app.endpoints.chat import ChatEndpoint
+from serve_app.endpoints.endpoint import Endpoint
+from serve_app.endpoints.response_builder import ResponseBuilder, ResponseStream
+from serve_app.errors import ApiError
+from serve_app.prepared_request import PreparedRequest, Prompts, ServedModel
+from serve_app.requests import ChatMessage, ResponsesRequest
+from serve_app.requests.responses import INSTRUCTING, own_name, own_names
+from serve_app.response_store import ResponseStore
+
+_CHAT = ChatEndpoint()
+_SWITCH = re.compile(r"\benable_thinking\b|\bthinking is\b")  # of reasoning, in a template
+
+
+class ResponsesEndpoint(Endpoint[ResponsesRequest]):
+    """Items in, items out."""
+
+    path, request_type, id_prefix, default_max_tokens = "/v1/responses", ResponsesRequest, "resp_", None
+    max_tokens_field = "max_output_tokens"
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    def new_id(self, request_id: str) -> str:
+        """A new id, even if a client sends the same id for two requests: the response may be stored."""
+        return f"{self.id_prefix}{self._store.front}_{secrets.token_hex(8)}-{request_id or secrets.token_hex(12)}"
+
+    def prompts(self, request: ResponsesRequest, model: ServedModel) -> Prompts:
+        kwargs = _template_kwargs(request, model)
+
+        def prompts_of(messages: list[ChatMessage]) -> Prompts:
+            with own_names():
+                return _CHAT.prompts(request.chat(messages, **kwargs), model, "input")
+
+        messages = request.messages()
+        if request.truncation == "auto":
+            room = model.info.max_model_len - (request.max_output() or 1)
+            prompts = _longest_that_fits(messages, room, prompts_of)
+        else:
+            prompts = prompts_of(messages)
+        if (grammar := prompts.grammar) is not None:
+            prompts = replace(prompts, grammar=replace(grammar, field=own_name(grammar.field)))
+        return prompts
+
+    def choices(self, prepared: PreparedRequest[ResponsesRequest]) -> list[Delta]:
+        return [BuiltChoice(ResponseBuilder(prepared, self._store.keeps(prepared.request), has_events=False))]
+
+    def answer(self, prepared: PreparedRequest[ResponsesRequest], choices: list[Delta]) -> bytes:
+        (choice,) = choices
+        assert isinstance(choice, BuiltChoice), "`choices` makes it"
+        self._store.keep(prepared, choice.builder)
+        return encode_json(choice.builder.object())
+
+    def stream(self, prepared: PreparedRequest[ResponsesRequest], include_usage: bool) -> ResponseStream:
+        builder = ResponseBuilder(prepared, self._store.keeps(prepared.request), has_events=True)
+        return ResponseStream(builder, lambda: self._store.keep(prepared, builder))
+
+
+class BuiltChoice(Delta):
+    """The sum of an answer's deltas as a response, which also has their order."""
+
+    def __init__(self, builder: ResponseBuilder) -> None:
+        super().__init__(0)
+        self.builder = builder
+
+    def add(self, new: Delta) -> None:
+        self.builder.add(new)
+
+
+def _template_kwargs(request: ResponsesRequest, model: ServedModel) -> dict[str, Any]:
+    """What `reasoning.effort` means to the model's template; raises FieldError if it means nothing."""
+    if request.reasoning is None or (effort := request.reasoning.effort) is None:
+        return {}
+    source = model.tokenizer.chat_template or ""
+    if "reasoning_effort" in source:
+        return {"reasoning_effort": effort}
+    if _SWITCH.search(source):
+        return {"enable_thinking": effort != "none", "thinking": effort != "none"}
+    if effort == "none" and reasoning.CLOSE not in source:
+        return {}
+    problem = f"is {effort!r}, but this model's template reads neither reasoning_effort nor enable_thinking"
+    raise invalid("reasoning.effort", f"{problem}; leave it out")
+
+
+def _longest_that_fits(
+    messages: list[ChatMessage], room: int, prompts_of: Callable[[list[ChatMessage]], Prompts]
+) -> Prompts:
+    """The prompts of a conversation without as many of its oldest turns as do not fit. Instructions stay, and what is
+    left begins with a message of the user."""
+
+    def without(start: int) -> list[ChatMessage]:
+        return [message for message in messages[:start] if message.role in INSTRUCTING] + messages[start:]
+
+    def fits(start: int) -> bool:
+        try:
+            return len(prompts_of(without(start)).token_ids[0]) <= room
+        except ApiError as e:
+            if e.code != "context_length_exceeded":
+                raise
+            return False
+
+    starts = [0, *(i for i, message in enumerate(messages) if message.role == "user" and i)]
+    at = bisect_left(starts, True, hi=len(starts) - 1, key=fits)  # the last turn stays, even if it does not fit
+    return prompts_of(without(starts[at]))
