@@ -8,12 +8,13 @@ import torch
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.core.types import CallboardError
-from runtime.kernels.communicator import Communicator, OneRank
+from runtime.kernels.communicator import TIMEOUT_S, Communicator, OneRank
 from runtime.kernels.numerics import Numerics
+from runtime.worker.peer_memory import PeerMemory, inbox_bytes_of
 from runtime.worker.shared_memory import SharedMemory
 
 _MOST_BYTES = 1 << 24  # of an operand that goes in one piece between processes on a CPU
+_WARM_UP_S = 60.0  # of waits in steps before the first plan, while ranks on GPUs compile kernels
 _PATIENCE_S = 3600.0  # of ranks that load; the engine sees to those that do not come
 
 
@@ -30,13 +31,16 @@ class RankGroup:
         self.handle = b""
         rank, size = spec.shard
         if size > 1:
-            if numerics.device.type == "cuda":
-                raise CallboardError(f"tensor_parallel_size is {size}; ranks on GPUs are not supported yet.")
-            # A step's hidden states go in one piece.
-            num_bytes = (config.max_num_batched_tokens or 1) * spec.hidden_size * 4
-            tree = numerics.rank_invariant
+            # A step's hidden states go in one piece, and so does a row of logits.
+            num_bytes = 4 * max((config.max_num_batched_tokens or 1) * spec.hidden_size, spec.whole.vocab_size)
+            tree, device = numerics.rank_invariant, numerics.device
             self._meeting = SharedMemory(rank, size, 64, timeout_s=_PATIENCE_S)
-            self.communicator = SharedMemory(rank, size, min(num_bytes, _MOST_BYTES), tree)
+            if numerics.backend == "triton" and device.type == "cuda":
+                self.communicator = PeerMemory(
+                    rank, size, inbox_bytes_of(size, num_bytes), device, tree, timeout_s=_WARM_UP_S
+                )
+            else:
+                self.communicator = SharedMemory(rank, size, min(num_bytes, _MOST_BYTES), tree)
             self.handle = self._meeting.handle + self.communicator.handle
 
     def connect(self, handles: Sequence[bytes]) -> None:
@@ -44,6 +48,10 @@ class RankGroup:
         length = len(self._meeting.handle)
         self._meeting.connect([handle[:length] for handle in handles])
         self.communicator.connect([handle[length:] for handle in handles])
+
+    def open(self) -> None:
+        """The first plan may come: ranks have nothing left to build while others wait."""
+        self.communicator.set_timeout(TIMEOUT_S)
 
     def least(self, value: int) -> int:
         """The least of the values that all ranks come with; waits for them."""

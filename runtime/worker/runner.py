@@ -108,6 +108,7 @@ class ModelRunner:
         waits_for_masks = self.is_draft and self.asynchronous  # a device's draft would wait for its host at every token
         if read_vocabulary is not None and not waits_for_masks:
             self.grammar_state.serve(read_vocabulary)
+        self._group.open()
         return self.info
 
     def _describe(self, weights_fingerprint: str) -> ModelInfo:
@@ -190,7 +191,16 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start a step; the answer waits for its result. On a CPU the step itself waits until then."""
-        return self.steps.launch(plan)
+        wait, check = self.steps.launch(plan), self._group.communicator.check
+        if self.shard.size == 1:
+            return wait
+
+        def result() -> StepResult:
+            found = wait()
+            check()  # it may have no meaning: a rank did not come
+            return found
+
+        return result
 
     def execute(self, plan: StepPlan) -> StepResult:
         """A step from start to end."""
