@@ -31,6 +31,9 @@ from runtime.core.step_pacing import StepPacing
 from runtime.core.types import CallboardError, FinishReason, StepOutput
 
 logger = logging.getLogger(__name__)
+# While a step need not be planned yet, the loop looks whether the one in flight has ended already: after a share of the
+# time that is left each time, so that a long step costs few looks and one that was far shorter leaves no long gap.
+_LOOK_SHARE, _LEAST_LOOK_S = 0.25, 0.001
 _CHECK_EVERY_S = 60.0  # an idle engine looks for faults of its bookkeeping this often, when debugging is logged
 
 
@@ -165,7 +168,7 @@ class EngineLoop:
     def _run(self) -> None:
         """New requests and the plan after a step go to the runners before the step's tokens go to the fronts, so that
         the runners compute while frames are written."""
-        meter, late = self._meter, self.config.late_planning
+        meter = self._meter
         while True:
             self._take_messages()
             if self._closed:
@@ -173,17 +176,16 @@ class EngineLoop:
             if self._deadlines:
                 self._expire_queued()
             try:
-                if late:
-                    self._wait_to_plan()
+                waits = self.config.late_planning and self._wait_to_plan()
                 meter.before_submit(self.core.scheduler.num_in_flight, self._output is not None)
-                admitted = self.core.submit(late)
+                admitted = self.core.submit(waits)
                 meter.submitted(admitted)
                 for state in admitted:
                     state.owner.connection.frame.accepted.append((state.owner.number, True))
                     self._untold.add(state.owner.connection)
                 self._emit()
                 self._followers.tell()
-                if late and self.core.must_wait_to_plan():
+                if waits and self.core.must_wait_to_plan():
                     continue  # an idle engine has just begun a step: who arrives during it is in the next one
                 meter.before_collect()
                 self._output = self.core.collect()
@@ -196,12 +198,16 @@ class EngineLoop:
                 self._followers.are_behind = True
             self._progress = time.monotonic()
 
-    def _wait_to_plan(self) -> None:
-        """Take requests until the next step must be planned, so that they wait for no other one but this one."""
+    def _wait_to_plan(self) -> bool:
+        """Take requests until the next step must be planned, so that they wait for no other one but this one. False if
+        the step in flight has ended sooner than was expected: the runners have nothing to do."""
         while (delay_s := self.core.scheduler.planning_delay_s()) > 0 and not self._closed:
+            if self.executor.has_result():
+                return False
             self._emit()
             with contextlib.suppress(queue.Empty):
-                self._take_message(self._inbox.get(timeout=delay_s))
+                self._take_message(self._inbox.get(timeout=max(_LOOK_SHARE * delay_s, _LEAST_LOOK_S)))
+        return True
 
     def _take_messages(self) -> None:
         """All that is in the inbox; when there is nothing to compute or to send, wait for something."""

@@ -132,6 +132,10 @@ class SocketExecutor:
                     self._hear(self._ranks[fd])
         return decode_result(self._results.popleft())
 
+    def has_result(self) -> bool:
+        """True if `collect` would return, or raise, at once, or some rank has something to say."""
+        return bool(self._results) or self._fault is not None or bool(self._poll.poll(0))
+
     def _make_room(self, rank: int) -> None:
         """Wait until `rank` reads its plan, listening to all ranks meanwhile."""
         sock = self._sockets[rank].sock

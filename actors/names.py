@@ -11,6 +11,7 @@ import ray
 from runtime.core.config import EngineConfig
 
 NAMESPACE = "callboard"
+_SERVE_NAMESPACE = "serve"  # Serve's own
 
 
 def new_name(name: str) -> str:
@@ -19,10 +20,15 @@ def new_name(name: str) -> str:
 
 
 def living_actors(prefix: str) -> list[str]:
-    """The names of the living actors whose name begins so, oldest first."""
+    """The names of the living actors whose name begins so, oldest first.
+
+    An engine lives only while its Serve replica does. Ray lists one for ever, which it never starts, where a replica
+    asked for it just after the death of its node."""
     actors = ray.util.list_named_actors(all_namespaces=True)
+    replicas = {a["name"].rpartition("#")[2] for a in actors if a["namespace"] == _SERVE_NAMESPACE}
     names = [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(prefix)]
-    return sorted(names, key=lambda name: int(name.rpartition("#")[2]))
+    living = [name for name in names if "/engine/" not in name or engine_id(name) in replicas]
+    return sorted(living, key=lambda name: int(name.rpartition("#")[2]))
 
 
 def engines_of(application: str, config: EngineConfig | None = None) -> str:

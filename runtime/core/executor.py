@@ -20,6 +20,10 @@ class Executor(Protocol):
         """Block for the oldest outstanding step."""
         ...
 
+    def has_result(self) -> bool:
+        """True if `collect` would return, or raise, at once; False if it may block."""
+        ...
+
     def close(self) -> None:
         """Let go of the ranks; a blocked `collect` in another thread returns with an error."""
         ...
@@ -49,6 +53,9 @@ class InProcess:
 
     def collect(self) -> StepResult:
         return self._steps.popleft()()
+
+    def has_result(self) -> bool:
+        return False  # the rest of the work may be done in the wait
 
     def close(self) -> None:
         self._steps.clear()

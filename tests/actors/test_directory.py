@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import RayError
 
 from actors.directory import RayDirectory, has_healthy_engine
+from actors.names import living_actors
 
 
 async def test_calls_that_ray_does_not_answer_take_no_thread_from_others(monkeypatch: pytest.MonkeyPatch):
@@ -41,3 +42,19 @@ async def test_an_engine_that_takes_requests_is_found_among_others(monkeypatch: 
     monkeypatch.setattr("actors.directory.ray.get_actor", lambda name, _: Mock(**{"health.remote": health[name]}))
     assert await has_healthy_engine("app/engine/")
     assert not await has_healthy_engine("app/engine/", except_for="app/engine/a")
+
+
+def test_an_engine_whose_replica_is_gone_is_none(monkeypatch: pytest.MonkeyPatch):
+    """Ray may list it for ever, where the node died while the replica asked for another engine."""
+    named = [
+        ("callboard", "app/engine/m/ghost#5"),
+        ("callboard", "app/engine/m/b#4"),
+        ("callboard", "app/engine/m/a#3"),
+        ("callboard", "app/draft#1"),
+        ("serve", "SERVE_REPLICA::app#Engine#a"),
+        ("serve", "SERVE_REPLICA::app#Engine#b"),
+    ]
+    actors = [{"namespace": namespace, "name": name} for namespace, name in named]
+    monkeypatch.setattr("actors.names.ray.util.list_named_actors", lambda **_: actors)
+    assert living_actors("app/engine/") == ["app/engine/m/a#3", "app/engine/m/b#4"]
+    assert living_actors("app/draft") == ["app/draft#1"]

@@ -16,11 +16,14 @@ class PipelinedRunner(SlowRunner):
 
     def __init__(self):
         super().__init__(EngineConfig(block_size=4, max_num_seqs=16), INFO)
-        self.ends = [0.0]
+        self.ends, self.step_s = [0.0], STEP_S
 
     def submit(self, plan):
-        self.ends.append(max(self.ends[-1], time.monotonic()) + STEP_S)
+        self.ends.append(max(self.ends[-1], time.monotonic()) + self.step_s)
         super().submit(plan)
+
+    def has_result(self):
+        return bool(self.queue) and self.ends[-len(self.queue)] <= time.monotonic()
 
     def collect(self):
         self.closed.wait(max(0.0, self.ends[-len(self.queue)] - time.monotonic()))
@@ -79,3 +82,17 @@ async def steps_beside_a_first_step(late: bool) -> float:
 async def test_who_arrives_during_an_idle_engines_first_step_is_in_the_second():
     late, early = await asyncio.gather(steps_beside_a_first_step(True), steps_beside_a_first_step(False))
     assert late < early - 0.5
+
+
+async def test_steps_that_become_shorter_do_not_leave_the_runners_idle():
+    """What a step takes is learned from when its result is taken, which must not be when it was expected."""
+    engine = Engine(start=PipelinedRunner)
+    link = link_to(engine)
+    await link.start()
+    await read(link, request(0, max_tokens=8))  # it learns that steps are long
+    engine.runners[-1].step_s = STEP_S / 10
+    start = time.monotonic()
+    await read(link, request(1, max_tokens=10))
+    assert time.monotonic() - start < 4 * STEP_S  # 6 if each is awaited for nine tenths of the last one
+    link.close()
+    engine.loop.close()

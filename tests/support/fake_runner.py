@@ -153,6 +153,9 @@ class FakeRunner:
     def close(self) -> None:
         self.queue.clear()
 
+    def has_result(self) -> bool:
+        return False
+
     def sample(self, state: int) -> int:
         return sample(state)
 
