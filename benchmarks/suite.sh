@@ -2,6 +2,7 @@
 # Every measurement of RESULTS.md on one GPU, in stages of a few minutes each:
 #
 #   benchmarks/suite.sh OUT tests exactness engine quantized profile kernels soak start serving
+#   benchmarks/suite.sh OUT tp                       # on several GPUs
 #   python -m benchmarks.library.report OUT/*.jsonl
 #
 # The stages up to `start` need torch and Triton; `serving` needs an installed Callboard. MODELS narrows the models.
@@ -58,6 +59,12 @@ for stage in "$@"; do
         ;;
     profile) for batch in 1 256; do bench engine.profile_step --model llama-3.2-1b --batch $batch --trace "$out/trace-$batch.json.gz"; done ;;
     kernels) for model in $models; do bench kernels --model "$model"; done ;;
+    tp) # several GPUs
+        for gpus in 2 4 8; do
+            [ "$gpus" -gt "$(nvidia-smi -L | wc -l)" ] || bench kernels.ranks --gpus $gpus --nccl
+        done
+        bench kernels.ranks --gpus 2 --masked --sizes 8192
+        ;;
     soak) bench engine.soak --model llama-3.2-1b --minutes "${MINUTES:-10}" ;;
     start) folder llama-3.1-8b && for run in 1 2; do bench engine.start --folder "$folders/llama-3.1-8b"; done ;;
     serving)

@@ -1,0 +1,170 @@
+"""Time of an all-reduce between ranks: each a process with a GPU of its own, or two streams of one GPU.
+
+    python -m benchmarks.kernels.ranks --gpus 2 --out OUT.jsonl
+    python -m benchmarks.kernels.ranks --gpus 2 --masked        # each process sees its own GPU alone
+    python -m benchmarks.kernels.ranks --streams --soak 10000   # and a million sums whose totals are checked
+
+Bfloat16 is added to a residual by graphs of several launches back to back; medians of the replays, the slowest rank's.
+Beside it NCCL in such a graph (--nccl). On two streams both ranks write into the one GPU's memory: that is the time of
+the kernel and not of a link.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from statistics import median
+
+import torch
+
+from benchmarks.library.measure import Results, new_parser
+from runtime.worker.peer_memory import PeerMemory, inbox_bytes_of
+
+SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20]
+_WIDTH = 4096
+
+
+def graph_of(ranks: PeerMemory, num_bytes: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of all-reduces, and how many it holds. Runs one of them, for which all ranks must come."""
+    launches = max(2, min(100, (64 << 20) // num_bytes))
+    x = torch.randn(num_bytes // 2 // _WIDTH, _WIDTH, device="cuda").bfloat16()
+    residual = torch.zeros_like(x)
+    ranks.add_reduced(residual, x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            ranks.add_reduced(residual, x)
+    return graph, launches
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, launches: int, replays: int = 20) -> float:
+    """Of one launch, while the other ranks replay as often."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(replays)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(end) for start, end in events[2:]) / launches * 1e3
+
+
+def nccl_us(num_bytes: int) -> float:
+    launches = max(2, min(100, (64 << 20) // num_bytes))
+    x = torch.zeros(num_bytes // 2, device="cuda", dtype=torch.bfloat16)
+    torch.distributed.all_reduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            torch.distributed.all_reduce(x)
+    return replay_us(graph, launches)
+
+
+def run_rank(pipe: Connection, rank: int, size: int, sizes: list[int], masked: bool, nccl: bool) -> None:
+    if masked:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    torch.cuda.set_device(0 if masked else rank)
+    device = torch.device("cuda", torch.cuda.current_device())
+    ranks = PeerMemory(rank, size, inbox_bytes_of(size, max(sizes)), device, timeout_s=30.0)
+    pipe.send(ranks.handle)
+    start = time.perf_counter()
+    ranks.connect(pipe.recv())
+    pipe.send(time.perf_counter() - start)
+    if nccl:
+        address = "tcp://127.0.0.1:29571"
+        torch.distributed.init_process_group("nccl", init_method=address, rank=rank, world_size=size, device_id=device)
+    for num_bytes in sizes:
+        graph, launches = graph_of(ranks, num_bytes)
+        us = replay_us(graph, launches)
+        ranks.check()
+        pipe.send((us, nccl_us(num_bytes) if nccl else None))
+    os._exit(0)  # NCCL's threads need no farewell
+
+
+def over_links(size: int, sizes: list[int], masked: bool, nccl: bool, results: Results) -> None:
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(size)]
+    for rank, (_, theirs) in enumerate(pipes):
+        context.Process(target=run_rank, args=(theirs, rank, size, sizes, masked, nccl), daemon=True).start()
+    handles = [ours.recv() for ours, _ in pipes]
+    for ours, _ in pipes:
+        ours.send(handles)
+    results.add(kernel="connect", cell=size, us=max(ours.recv() for ours, _ in pipes) * 1e6)
+    for num_bytes in sizes:
+        found = [ours.recv() for ours, _ in pipes]
+        library = max(us for _, us in found) if nccl else None
+        us = max(us for us, _ in found)
+        results.add(kernel=f"all-reduce, {num_bytes >> 10} KB", cell=size, us=us, library_us=library)
+
+
+def on_streams(sizes: list[int], results: Results) -> None:
+    pair = [PeerMemory(rank, 2, inbox_bytes_of(2, max(sizes)), torch.device("cuda", 0)) for rank in range(2)]
+    streams, handles = [torch.cuda.Stream() for _ in pair], [ranks.handle for ranks in pair]
+
+    def connect(ranks: PeerMemory) -> None:
+        with torch.cuda.stream(streams[ranks.rank]):
+            ranks.connect(handles)
+
+    def measure(ranks: PeerMemory) -> float:
+        with torch.cuda.stream(streams[ranks.rank]):
+            return replay_us(graphs[ranks.rank], launches)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(connect, pair))
+        for num_bytes in sizes:
+            launches = max(2, min(100, (64 << 20) // num_bytes))
+            graphs = captured_pair(pair, streams, num_bytes, launches)
+            us = max(pool.map(measure, pair))
+            results.add(kernel=f"all-reduce on two streams, {num_bytes >> 10} KB", cell=2, us=us)
+            for ranks in pair:
+                ranks.check()
+
+
+def captured_pair(
+    pair: list[PeerMemory], streams: list[torch.cuda.Stream], num_bytes: int, launches: int
+) -> list[torch.cuda.CUDAGraph]:
+    """Graphs of two ranks of this process, both of which run once first."""
+    shape = num_bytes // 2 // _WIDTH, _WIDTH
+    operands = [torch.randn(2, *shape, device="cuda").bfloat16() for _ in pair]
+    torch.cuda.synchronize()
+    for ranks, stream, (x, residual) in zip(pair, streams, operands, strict=True):
+        with torch.cuda.stream(stream):
+            ranks.add_reduced(residual, x)
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph() for _ in pair]
+    for graph, ranks, (x, residual) in zip(graphs, pair, operands, strict=True):
+        with torch.cuda.graph(graph):
+            for _ in range(launches):
+                ranks.add_reduced(residual, x)
+    return graphs
+
+
+def main() -> None:
+    parser = new_parser(__doc__, model=False)
+    parser.add_argument("--gpus", type=int, default=0, help="ranks, each on a GPU")
+    parser.add_argument("--masked", action="store_true", help="CUDA_VISIBLE_DEVICES of each rank has its own GPU alone")
+    parser.add_argument("--nccl", action="store_true", help="measure NCCL, too")
+    parser.add_argument("--streams", action="store_true", help="two ranks on one GPU")
+    parser.add_argument("--soak", type=int, default=0, metavar="REPLAYS", help="of graphs of 100 sums on two streams")
+    parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
+    args = parser.parse_args()
+    results = Results("ranks", args.out)
+    if args.gpus:
+        over_links(args.gpus, args.sizes, args.masked, args.nccl, results)
+    if args.streams:
+        on_streams([size for size in args.sizes if size <= 256 << 10], results)
+    if args.soak:
+        from tests.support.gpu_ranks import replay_on_streams
+
+        start = time.perf_counter()
+        replay_on_streams(args.soak, 100)
+        us = (time.perf_counter() - start) / args.soak / 100 * 1e6
+        results.add(kernel="all-reduces that were checked", cell=100 * args.soak, us=us)
+
+
+if __name__ == "__main__":
+    main()
