@@ -34,8 +34,10 @@ class FinishReason(IntEnum):
 class GrammarSpec:
     """A form that a client wants the output to match."""
 
-    kind: Literal["json", "regex", "choice", "calls"]
-    text: str  # a JSON Schema; a regular expression of the whole output; a JSON list of texts; see grammar.Calls
+    kind: Literal["json", "regex", "choice", "calls", "grammar", "tags"]
+    # A JSON Schema; a regular expression of the whole output; a JSON list of texts; see grammar.Calls; a grammar in
+    # EBNF or Lark's form; see tags.Tags.
+    text: str
     after: str = ""  # the output begins with free text up to this mark
     may_stay_free: bool = False  # or is free text altogether, without the mark
     # Keywords of a schema that cannot be enforced are refused, or with False ignored; None refuses all but uniqueItems.

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from runtime.core.types import GrammarSpec
 from runtime.output.fields import Options, invalid, shown
 from runtime.output.response_format import RequestedGrammar, ResponseFormat, StructuredOutputs, requested_grammar
 from runtime.output.tools import ChosenTool, Tool, ToolChoice
@@ -21,10 +22,18 @@ class OutputOptions(Options):
     n: Annotated[int, Field(ge=1, le=128)] | None = None  # choices of each prompt
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_grammar: str | None = None  # vLLM's older name
+    ebnf: str | None = None  # SGLang's
+    regex: str | None = None  # SGLang's
+    grammar: str | None = None  # llama.cpp's
 
     def requested_grammar(self) -> RequestedGrammar | None:
         """The grammar of the content; None if it is free."""
-        return requested_grammar(self.response_format, self.structured_outputs)
+        texts = {name: getattr(self, name) for name in ("guided_grammar", "ebnf", "grammar")}
+        specs = {name: GrammarSpec("grammar", text) for name, text in texts.items() if text}
+        if self.regex:
+            specs["regex"] = GrammarSpec("regex", self.regex)
+        return requested_grammar(self.response_format, self.structured_outputs, specs)
 
 
 class ChatOptions(OutputOptions):

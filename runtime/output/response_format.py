@@ -6,13 +6,14 @@ An unknown field is refused here, over HTTP too: it would be meant to constrain 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from runtime.core.types import GrammarSpec
-from runtime.output.fields import FieldError, Options, invalid
+from runtime.output.fields import FieldError, Options, fault_of, invalid, path_of
 
 _Schema = Annotated[dict[str, Any] | bool | None, Field(alias="schema")]
 
@@ -26,13 +27,25 @@ class JsonSchema(Options):
     strict: bool | None = None
 
 
-class ResponseFormat(Options):
-    """`response_format`: OpenAI's three types, a schema without the nesting, and a regular expression."""
+class Structure(Options):
+    """A region of the older of XGrammar's forms."""
 
-    type: Literal["text", "json_object", "json_schema", "regex"]
+    begin: str
+    schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    end: str
+
+
+class ResponseFormat(Options):
+    """`response_format`: OpenAI's three types, a schema without the nesting, a regular expression, and structural tags
+    in XGrammar's two forms."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "structural_tag"]
     json_schema: JsonSchema | None = None
     schema_: _Schema = None
     regex: str | None = None
+    structures: list[Structure] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class StructuredOutputs(Options):
@@ -42,6 +55,8 @@ class StructuredOutputs(Options):
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = None
     json_object: bool | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +74,23 @@ def json_spec(schema: object, strict: bool | None = None) -> GrammarSpec:
     return GrammarSpec("json", json.dumps(schema, ensure_ascii=False, separators=(",", ":")), strict=strict)
 
 
-def requested_grammar(form: ResponseFormat | None, outputs: StructuredOutputs | None) -> RequestedGrammar | None:
-    """None if the output is free; raises FieldError."""
-    first = None if form is None else _of_response_format(form)
-    second = None if outputs is None else _of_structured_outputs(outputs)
-    if first is not None and second is not None:
-        raise invalid("structured_outputs", "constrains the output as response_format does; send one of them")
-    return first or second
+def requested_grammar(
+    form: ResponseFormat | None, outputs: StructuredOutputs | None, specs: Mapping[str, GrammarSpec]
+) -> RequestedGrammar | None:
+    """None if the output is free; raises FieldError. `specs` are those of fields that are nothing else."""
+    asked = [] if form is None else [_of_response_format(form)]
+    asked += [] if outputs is None else [_of_structured_outputs(outputs)]
+    found = [each for each in asked if each is not None]
+    found += [RequestedGrammar(spec, field) for field, spec in specs.items()]
+    if len(found) > 1:
+        first = found[0].field.partition(".")[0]
+        raise invalid(found[1].field.partition(".")[0], f"constrains the output as {first} does; send one of them")
+    return found[0] if found else None
 
 
 def _of_response_format(form: ResponseFormat) -> RequestedGrammar | None:
-    given = {name for name in ("json_schema", "schema_", "regex") if getattr(form, name) is not None}
-    allowed = {"json_schema": {"json_schema", "schema_"}, "regex": {"regex"}}.get(form.type, set())
+    given = {name for name, value in form if name != "type" and value is not None}
+    allowed = _FIELDS_OF_TYPES.get(form.type, set())
     if unfit := given - allowed:
         raise invalid(f"response_format.{min(unfit).rstrip('_')}", f"has no meaning where the type is {form.type!r}")
     match form.type:
@@ -89,13 +109,58 @@ def _of_response_format(form: ResponseFormat) -> RequestedGrammar | None:
             if form.json_schema is None or form.json_schema.schema_ is None:
                 raise _missing(field, "a JSON Schema")
             return RequestedGrammar(json_spec(form.json_schema.schema_, form.json_schema.strict), field)
+        case "structural_tag":
+            return RequestedGrammar(_tags_spec(_as_one_format(form)), "response_format")
     return None
+
+
+_FIELDS_OF_TYPES = {
+    "json_schema": {"json_schema", "schema_"},
+    "regex": {"regex"},
+    "structural_tag": {"structures", "triggers", "format"},
+}
+
+
+def _as_one_format(form: ResponseFormat) -> object:
+    """The format of structural tags, the older form as the newer one."""
+    if form.format is not None:
+        if form.structures is not None or form.triggers is not None:
+            raise invalid("response_format.format", "says what structures and triggers do; send one form of the two")
+        return form.format
+    if form.structures is None or form.triggers is None:
+        missing = "structures" if form.structures is None else "triggers"
+        raise _missing(f"response_format.{missing}", "a list, unless there is a format")
+    return {
+        "type": "triggered_tags",
+        "triggers": form.triggers,
+        "tags": [
+            {"begin": s.begin, "content": {"type": "json_schema", "json_schema": s.schema_}, "end": s.end}
+            for s in form.structures
+        ],
+    }
+
+
+def _tags_spec(form: object) -> GrammarSpec:
+    return GrammarSpec("tags", json.dumps(form, ensure_ascii=False))
+
+
+def _of_structural_tag(value: dict[str, Any] | str, field: str) -> GrammarSpec:
+    """vLLM's field, which is what `response_format` would be, as an object or as its JSON."""
+    try:
+        form = ResponseFormat.model_validate_json(value) if isinstance(value, str) else ResponseFormat(**value)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        raise fault_of(".".join(filter(None, (field, path_of(first)))), first) from None
+    if form.type != "structural_tag":
+        raise invalid(f"{field}.type", "should be 'structural_tag'")
+    return _tags_spec(_as_one_format(form))
 
 
 def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar | None:
     given = [name for name, value in outputs if value not in (None, False)]
     if len(given) != 1:
-        raise invalid("structured_outputs", f"has {len(given)} of json, regex, choice and json_object; send just one")
+        names = "json, regex, choice, json_object, grammar and structural_tag"
+        raise invalid("structured_outputs", f"has {len(given)} of {names}; send just one")
     field = f"structured_outputs.{given[0].rstrip('_')}"
     if outputs.json_ is not None:
         spec = GrammarSpec("json", outputs.json_) if isinstance(outputs.json_, str) else json_spec(outputs.json_)
@@ -103,6 +168,10 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> RequestedGrammar | Non
         spec = GrammarSpec("regex", outputs.regex)
     elif outputs.choice is not None:
         spec = GrammarSpec("choice", json.dumps(outputs.choice, ensure_ascii=False))
+    elif outputs.grammar is not None:
+        spec = GrammarSpec("grammar", outputs.grammar)
+    elif outputs.structural_tag is not None:
+        spec = _of_structural_tag(outputs.structural_tag, field)
     else:
         spec = ANY_OBJECT
     return RequestedGrammar(spec, field)

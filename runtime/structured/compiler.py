@@ -132,7 +132,7 @@ class GrammarCompiler:
 
 def _is_small(spec: GrammarSpec) -> bool:
     is_plain = spec.kind in ("regex", "choice") or not any(word in spec.text for word in _COSTLY_WORDS)
-    return is_plain and len(spec.text) <= _SMALL_BYTES
+    return is_plain and spec.kind not in ("grammar", "tags") and len(spec.text) <= _SMALL_BYTES
 
 
 def _size(spec: GrammarSpec, answer: Grammar | GrammarError) -> int:

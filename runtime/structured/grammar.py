@@ -15,12 +15,25 @@ import msgspec
 import numpy as np
 
 from runtime.core.types import CallboardError, Grammar, GrammarSpec
-from runtime.structured import keywords, rules, schema
+from runtime.structured import context_free, keywords, rules, schema, tags
 from runtime.structured.flat import Terms
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.matcher import Matcher
 from runtime.structured.pattern import MAX_STATES, Alternation, GrammarError, literal, literal_text, plain, size, whole
-from runtime.structured.rules import NOTHING, Name, Repeat, Rule, Terminal, choice, sequence, terminal
+from runtime.structured.rules import (
+    NOTHING,
+    Choice,
+    Name,
+    Repeat,
+    Rule,
+    Sequence,
+    Shortest,
+    Terminal,
+    choice,
+    sequence,
+    terminal,
+)
+from runtime.structured.tags import read_grammar
 from runtime.structured.vocabulary import BYTES
 
 MAX_BYTES = keywords.MAX_BYTES  # of a specification
@@ -60,18 +73,22 @@ def compiled(spec: GrammarSpec) -> Grammar:
     ignored: list[str] = []
     try:
         written = rules.pruned(_rules(spec, ignored))
+        if spec.after:
+            written = _after_free_text(written, spec)
         text, expression = rules.lark(written), rules.expression(written)
     except RecursionError:
         raise GrammarError(f"nests deeper through its references than the limit of {keywords.MAX_DEPTH}") from None
-    if spec.after:
-        free = f"(?s:.*){literal_text(spec.after)}"
-        head = f"start: free /[\\x{{a}}\\x{{20}}]{{0,2}}/ rest\nfree[lazy]: /{free}/\nrest:"
-        if spec.may_stay_free:
-            head = head.replace("start:", f"UNMARKED: /(?s:.*)/ & ~/{free}(?s:.*)/\nstart: UNMARKED |", 1)
-        text, expression = text.replace("start:", head, 1), ""
     if reason := _fault(text):
         raise GrammarError(reason)
     return Grammar(blake2b(text.encode(), digest_size=16).hexdigest(), text, expression, tuple(sorted(ignored)))
+
+
+def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, Rule]:
+    free = f"(?s:.*){literal_text(spec.after)}"
+    marked = Sequence((Shortest(free), terminal("[\\x{a}\\x{20}]{0,2}"), Name("rest")))
+    unmarked = Terminal(("(?s:.*)",), (f"{free}(?s:.*)",))
+    start = Choice((unmarked, marked)) if spec.may_stay_free else marked
+    return {**written, "start": start, "rest": written["start"]}
 
 
 def _rules(spec: GrammarSpec, ignored: list[str]) -> dict[str, Rule]:
@@ -86,6 +103,11 @@ def _rules(spec: GrammarSpec, ignored: list[str]) -> dict[str, Rule]:
             if (states := size(options)) > MAX_STATES:
                 raise GrammarError(f"has choices of {states} characters; the limit is {MAX_STATES}")
             return {"start": terminal(plain(options))}
+        case "grammar":
+            grammar = read_grammar(spec.text)
+            return context_free.rules_of(grammar.rules, grammar.start)
+        case "tags":
+            return tags.rules_of(spec.text, terms, ignored)
     return _calls(msgspec.json.decode(spec.text, type=Calls), terms, spec.strict, ignored)
 
 

@@ -102,6 +102,7 @@ class LazyMatcher(Matcher):
         self.inner = inner
         self._engine, self._lark, self._lexer = engine, lark, lexer
         self._tokens: list[int] = []  # taken, without EOS
+        self._has_gone_back = False  # and made no mask since
         self._check()
 
     @property
@@ -113,7 +114,7 @@ class LazyMatcher(Matcher):
         """A matcher at the same position, for another output; the two share the lexer states."""
         self._lexer.num_copies += 1
         copy = LazyMatcher(self._engine, self._lark, self.inner.deep_copy(), self._lexer)
-        copy._tokens[:] = self._tokens
+        copy._tokens[:], copy._has_gone_back = self._tokens, self._has_gone_back
         return copy
 
     @property
@@ -124,6 +125,7 @@ class LazyMatcher(Matcher):
         return self.inner.is_stopped()
 
     def _fill(self, mask: NDArray[np.int32]) -> None:
+        self._has_gone_back = False
         self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if self.error() is not None:
             self._go_on_alone()
@@ -131,6 +133,11 @@ class LazyMatcher(Matcher):
             self._check()
 
     def _step(self, token: int) -> bool:
+        if self._has_gone_back:
+            # llguidance 1.9 keeps what it has parsed beyond the place that it went back to, and takes it for what
+            # follows another token that one of the same terminals fits. Making a mask drops it.
+            self._has_gone_back = False
+            self.inner.compute_bitmask()
         if not self.inner.try_consume_tokens([token]):
             return False
         self._tokens.append(token)
@@ -139,6 +146,7 @@ class LazyMatcher(Matcher):
     def _back(self, num_tokens: int) -> None:
         del self._tokens[-num_tokens:]
         self.inner.rollback(num_tokens)
+        self._has_gone_back = True
         if self.error() is not None:
             self._go_on_alone()
 
@@ -153,7 +161,7 @@ class LazyMatcher(Matcher):
         """Goes on with a lexer that no other output has used; raises the error if it has such a one already."""
         if self._lexer.num_copies <= 1:
             self._check()
-        self._lexer, self.inner = _Lexer(), self._engine.inner(self._lark)
+        self._lexer, self.inner, self._has_gone_back = _Lexer(), self._engine.inner(self._lark), False
         self.inner.consume_tokens(self._tokens)
         self._check()
 

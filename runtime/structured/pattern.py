@@ -122,7 +122,12 @@ class Anchor:
     at_end: bool
 
 
-Pattern = CharacterClass | Concatenation | Alternation | Repetition | Anchor
+@dataclass(frozen=True, slots=True)
+class Reference:
+    name: str  # of a rule: patterns of grammars have them, those of texts do not
+
+
+Pattern = CharacterClass | Concatenation | Alternation | Repetition | Anchor | Reference
 ANY_TEXT = Repetition(CharacterClass(ALL), 0, None)
 
 

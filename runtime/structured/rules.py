@@ -54,7 +54,14 @@ class JsonSchema:
     text: str
 
 
-Rule = Terminal | Sequence | Choice | Repeat | Name | JsonSchema
+@dataclass(frozen=True, slots=True)
+class Shortest:
+    """Text up to the first place where all of it matches a regular expression."""
+
+    expression: str
+
+
+Rule = Terminal | Sequence | Choice | Repeat | Name | JsonSchema | Shortest
 NOTHING = Sequence(())  # matches the empty text
 NEVER = Choice(())  # matches no text
 
@@ -148,6 +155,7 @@ def _names(rule: Rule) -> Iterable[str]:
 def lark(rules: Mapping[str, Rule]) -> str:
     """llguidance's form; raises GrammarError if it is too long."""
     terminals: dict[Terminal, str] = {}
+    lazy: dict[Shortest, str] = {}
 
     def write(rule: Rule) -> str:
         match rule:
@@ -166,12 +174,15 @@ def lark(rules: Mapping[str, Rule]) -> str:
                 return name
             case JsonSchema(text):
                 return f"%json {text}"
+            case Shortest():
+                return lazy.setdefault(rule, f"shortest{len(lazy)}")
 
     # Without forcing, a mask has every token that fits, not just the one that a tokenizer would choose.
     lines = ['%llguidance {"no_forcing": true}', *(f"{name}: {write(rule)}" for name, rule in rules.items())]
     for each, name in terminals.items():
         parts = [*(f"/{e}/" for e in each.all_of), *(f"~/{e}/" for e in each.none_of)]
         lines.append(f"{name}: " + " & ".join(parts))
+    lines += (f"{name}[lazy]: /{each.expression}/" for each, name in lazy.items())
     if (size := sum(map(len, lines))) > MAX_LARK_BYTES:
         raise GrammarError(f"makes a grammar of {size} bytes; the limit is {MAX_LARK_BYTES} bytes")
     return "\n".join(lines)

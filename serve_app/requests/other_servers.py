@@ -47,11 +47,10 @@ _INSTEAD = {
     "send what the model's template knows, such as chat_template_kwargs.enable_thinking": """
         reasoning_effort reasoning={} think thinking={}|{"type":"disabled"}""",
     "send structured_outputs.json": "guided_json=[] json_schema=[]",
-    "send structured_outputs.regex": "guided_regex=[] regex=[]",
+    "send structured_outputs.regex": "guided_regex=[]",
     "send structured_outputs.choice": "guided_choice=[]",
-    "send a JSON Schema or a regular expression as structured_outputs": 'guided_grammar ebnf grammar=""',
     "send structured_outputs.regex where white space matters": "guided_whitespace_pattern",
-    "send tools with strict functions, or response_format": "structural_tag",
+    "send structured_outputs.structural_tag or response_format": "structural_tag",
     "send chat_template_kwargs.documents, if the model's template reads them": "documents=[]",
     "a template is a program: the operator sets it with --chat-template": "chat_template",
     "send structured_outputs.choice or logit_bias": "allowed_token_ids=[]",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runtime.structured import keywords, pattern, schema
+from runtime.structured import keywords, pattern, schema, tags
 from runtime.structured.formats import FORMATS
 from runtime.structured.grammar import MAX_BYTES
 from tests.support.structured_corpus import CASES, REFUSED
@@ -37,7 +37,7 @@ _NOTES = {
     "uniqueItems": "where the items have an `enum`, or there is one at most; otherwise see below",
 }
 _LIMITS = {
-    "bytes of the schema, the expression or the choices": MAX_BYTES,
+    "bytes of the schema, the expression, the choices or the grammar": MAX_BYTES,
     "nesting of the schema": keywords.MAX_DEPTH,
     "properties in all": keywords.MAX_PROPERTIES,
     "bytes of one `enum`": keywords.MAX_ENUM_BYTES,
@@ -45,13 +45,15 @@ _LIMITS = {
     "states of a pattern with its repetitions written out": pattern.MAX_STATES,
     "nested groups of a pattern": pattern.MAX_NESTING,
     "rules of a grammar": schema.MAX_RULES,
+    "formats within formats of structural tags": tags.MAX_NESTED,
     "seconds to compile": 5,
 }
 _HEAD = """# Structured output
 
 <!-- Written by tests/grammar/test_structured_docs.py from the code; change that. -->
 
-An answer can be bound to a JSON Schema, a regular expression or a choice of texts. What is answered then fits, whatever
+An answer can be bound to a JSON Schema, a regular expression, a choice of texts or a grammar, or have regions that are.
+What is answered then fits, whatever
 the temperature; an answer that ends by `max_tokens` is cut off where it is, and says `length`. What cannot be enforced
 is refused with a 400 that names the keyword or the limit. Before a token is chosen, what does not
 fit is ruled out, and then penalties, temperature and filters apply; `min_tokens` holds nothing back that is the only
@@ -62,7 +64,10 @@ way on. Log-probabilities are those of the model alone.
 | `response_format` | `{"type": "json_schema", "json_schema": {"name": …, "schema": …}}`, OpenAI's |
 | `response_format` | `{"type": "json_schema", "schema": …}` |
 | `response_format` | `{"type": "json_object"}`, `{"type": "regex", "regex": …}` |
-| `structured_outputs` | one of `json`, `regex`, `choice` and `json_object`, vLLM's |
+| `response_format` | `{"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": […]}` |
+| `response_format` | `{"type": "structural_tag", "format": …}`, XGrammar's newer form |
+| `structured_outputs` | one of `json`, `regex`, `choice`, `json_object`, `grammar` and `structural_tag`, vLLM's |
+| `ebnf`, `regex`; `grammar`; `guided_grammar` | SGLang's, llama.cpp's and an older name of vLLM's for the same |
 | `tools` | `tool_choice` required or a function: arguments fit their schema (without `strict`: if it is supported) |
 | `tools` | where the model may choose and a function is `strict`: so does every call that it writes after its mark |
 | `response_format` and `tools` | the model answers in that JSON, or with calls, bound as well (Hermes' marks) |
@@ -84,6 +89,35 @@ answers = LLM().generate(prompts, params, structured_outputs={"json": schema})
 
 `grammar_of(schema)` and `compiled(GrammarSpec("regex", "[a-z]+"))` of `runtime.structured.grammar` make a grammar for
 `SamplingParams.grammar`, where each prompt has its own.
+
+## Grammars
+
+A text with `::=` is EBNF as llama.cpp (GBNF), XGrammar and SGLang write it, and begins with the rule `root`; any
+other is Lark's form, with terminals, `%ignore`, `%import common.NAME` and `"a".."z"`, and begins with `start`. Rules
+may recurse in any way. A grammar says which texts there are, character by character, and every one of them can be
+written, however its tokens are cut: terminals of Lark's form too match as little or as much as lets the rest fit. `i`
+makes ASCII letters match in both cases; regular expressions have what a schema's `pattern` may have. What is refused
+is named with its line and column: lookaheads, tokens (`<|eot|>`), attributes and templates of rules, `%declare`,
+`%json` and the like.
+
+```
+root ::= call ("; " call)*
+call ::= [a-z]+ "(" (argument (", " argument)*)? ")"
+argument ::= [0-9]+ | call
+```
+
+Rules without recursion become one terminal each, which costs what a regular expression costs. Where the end of a
+terminal depends on what follows (`[a-z]+ "end"` beside a recursion), it is read by single characters: free text of
+this kind takes longer to mask.
+
+## Structural tags
+
+Text is free up to a trigger, with which a tag begins; what follows is the rest of that tag's `begin`, its content and
+its `end`, and then the text is free again. A trigger that begins no tag cannot be written, in a region whatever fits
+can. The newer form has the formats `triggered_tags` (`at_least_one`: the answer begins with a tag;
+`stop_after_first`: it ends with the first), `tag`, `tags_with_separator`, `sequence`, `or`, `const_string`,
+`any_text`, `json_schema`, `regex` and `grammar`. Free text is the last part of a sequence, or the content of a tag:
+it goes up to the first `end`. A regular expression within a tag ends at the first place where `end` follows, too.
 
 ## JSON Schema (drafts 4 to 2020-12, and OpenAPI's)
 

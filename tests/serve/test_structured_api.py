@@ -43,6 +43,10 @@ async def grammar_of(body: dict, path: str = "/v1/chat/completions", template: s
 
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
+NESTED_GRAMMAR = 'root ::= "(" root ")" | "x"'
+TAG = {"type": "structural_tag"}
+REGION = {"begin": "<f>", "schema": SCHEMA, "end": "</f>"}
+REGION_AS_TAG = {"begin": "<f>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</f>"}
 FORMS = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
@@ -56,6 +60,13 @@ FORMS = [
     ({"structured_outputs": {"regex": "a{2}"}}, "aa"),
     ({"structured_outputs": {"choice": ["yes", "no\n"]}}, "no\n"),
     ({"structured_outputs": {"json_object": True, "regex": None}}, "{}"),
+    ({"structured_outputs": {"grammar": NESTED_GRAMMAR}}, "((x))"),
+    *(({name: NESTED_GRAMMAR}, "((x))") for name in ("guided_grammar", "ebnf", "grammar")),
+    ({"regex": "a{2}", "grammar": ""}, "aa"),
+    ({"response_format": {**TAG, "structures": [REGION], "triggers": ["<f"]}}, f"so <f>{CITY}</f>"),
+    ({"response_format": {**TAG, "format": {"type": "tag", **REGION_AS_TAG}}}, f"<f>{CITY}</f>"),
+    ({"structured_outputs": {"structural_tag": {**TAG, "format": {"type": "tag", **REGION_AS_TAG}}}}, f"<f>{CITY}</f>"),
+    ({"structured_outputs": {"structural_tag": json.dumps({**TAG, "structures": [REGION], "triggers": ["<f"]})}}, "<"),
 ]
 
 
@@ -64,8 +75,9 @@ FORMS = [
 async def test_every_form_reaches_the_engine_as_a_grammar(path: str, fields: dict, answer: str):
     grammar = await grammar_of({**fields, "n": 2}, path)
     assert fits(grammar, answer)
-    assert not fits(grammar, answer + "x")
-    assert not fits(grammar, "[1]")
+    has_free_text = "triggers" in str(fields)
+    assert not fits(grammar, answer + ("<f>" if has_free_text else "x"))
+    assert has_free_text or not fits(grammar, "[1]")
 
 
 async def test_text_is_no_structure_and_a_grammar_travels_in_its_frame():
@@ -94,7 +106,22 @@ NESTED = {"type": "json_schema", "json_schema": {"name": "x"}}
         ({"structured_outputs": {}}, "structured_outputs", "just one"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "just one"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
-        ({"structured_outputs": {"grammar": "root ::= a"}}, "structured_outputs.grammar", "not permitted"),
+        (
+            {"structured_outputs": {"grammar": "root ::= a"}},
+            "structured_outputs.grammar",
+            "not defined, at line 1, column 10",
+        ),
+        ({"ebnf": "root ::= ("}, "ebnf", "line 1, column 11"),
+        ({"grammar": "a: b", "regex": "a"}, "regex", "as grammar does; send one"),
+        ({"response_format": TAG}, "response_format.structures", "missing"),
+        ({"response_format": {**TAG, "structures": [{"begin": ""}]}}, "response_format.structures.0.schema", "missing"),
+        ({"response_format": {**TAG, "format": {"type": "q"}}}, "response_format", "Invalid value"),
+        (
+            {"structured_outputs": {"structural_tag": {"type": "text"}}},
+            "structured_outputs.structural_tag.type",
+            "should be",
+        ),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag", "JSON"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "looks ahead"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", '"not"'),

@@ -1,0 +1,234 @@
+"""Structural tags: text of which regions follow grammars, as XGrammar describes it and vLLM and SGLang take it.
+
+Free text goes up to a trigger, and with the trigger a region begins: the rest of a tag's beginning, content of a format
+of its own, and the tag's end, after which the text is free again.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from runtime.structured import context_free, schema
+from runtime.structured.flat import Terms
+from runtime.structured.grammar_text import GrammarText, read_ebnf
+from runtime.structured.lark_text import read_lark
+from runtime.structured.pattern import (
+    Concatenation,
+    GrammarError,
+    Reference,
+    literal,
+    literal_text,
+    plain,
+    shown,
+    whole,
+)
+from runtime.structured.rules import (
+    NOTHING,
+    Choice,
+    Name,
+    Repeat,
+    Rule,
+    Sequence,
+    Shortest,
+    Terminal,
+    choice,
+    optional,
+    terminal,
+)
+
+_ANY = "(?s:.*)"
+MAX_NESTED = 32  # formats within formats
+
+
+class _Format(msgspec.Struct, tag_field="type", forbid_unknown_fields=True):
+    """A format of some text; what it is, its `type` tells."""
+
+
+class ConstString(_Format, tag="const_string"):
+    value: str
+
+
+class JsonValue(_Format, tag="json_schema"):
+    json_schema: dict[str, Any] | bool
+
+
+class Expression(_Format, tag="regex"):
+    pattern: str
+
+
+class GrammarFormat(_Format, tag="grammar"):
+    grammar: str
+
+
+class AnyText(_Format, tag="any_text"):
+    """Free text, up to the end of the tag around it."""
+
+
+class Elements(_Format, tag="sequence"):
+    elements: list[Format]
+
+
+class Options(_Format, tag="or"):
+    elements: list[Format]
+
+
+class Tag(_Format, tag="tag"):
+    begin: str
+    content: Format
+    end: str
+
+
+class TriggeredTags(_Format, tag="triggered_tags"):
+    """Free text with tags. Each tag's beginning begins with a trigger, which stands nowhere else in the text."""
+
+    triggers: list[str]
+    tags: list[Tag]
+    at_least_one: bool = False  # the text begins with a tag
+    stop_after_first: bool = False  # the text ends with the first tag
+
+
+class SeparatedTags(_Format, tag="tags_with_separator"):
+    tags: list[Tag]
+    separator: str
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+Format = (
+    ConstString
+    | JsonValue
+    | Expression
+    | GrammarFormat
+    | AnyText
+    | Elements
+    | Options
+    | Tag
+    | TriggeredTags
+    | SeparatedTags
+)
+
+
+def read_grammar(text: str) -> GrammarText:
+    """A grammar in EBNF if it has "::=", else in Lark's form; raises GrammarError, which tells the place."""
+    return read_ebnf(text) if "::=" in text else read_lark(text)
+
+
+def rules_of(text: str, terms: Terms, ignored: list[str]) -> dict[str, Rule]:
+    """The rules of a format, given as JSON; raises GrammarError."""
+    try:
+        form = msgspec.json.decode(text, type=Format)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as e:
+        raise GrammarError(f"cannot be read: {e}") from None
+    writer = _Writer(terms, ignored)
+    start = writer.write(form, "", "")
+    return {"start": start, **writer.rules}
+
+
+class _Writer:
+    """Writes formats as rules."""
+
+    def __init__(self, terms: Terms, ignored: list[str]) -> None:
+        self.rules: dict[str, Rule] = {}
+        self._terms, self._ignored = terms, ignored
+        self._num_names = 0
+
+    def write(self, form: Format, end: str, where: str) -> Rule:
+        """A format and the text that follows it."""
+        if where.count("/") > 2 * MAX_NESTED:
+            raise GrammarError(f"nests formats deeper than the limit of {MAX_NESTED}")
+        try:
+            return self._written(form, end, where)
+        except GrammarError as e:
+            if isinstance(form, JsonValue | Expression | GrammarFormat):
+                raise GrammarError(f"has a {form.__struct_config__.tag} at {where or '/'} that {e}") from None
+            raise
+
+    def _written(self, form: Format, end: str, where: str) -> Rule:
+        match form:
+            case ConstString(value):
+                return _text(value + end)
+            case JsonValue(of):
+                name = self._name()
+                found = schema.rules_of(schema.read(json.dumps(of)), self._terms, None, name, None, self._ignored)
+                self.rules |= found
+                return Sequence((Name(f"{name}start"), _text(end)))
+            case Expression(pattern):
+                expression = plain(whole(pattern))
+                return Shortest(expression + literal_text(end)) if end else terminal(expression)
+            case GrammarFormat(text):
+                grammar, name = read_grammar(text), self._name()
+                ended = Concatenation((Reference(grammar.start), literal(end)))
+                self.rules |= context_free.rules_of({**grammar.rules, "": ended}, "", name)
+                return Name(f"{name}start")
+            case AnyText():
+                return Shortest(_ANY + literal_text(end)) if end else terminal(_ANY)
+            case Elements(elements):
+                last = len(elements) - 1
+                for i, each in enumerate(elements[:-1]):
+                    if isinstance(each, AnyText | TriggeredTags):
+                        raise GrammarError(
+                            f"has free text at {where}/elements/{i}, which is supported only as the last"
+                        )
+                parts = [self.write(e, end * (i == last), f"{where}/elements/{i}") for i, e in enumerate(elements)]
+                return Sequence(tuple(parts)) if parts else _text(end)
+            case Options(elements):
+                return choice(self.write(each, end, f"{where}/elements/{i}") for i, each in enumerate(elements))
+            case Tag():
+                return Sequence((_text(form.begin), self._rest(form, where), _text(end)))
+            case TriggeredTags():
+                if end:
+                    raise GrammarError(f"has tags in free text within a tag, at {where}, which is not supported")
+                return self._triggered(form, where)
+            case SeparatedTags(tags, separator):
+                bodies = [self.write(tag, "", f"{where}/tags/{i}") for i, tag in enumerate(tags)]
+                one = self._named(choice(bodies))
+                more = Repeat(Sequence((_text(separator), one)), 0, None)
+                all_tags = one if form.stop_after_first else Sequence((one, more))
+                return Sequence((all_tags if form.at_least_one else optional(all_tags), _text(end)))
+
+    def _rest(self, tag: Tag, where: str) -> Rule:
+        """What follows the beginning of a tag."""
+        return self.write(tag.content, tag.end, f"{where}/content")
+
+    def _triggered(self, form: TriggeredTags, where: str) -> Rule:
+        if not form.triggers or "" in form.triggers:
+            raise GrammarError(f"has no triggers or an empty one at {where or '/'}")
+        rests = [self._named(self._rest(tag, f"{where}/tags/{i}")) for i, tag in enumerate(form.tags)]
+        for i, tag in enumerate(form.tags):
+            if not tag.begin.startswith(tuple(form.triggers)):
+                begin = shown(tag.begin)
+                raise GrammarError(f"has the beginning {begin} at {where}/tags/{i}, which begins with no trigger")
+        after = Name(self._name())
+        options: list[Rule] = []
+        for trigger in dict.fromkeys(form.triggers):
+            begun = [
+                Sequence((_text(tag.begin.removeprefix(trigger)), rest))
+                for tag, rest in zip(form.tags, rests, strict=True)
+                if tag.begin.startswith(trigger)
+            ]
+            if begun:
+                region = (Shortest(_ANY + literal_text(trigger)), choice(begun))
+                options.append(Sequence((*region, NOTHING if form.stop_after_first else after)))
+        some_trigger = "|".join(map(literal_text, form.triggers))
+        free = Terminal((_ANY,), (f"{_ANY}(?:{some_trigger}){_ANY}",))
+        self.rules[after.of] = Choice((free, *options))
+        if not form.at_least_one:
+            return after
+        first = choice(Sequence((_text(tag.begin), rest)) for tag, rest in zip(form.tags, rests, strict=True))
+        return Sequence((first, NOTHING if form.stop_after_first else after))
+
+    def _name(self) -> str:
+        self._num_names += 1
+        return f"x{self._num_names}"
+
+    def _named(self, rule: Rule) -> Rule:
+        name = self._name()
+        self.rules[name] = rule
+        return Name(name)
+
+
+def _text(text: str) -> Rule:
+    return terminal(literal_text(text)) if text else NOTHING
