@@ -50,7 +50,7 @@ _INSTEAD = {
     "send structured_outputs.regex": "guided_regex=[]",
     "send structured_outputs.choice": "guided_choice=[]",
     "send structured_outputs.regex where white space matters": "guided_whitespace_pattern",
-    "send structured_outputs.structural_tag or response_format": "structural_tag",
+    "send it within structured_outputs or as response_format": "structural_tag",
     "send chat_template_kwargs.documents, if the model's template reads them": "documents=[]",
     "a template is a program: the operator sets it with --chat-template": "chat_template",
     "send structured_outputs.choice or logit_bias": "allowed_token_ids=[]",
