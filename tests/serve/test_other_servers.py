@@ -108,7 +108,7 @@ async def test_what_each_of_them_does(path: str):
         ({"guided_json": {"type": "object"}}, "structured_outputs.json"),
         ({"guided_regex": "a+"}, "structured_outputs.regex"),
         ({"guided_choice": ["a"]}, "structured_outputs.choice"),
-        ({"guided_grammar": "root ::= a"}, "structured_outputs"),
+        ({"structural_tag": "{}"}, "structured_outputs"),
         ({"documents": [{"text": "a"}]}, "chat_template_kwargs.documents"),
         ({"repeat_penalty": 1.1}, "repetition_penalty"),
         ({"mirostat": 2}, "top_p"),
