@@ -130,8 +130,8 @@ _NO_STREAMS = {"idle": "nobody streams"}
 _NO_LINKS = {"start": "the engine that starts has no link yet"}
 FAULTS = [
     Fault("nothing", "what the machine and the measurement do by themselves", _nothing),
-    _kill("runner", "SIGKILL to the runner of one engine (its only rank: more are not accepted yet)", hits_engine=True),
-    _stop("runner", "SIGSTOP to it; the engine gives up on a step after step_timeout_s", hits_engine=True),
+    _kill("runner", "SIGKILL to the runner of one engine (its only rank)", hits_engine=True),
+    _stop("runner", "SIGSTOP to it; the engine looks at it every second", hits_engine=True),
     _kill("draft", "SIGKILL to the draft of one engine", hits_engine=True, none_when=_NO_DRAFT),
     _stop("draft", "SIGSTOP to it", hits_engine=True, none_when=_NO_DRAFT),
     _kill("engine", "SIGKILL to one of two engines", hits_engine=True),
@@ -167,7 +167,8 @@ FAULTS = [
 BY_NAME = {fault.name: fault for fault in FAULTS}
 # What no cell shows, and why.
 ABSENT = {
-    "rank": "a model has one rank today, which is the row of the runner",
+    "rank": "the ranks of a model are lost together, which is the row of the runner; "
+    "tests/processes/test_rank_actors.py kills and stops some of two",
     "head node": "the fronts of an application on one machine are on its head node; with fronts elsewhere it is the "
     "row of the GCS, which is what the head node alone has",
 }

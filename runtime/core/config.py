@@ -88,7 +88,7 @@ class EngineConfig:
         None, "KV blocks; default: as many as kv_cache_memory or the free memory holds", 2
     )
     kv_cache_memory: float | None = setting(
-        None, "GiB for the KV cache; default: 1 on a CPU, what is free on a GPU", above=0
+        None, "GiB for the KV cache of a rank; default: 1 for all on a CPU, what is free on a GPU", above=0
     )
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory that the engine may fill", 0.1, 1)
     batching: Literal["continuous", "static"] = setting("continuous", "static admits only into an empty batch")
@@ -133,8 +133,15 @@ class EngineConfig:
     num_draft_tokens: int | None = setting(
         None, "guesses a row; auto, the default: what pays, by acceptance and step time", 0, 8
     )
-    tensor_parallel_size: int = setting(1, "GPUs that share one model replica", 1)
-    num_threads: int | None = setting(None, "CPU threads of a runner; default: the cores it may use")
+    tensor_parallel_size: int = setting(
+        1,
+        "GPUs of one machine that share the model, each with a part of every weight; on a CPU, processes. It must "
+        "divide the heads and the feed-forward size",
+        1,
+    )
+    num_threads: int | None = setting(
+        None, "CPU threads of a runner; default: the cores it may use, divided among ranks"
+    )
     max_queued_requests: int = setting(1024, "requests waiting in one engine before new ones are told to come back", 1)
     max_queued_tokens: int = setting(4_000_000, "their tokens, before new ones are told to come back", 1)
     queue_timeout_s: float | None = setting(None, "longest wait in the queue before a request is given up", above=0)

@@ -81,7 +81,7 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
         graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
         graphs = _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
     room = available - weights - working - graphs
-    budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB)
+    budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB) // spec.shard.size
     if config.kv_cache_memory is not None:
         budget = int(config.kv_cache_memory * _GIB)
     flag = "kv_cache_memory"
@@ -107,7 +107,8 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     if weights + working + graphs + kv > available:
         lower = "num_kv_blocks" if config.num_kv_blocks else flag
         raise CallboardError(
-            f"Too little memory; lower {lower}, max_num_seqs or max_model_len, or take a narrower dtype: {plan}."
+            f"Too little memory; lower {lower}, max_num_seqs or max_model_len, or take a narrower dtype: {plan}; "
+            f"{_gib(weights + working + graphs + kv - available)} are missing."
         )
     if max_model_len < 2 or capacity < max_model_len:
         raise CallboardError(
@@ -145,7 +146,8 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     if num_blocks > fits or num_blocks <= context_blocks:
         raise CallboardError(
             f"Too little GPU memory is left after the largest step; lower max_num_batched_tokens, max_num_seqs or "
-            f"max_model_len, or raise gpu_memory_utilization: {plan}."
+            f"max_model_len, or raise gpu_memory_utilization: {plan}; "
+            f"{_gib((max(num_blocks, context_blocks + 1) - fits) * block_bytes)} are missing."
         )
     return plan
 

@@ -79,7 +79,7 @@ class ModelRunner:
         available = available_memory(numerics.device, config.gpu_memory_utilization)
         if numerics.device.type == "cpu":
             available //= self.shard.size  # ranks on CPUs are on one machine
-        memory = plan_memory(config, spec, numerics, group.least(available))
+        memory = plan_memory(config, spec, numerics, available)  # a rank that has too little says so itself
         self.memory: MemoryPlan = replace(
             memory, max_model_len=group.least(memory.max_model_len), block_size=group.least(memory.block_size)
         )

@@ -26,10 +26,10 @@ NUM_TOKENS = 400  # of each answer: long enough for a kill while all are under w
 LETTERS = compiled(GrammarSpec("regex", "[A-Z][a-z ]{900}"))
 
 
-def sampling(i: int, seed: int | None = None) -> SamplingParams:
+def sampling(i: int, seed: int | None = None, num_tokens: int = NUM_TOKENS) -> SamplingParams:
     """Of prompt `i`."""
     grammar = LETTERS if i % 4 == 3 else None
-    return SamplingParams(max_tokens=NUM_TOKENS, temperature=0.8 * (i % 2), ignore_eos=True, grammar=grammar, seed=seed)
+    return SamplingParams(max_tokens=num_tokens, temperature=0.8 * (i % 2), ignore_eos=True, grammar=grammar, seed=seed)
 
 
 @pytest.fixture(scope="session", name="undisturbed")
@@ -73,12 +73,13 @@ class Server:
         draft = await self.engine().__ray_call__.remote(lambda engine: engine.draft.draft)
         return (await draft.location.remote())[1]
 
-    async def generate(self, progress=None):
+    async def generate(self, progress=None, num_tokens=NUM_TOKENS):
         """All prompts at once; `progress` counts tokens as they arrive."""
 
         async def one(i):
             tokens = []
-            async for output in self.link.generate(Request(f"r{i}", PROMPTS[i], len(PROMPTS[i]), sampling(i), seed=i)):
+            params = sampling(i, num_tokens=num_tokens)
+            async for output in self.link.generate(Request(f"r{i}", PROMPTS[i], len(PROMPTS[i]), params, seed=i)):
                 assert not output.error, output.error
                 tokens += output.token_ids
                 if progress is not None:

@@ -1,0 +1,79 @@
+"""Two real ranks behind one engine: they answer as one does, and a rank that dies or is stopped is a pause."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.library.make_random_model import write_folder
+from runtime.llm import LLM
+from runtime.models import load_spec
+from runtime.models.weights import random_parameter
+from tests.processes.test_actors import PROMPTS, Server, sampling, wait_for
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+NUM_TOKENS = 200  # of each answer
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262,
+    "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "bos_token_id": 1, "eos_token_id": 0, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", name="divisible_path")
+def model(tmp_path_factory) -> Path:
+    """A model that ranks can divide among themselves."""
+    folder = tmp_path_factory.mktemp("divisible")
+    shapes = load_spec(CONFIG)[0].shapes()
+    generator = torch.Generator().manual_seed(0)
+    write_folder(folder, CONFIG, lambda name: random_parameter(name, shapes[name], generator))
+    return folder
+
+
+@pytest.fixture(scope="module", name="undisturbed")
+def answers(divisible_path) -> list[list[int]]:
+    """What one rank says, in this process."""
+    llm = LLM(str(divisible_path), rank_invariant=True, max_num_seqs=8, kv_cache_memory=0.1, num_threads=1)
+    params = [sampling(i, i, NUM_TOKENS) for i in range(len(PROMPTS))]
+    return [answer.token_ids for answer in llm.generate(PROMPTS, params)]
+
+
+async def ranks_of(server: Server) -> list:
+    return await server.engine().__ray_call__.remote(lambda engine: engine.runners.runners)
+
+
+async def replaced(server: Server, old: list) -> list:
+    """The ranks that take the place of the old ones, as soon as they are being started."""
+    while not (ranks := await ranks_of(server)) or ranks[0]._actor_id == old[0]._actor_id:
+        await asyncio.sleep(0.02)
+    return ranks
+
+
+async def pid_of(rank) -> int:
+    return (await rank.location.remote())[1]
+
+
+async def test_ranks_that_are_stopped_and_killed_change_no_token(divisible_path, undisturbed):
+    """In steps, while they are loaded anew, and while the engine drains; with grammars, guesses and a prefix cache."""
+    config = {"tensor_parallel_size": 2, "rank_invariant": True, "draft": "ngram", "num_draft_tokens": 3}
+    async with Server("ranks", divisible_path, **config) as server:
+        for rank, disturbance in ((1, signal.SIGSTOP), (0, signal.SIGKILL)):
+            ranks = await ranks_of(server)
+            pid = await pid_of(ranks[rank])
+            progress: list[int] = []
+            reading = asyncio.create_task(server.generate(progress, NUM_TOKENS))
+            await wait_for(lambda progress=progress: sum(progress) > 80, 60)
+            if rank == 0:
+                await server.engine().drain.remote("It drains.")
+            os.kill(pid, disturbance)
+            others = await replaced(server, ranks)
+            os.kill(await pid_of(others[1]), disturbance)  # while it loads
+            assert await reading == undisturbed
+            assert (await ranks_of(server))[0]._actor_id not in (ranks[0]._actor_id, others[0]._actor_id)
+            assert (await server.engine().stats.remote())["accepted_draft_tokens"] > 0
+        assert server.supervisor.num_restarts == 0
