@@ -16,10 +16,12 @@ from runtime.core.types import CallboardError, Request, SamplingParams
 from runtime.quant.formats import weight_bytes
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
+from tests.grammar.test_structured_walks import SMALL
 from tests.support.rank_processes import RankedRunner, RankProcesses, rank_processes
+from tests.support.structured_cases import regex
 
 EIGHTS = DecoderSpec(
-    num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=201,
+    num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=len(SMALL.tokens),
     max_positions=128, norm_eps=1e-5, qkv_bias=True, qk_norm=True,
 )  # fmt: skip
 THIRDS = replace(EIGHTS, num_heads=9, num_kv_heads=3, head_dim=8, ffn_size=96, tied_head=True)
@@ -28,9 +30,10 @@ PARAMS = [
     SamplingParams(max_tokens=10, temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=1),
     SamplingParams(max_tokens=9, temperature=1.2, prompt_logprobs=1),
     SamplingParams(max_tokens=8, temperature=0.0, logit_bias=((7, 2.0),)),
+    SamplingParams(max_tokens=6, temperature=1.5, grammar=regex("(?:ab|c){40}")),
 ]
 PHRASE = [3, 9, 27, 81, 40]
-PROMPTS = [PHRASE * 5, [*PHRASE * 3, 11, 12], list(range(5, 40)), [8]]
+PROMPTS = [PHRASE * 5, [*PHRASE * 3, 11, 12], list(range(5, 40)), [8], [4, 6]]
 BASE = {
     "device": "cpu", "num_threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 4,
     "num_kv_blocks": 80,
@@ -61,11 +64,8 @@ def answers(runner: ModelRunner | RankedRunner, config: EngineConfig) -> dict[st
 
 
 def check_against_one_rank(processes: RankProcesses, spec: DecoderSpec, size: int, **settings) -> None:
-    config = EngineConfig(**BASE | settings)
-    alone, ranks = (
-        ModelRunner(config, DummySource(spec)),
-        processes.open(replace(config, tensor_parallel_size=size), DummySource(spec)),
-    )
+    config, source = EngineConfig(**BASE | settings), DummySource(spec, eos_token_ids=SMALL.eos_ids, vocabulary=SMALL)
+    alone, ranks = ModelRunner(config, source), processes.open(replace(config, tensor_parallel_size=size), source)
     want, got = answers(alone, config), answers(ranks, config)
     assert all(len(own) == params.max_tokens for own, params in zip(want.values(), PARAMS, strict=True))
     if config.rank_invariant:
