@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from actors import fork_server
-from actors.environment import ray_token
+from actors.environment import quiet_port, ray_token
 from serve_app.server import WORKERS_MODULES
 from tests.conftest import RAY_FOLDER
 from tests.support.tiny_gguf import write_tiny_gguf
@@ -58,8 +57,7 @@ def serve_url(ray_session: None) -> str:
     """Serve, which keeps its port for as long as it runs; applications come and go on it."""
     from ray import serve
 
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = quiet_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     return f"http://127.0.0.1:{port}"
 

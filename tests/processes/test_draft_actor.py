@@ -45,7 +45,7 @@ async def test_a_killed_or_stopped_draft_changes_no_token(tiny_path, undisturbed
 
 async def test_two_engines_share_a_draft(tiny_path):
     config = {"draft": str(tiny_path), "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1, "draft_shared": True}
-    async with Server("shared/engine/0", tiny_path, **config) as a, Server("shared/engine/1", tiny_path, **config) as b:
+    async with Server("shared/0", tiny_path, **config) as a, Server("shared/1", tiny_path, **config) as b:
         assert await a.draft_pid() == await b.draft_pid()
         expected, end = None, time.monotonic() + 120
         while True:  # six processes on a machine with two cores: how many guesses come in time is up to it

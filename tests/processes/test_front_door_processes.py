@@ -2,8 +2,8 @@
 
 import asyncio
 import json
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actors.environment import SINGLE_MACHINE
+from actors.environment import SINGLE_MACHINE, quiet_port
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -38,8 +38,7 @@ print(stats["steps"])
 
 
 def test_start_storm_and_drain(write_tiny_gguf, private_ray, tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = quiet_port()
     model = write_tiny_gguf(llama__context_length=16384, llama__rope__freq_base=10000.0)
     command = [sys.executable, "-m", "serve_app.cli", "serve", str(model), "--served-model-name", "tiny"]
     flags = ["--port", str(port), "--num-threads", "1", "--kv-cache-memory", "0.1", "--num-fronts", "2"]
@@ -100,7 +99,8 @@ async def _start_storm_and_drain(process: subprocess.Popen, url: str, environmen
         body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         body["stream_options"] = {"include_usage": True}
         streams = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
-        await asyncio.sleep(0.5)
+        while not re.search(r"^vllm:num_requests_running{.* 4\.0$", (await client.get("/metrics")).text, re.MULTILINE):
+            assert not any(stream.done() for stream in streams)
         process.send_signal(signal.SIGTERM)
         answer = await client.get("/health")
         while answer.status_code == 200:

@@ -174,11 +174,6 @@ def _sleep(seconds: float) -> bool:
     return False
 
 
-def dead_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def test_a_servers_own_haproxy_has_one_port(haproxy):
     running, port = haproxy([])
     assert running.ports() == {("127.0.0.1", port)}
@@ -296,7 +291,7 @@ def test_before_there_is_an_application_all_is_a_503_of_openais_shape(haproxy, p
 def test_openais_client_reads_that_no_replica_is_there(haproxy, private):
     """Neither a hang in Serve's own proxy, which would wait for a replica, nor a page of text."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        _, port = haproxy([dead_port()], silent.getsockname()[1] if private else None, private)
+        _, port = haproxy([quiet_port()], silent.getsockname()[1] if private else None, private)
         client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=10)
         with pytest.raises(APIStatusError, match="starting, restarting or stopping") as error:
             client.models.list()
@@ -308,7 +303,7 @@ def test_while_serve_builds_an_application_anew_its_fronts_are_still_asked(hapro
     """Serve's configuration has none then; when the application is gone, so are they."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as front:
         threading.Thread(target=front.serve_forever, daemon=True).start()
-        for servers, fallback, status in ([front.server_port], None, 200), ([], dead_port(), 200), ([], None, 404):
+        for servers, fallback, status in ([front.server_port], None, 200), ([], quiet_port(), 200), ([], None, 404):
             _, port = haproxy(servers, fallback, private=False)
             end = time.monotonic() + 10
             while (response := httpx.get(f"http://127.0.0.1:{port}/v1/models")).status_code != status:
@@ -373,7 +368,7 @@ def test_a_stop_answers_what_tries_to_reach_a_front_that_has_just_gone(haproxy, 
 
 
 def test_an_order_ends_the_wait_for_last_answers(haproxy, tmp_path: Path):
-    running, port = haproxy([dead_port()])
+    running, port = haproxy([quiet_port()])
     with socket.create_connection(("127.0.0.1", port)):
         while ("127.0.0.1", port) not in listening_ports(running.process.pid, ESTABLISHED):
             assert running.process.poll() is None

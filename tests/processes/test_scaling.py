@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(240)
 
 MODEL = "tiny"
 PROMPTS = ["Once upon a time, in a small village by the sea,", "def fibonacci(n):\n"]
-MAX_TOKENS = 12_000  # a stream is stopped long before
+MAX_TOKENS = 16_000  # a stream is stopped long before
 ROWS = 4  # of each engine
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import yaml
+
+from actors.environment import quiet_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,8 +25,7 @@ def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[st
 
 
 def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray: dict[str, str]):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = quiet_port()
     config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
     config["http_options"]["port"] = port
     config["applications"][0]["name"] = "default"  # as `serve run serve_app.app:build_app` has it
@@ -62,8 +62,7 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
 
 def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
     """The command as a user runs it: two lines on stdout, the curl line works, Ctrl-C ends it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(quiet_port())
     flags = ["--port", port, "--served-model-name", "smol", "--num-threads", "2", "--kv-cache-memory", "0.1"]
     command = [sys.executable, "-m", "serve_app.cli", "serve", str(smollm2_path), *flags]
     process = subprocess.Popen(

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from actors.environment import quiet_port
 from tests.processes.test_haproxy import listening_ports
 from tests.processes.test_process_tree import processes_with
 from tests.support.gate import GATE, HOOK
@@ -46,8 +47,7 @@ class Server:
     """A `callboard serve` whose output goes to a file, all of whose processes have a mark in their environment."""
 
     def __init__(self, model: Path, folder: Path, environment: dict[str, str], *flags: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = quiet_port()
         self._output = folder / "output"
         self.temporary = short_directory()
         self.mark = f"CALLBOARD_TEST={folder}"
