@@ -143,6 +143,17 @@ def check_random(grammar: dict[str, Pattern], depth: int) -> None:
     check_masks(grammar, ENGINE.matcher(text), "", depth)
 
 
+def test_another_token_after_one_that_was_taken_back():
+    """Both are /[ab]/, but only "b" may begin the recursion: what was parsed after "a" is not what follows "b"."""
+    matcher = ENGINE.matcher("start: /[ab]/ rest /[ab]/\nrest: /b/ start | /[ab]/")
+    mask = np.zeros((2, 1), np.int32)
+    matcher.advance([0])
+    assert matcher.fill_ahead(mask, [0]) == 1
+    matcher.advance([1])
+    matcher.fill(mask[0])
+    assert mask[0, 0] == (1 << len(PIECES)) - 1
+
+
 @settings(max_examples=40, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(_GRAMMARS)
 def test_masks_of_random_grammars(grammar: dict[str, Pattern]):

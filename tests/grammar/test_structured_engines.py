@@ -110,17 +110,6 @@ def test_rollback_undoes_advance(text: list[str], data: st.DataObject):
             assert next_of(matcher) == before[taken - num - 1]
 
 
-def test_another_token_after_one_that_was_taken_back():
-    """Both are /[ab]/, but only one is "b" as well."""
-    start = BYTE_ENGINE.matcher("start: /[ab]/ rest /[ab]/\nrest: /b/ start | /[ab]/")
-    start.advance(b"a")
-    other = start.copy()
-    assert start.fill_ahead(np.zeros((2, BYTES.num_words), np.int32), b"a") == 1
-    for matcher in (start, other):
-        matcher.advance(b"b")
-        assert matcher.allowed(b"abab") == 4
-
-
 def test_a_grammar_that_cannot_go_on_says_so():
     with pytest.raises(CallboardError, match="too complex to go on here"):
         BYTE_ENGINE.matcher("start: /(/")
