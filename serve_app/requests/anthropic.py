@@ -130,17 +130,13 @@ def _parts(content: str | list[Any]) -> list[dict[str, str]]:
 
 
 def _answer(blocks: list[Any]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": _parts(blocks)}
     calls = [
         {"id": b.id, "function": {"name": b.name, "arguments": json.dumps(b.input, ensure_ascii=False)}}
         for b in blocks
         if isinstance(b, ToolUseBlock)
     ]
-    if calls:
-        message["tool_calls"] = calls
-    if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
-        message["reasoning_content"] = "\n".join(thoughts)
-    return message
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    return {"role": "assistant", "content": _parts(blocks), "tool_calls": calls, "reasoning_content": thoughts}
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -266,23 +262,22 @@ class CountTokensRequest(RequestModel):
         return fields
 
     def _chat_messages(self) -> list[dict[str, Any]]:
-        messages = [] if self.system is None else [{"role": "system", "content": _parts(self.system)}]
+        messages: list[dict[str, Any]] = []
+        if self.system is not None:
+            messages.append({"role": "system", "content": _parts(self.system)})
         for message in self.messages:
             for each in message.as_chat():
                 if messages and messages[-1]["role"] == each["role"] != "tool":  # turns of one side are one turn
-                    messages[-1] = _joined(messages[-1], each)
+                    for name in each.keys() - {"role"}:
+                        messages[-1].setdefault(name, []).extend(each[name])
                 else:
                     messages.append(each)
+        for each in messages:
+            if thoughts := each.pop("reasoning_content", None):
+                each["reasoning_content"] = "\n".join(thoughts)
+            if not each.get("tool_calls"):
+                each.pop("tool_calls", None)
         return messages
-
-
-def _joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Two messages of one role as one."""
-    thoughts = [m["reasoning_content"] for m in (one, other) if "reasoning_content" in m]
-    reasoning = {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-    calls = [call for m in (one, other) for call in m.get("tool_calls", ())]
-    merged = {"role": one["role"], "content": one["content"] + other["content"], **reasoning}
-    return merged | {"tool_calls": calls} if calls else merged
 
 
 class MessagesRequest(CountTokensRequest):

@@ -108,7 +108,7 @@ argument ::= [0-9]+ | call
 
 Rules without recursion become one terminal each, which costs what a regular expression costs. Where the end of a
 terminal depends on what follows (`[a-z]+ "end"` beside a recursion), it is read by single characters: free text of
-this kind takes longer to mask.
+this kind takes longer to mask, and too much of it ends with `grammar_failed`.
 
 ## Structural tags
 

@@ -220,9 +220,9 @@ async def test_reasoning():
     assert content_of(message) == [{"type": "text", "text": "Hi."}]
     shows = QWEN.replace("{{ m.content", "{{ '(' ~ m.reasoning_content ~ ')' if m.reasoning_content }}{{ m.content")
     blocks = [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "redacted_thinking", "data": "x"}]
-    messages = [*HI, {"role": "assistant", "content": [*blocks, {"type": "text", "text": "Hi."}]}, *HI]
-    engine, _ = await answered("Hi.", shows, messages=messages)
-    assert prompt_of(engine) == "<|user|>hi<|assistant|>(hm)Hi.<|user|>hi<|assistant|>"
+    turns = [{"role": "assistant", "content": [*blocks, {"type": "text", "text": "Hi."}]}] * 2
+    engine, _ = await answered("Hi.", shows, messages=[*HI, {"role": "assistant", "content": "So"}, *turns, *HI])
+    assert prompt_of(engine) == "<|user|>hi<|assistant|>(hm\nhm)So\nHi.\nHi.<|user|>hi<|assistant|>"
 
 
 async def test_an_answer_that_was_begun_is_continued():
