@@ -8,6 +8,7 @@ import select
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import closing, suppress
@@ -45,6 +46,7 @@ class LocalProcess:
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError if it has ended."""
         self._pid, self._fd = pid, os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._fd)
         self._end = select.poll()
         self._end.register(self._fd, select.POLLIN)
 
@@ -64,9 +66,6 @@ class LocalProcess:
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fd, signal.SIGKILL)
-
-    def __del__(self) -> None:
-        os.close(self._fd)
 
 
 class Ranks:
@@ -166,8 +165,9 @@ class RunnerGroup:
             try:
                 info = self._ranks.start(self._config)
                 return self._ranks.executor, info
-            except RunnersLost as e:
-                if attempt == _STARTS:
+            except CallboardError as e:
+                self._ranks.kill()  # the others may wait for the one that failed
+                if attempt == _STARTS or not isinstance(e, RunnersLost):
                     raise
                 logger.warning("the runners are started again: %s", e)
         raise AssertionError("unreachable")
