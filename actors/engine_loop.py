@@ -206,7 +206,8 @@ class EngineLoop:
                 return False
             self._emit()
             with contextlib.suppress(queue.Empty):
-                self._take_message(self._inbox.get(timeout=max(_LOOK_SHARE * delay_s, _LEAST_LOOK_S)))
+                look_s = max(_LOOK_SHARE * delay_s, _LEAST_LOOK_S)
+                self._take_message(self._inbox.get(timeout=min(delay_s, look_s)))
         return True
 
     def _take_messages(self) -> None:

@@ -1,9 +1,14 @@
 """A step is planned shortly before the last one ends, in an engine loop over real sockets: who arrives is in it."""
 
 import asyncio
+import queue
 import random
 import time
+from types import SimpleNamespace
 
+import pytest
+
+from actors.engine_loop import EngineLoop
 from runtime.core.config import EngineConfig
 from runtime.core.types import Request, SamplingParams
 from tests.actors.test_link import INFO, Engine, SlowRunner, link_to, read, request
@@ -96,3 +101,25 @@ async def test_steps_that_become_shorter_do_not_leave_the_runners_idle():
     assert time.monotonic() - start < 4 * STEP_S  # 6 if each is awaited for nine tenths of the last one
     link.close()
     engine.loop.close()
+
+
+@pytest.mark.parametrize(
+    ("delays", "waits"), [([0.0002, 0.0], [0.0002]), ([0.02, 0.003, 0.0], [0.005, 0.001]), ([-0.1], [])]
+)
+def test_a_look_whether_a_step_has_ended_makes_no_plan_late(delays, waits):
+    found = []
+
+    def get(timeout: float):
+        found.append(timeout)
+        raise queue.Empty
+
+    loop = SimpleNamespace(
+        core=SimpleNamespace(scheduler=SimpleNamespace(planning_delay_s=iter(delays).__next__)),
+        executor=SimpleNamespace(has_result=lambda: False),
+        _inbox=SimpleNamespace(get=get),
+        _emit=lambda: None,
+        _take_message=None,
+        _closed=False,
+    )
+    assert EngineLoop._wait_to_plan(loop)
+    assert found == waits
