@@ -57,9 +57,9 @@ def use_pdl(tensor: torch.Tensor) -> bool:
     wrote. Tensors that no kernel of a step writes (weights, tables) are better loaded before the wait. When a kernel
     passes its wait its predecessor is complete, and so, as that one waited too, is everything before.
 
-    Norms and linear layers of few rows call gdc_launch_dependents first: a decode step is a chain of them, and the next
-    ones then request their weights while two before them still run. A kernel that follows another kind may count on
-    more before its wait: all but its immediate predecessor is complete when it starts."""
+    Norms, linear layers of few rows and sums over ranks call gdc_launch_dependents first: a decode step is a chain of
+    them, and the next ones then request their weights while two before them still run. A kernel that follows another
+    kind may count on more before its wait: all but its immediate predecessor is complete when it starts."""
     return not INTERPRETED and _has_pdl(tensor.device)
 
 

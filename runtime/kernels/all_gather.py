@@ -59,20 +59,22 @@ def _all_gather_kernel(
     ALIGNED: tl.constexpr,  # width is a multiple of 16
     PDL: tl.constexpr,
 ):
-    turn, inbox, old_inbox, extent, num_looks = begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, PDL)
+    turn, due, old_inbox, extent, num_looks = begin(
+        addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE, PDL
+    )
     if ALIGNED:
         width = width // 16 * 16
     in_row = tl.cdiv(width, BLOCK)  # blocks
     moving = _moving(wanted_ptr, num_rows, SOME, MOST_ROWS)
     num_blocks = tl.max(moving, axis=0) * in_row
     if num_blocks > 0:  # else no rank waits for another, and who takes a turn may come too early to its next one
-        pages = tl.multiple_of(inbox.to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+        pages = tl.multiple_of(due[0].to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
         for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
             cols = block % in_row * BLOCK + tl.arange(0, BLOCK)
             row = _row_of(moving, block // in_row)
             bits = tl.load(x_ptr + row * width + cols, mask=cols < width, other=0)
             at = (block * SIZE + rank) * BLOCK + tl.arange(0, BLOCK)
-            push(sendable(bits, EMPTY), addresses_ptr, rank, turn * inbox_bytes, at, cols < width, SIZE)
+            push(sendable(bits, EMPTY), due, at, cols < width, SIZE)
         clear(old_inbox, extent)
         for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
             cols = block % in_row * BLOCK + tl.arange(0, BLOCK)

@@ -147,29 +147,34 @@ def _one_shot_kernel(
     ALIGNED: tl.constexpr,  # numel is a multiple of 16
     PDL: tl.constexpr,
 ):
-    turn, inbox, old_inbox, extent, num_looks = begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, PDL)
+    turn, due, old_inbox, extent, num_looks = begin(
+        addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE, PDL
+    )
     cols = tl.arange(0, BLOCK)
     if ALIGNED:
         numel = numel // 16 * 16
     num_blocks = tl.cdiv(numel, BLOCK)
     stride = tl.num_programs(0)
-    pages = tl.multiple_of(inbox.to(tl.pointer_type(BITS)), 16)
+    pages = tl.multiple_of(due[0].to(tl.pointer_type(BITS)), 16)
+    offsets = tl.program_id(0) * BLOCK + cols
+    x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0)  # on its way together with the program's state
     for block in range(tl.program_id(0), num_blocks + AHEAD * stride, stride):
         if block < num_blocks:
-            offsets = block * BLOCK + cols
-            inside = offsets < numel
-            bits = tl.load(x_ptr + offsets, mask=inside, other=0).to(BITS, bitcast=True)
             at = (block * SIZE + rank) * BLOCK + cols
-            push(sendable(bits, EMPTY), addresses_ptr, rank, turn * inbox_bytes, at, inside, SIZE)
+            inside = block * BLOCK + cols < numel
+            bits = sendable(x.to(BITS, bitcast=True), EMPTY)
+            push(bits, due, at, inside, SIZE)
+            offsets = (block + stride) * BLOCK + cols
+            x = tl.load(x_ptr + offsets, mask=offsets < numel, other=0)
         if block < stride:
             clear(old_inbox, extent)
-        due = block - AHEAD * stride
-        if due >= 0:
-            offsets = due * BLOCK + cols
+        ready = block - AHEAD * stride
+        if ready >= 0:
+            offsets = ready * BLOCK + cols
             inside = offsets < numel
             residual = _residual_of(residual_ptr, offsets, inside, RESIDUAL, BLOCK)
             total, num_looks = _reduced(
-                pages + due * SIZE * BLOCK + cols, inside, error_ptr, num_looks,
+                pages + ready * SIZE * BLOCK + cols, inside, error_ptr, num_looks,
                 x_ptr.dtype.element_ty, EMPTY, OP, SIZE, BLOCK,
             )  # fmt: skip
             if RESIDUAL:
@@ -206,15 +211,17 @@ def _two_shot_kernel(
     PDL: tl.constexpr,
 ):
     """Rank r owns blocks r * share and on. An inbox has the partials of its rank's own blocks, then all results."""
-    turn, inbox, old_inbox, extent, num_looks = begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, PDL)
+    turn, due, old_inbox, extent, num_looks = begin(
+        addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE, PDL
+    )
     cols = tl.arange(0, BLOCK)
     if ALIGNED:
         numel = numel // 16 * 16
     share = tl.cdiv(tl.cdiv(numel, BLOCK), SIZE)
     stride = tl.num_programs(0)
-    pages = tl.multiple_of(inbox.to(tl.pointer_type(BITS)), 16)
+    pages = tl.multiple_of(due[0].to(tl.pointer_type(BITS)), 16)
     partial_bytes = share * SIZE * BLOCK * (BITS.primitive_bitwidth // 8)
-    results = tl.multiple_of((inbox + partial_bytes).to(tl.pointer_type(OUT_BITS)), 16)
+    results = tl.multiple_of((due[0] + partial_bytes).to(tl.pointer_type(OUT_BITS)), 16)
     for block in range(tl.program_id(0), share + 2 * AHEAD * stride, stride):
         if block < share:
             for k in tl.static_range(SIZE):
@@ -222,29 +229,30 @@ def _two_shot_kernel(
                 offsets = (owner * share + block) * BLOCK + cols
                 inside = offsets < numel
                 bits = tl.load(x_ptr + offsets, mask=inside, other=0).to(BITS, bitcast=True)
-                address = tl.load(addresses_ptr + owner) + turn * inbox_bytes
-                to = tl.multiple_of(address.to(tl.pointer_type(BITS)), 16) + (block * SIZE + rank) * BLOCK
+                to = tl.multiple_of(due[k].to(tl.pointer_type(BITS)), 16) + (block * SIZE + rank) * BLOCK
                 tl.store(to + cols, sendable(bits, EMPTY), mask=inside)
         if block < stride:
             clear(old_inbox, extent)
-        due = block - AHEAD * stride
-        if (due >= 0) & (due < share):
-            offsets = (rank * share + due) * BLOCK + cols
+        ready = block - AHEAD * stride
+        if (ready >= 0) & (ready < share):
+            offsets = (rank * share + ready) * BLOCK + cols
             inside = offsets < numel
             residual = _residual_of(residual_ptr, offsets, inside, RESIDUAL, BLOCK)
             total, num_looks = _reduced(
-                pages + due * SIZE * BLOCK + cols, inside, error_ptr, num_looks,
+                pages + ready * SIZE * BLOCK + cols, inside, error_ptr, num_looks,
                 x_ptr.dtype.element_ty, EMPTY, OP, SIZE, BLOCK,
             )  # fmt: skip
             if RESIDUAL:
                 total += residual
             total = total.to(out_ptr.dtype.element_ty)
             bits = sendable(total.to(OUT_BITS, bitcast=True), OUT_EMPTY)
-            push(bits, addresses_ptr, rank, turn * inbox_bytes + partial_bytes, offsets, inside, SIZE)
-        due -= AHEAD * stride
-        if due >= 0:
+            for k in tl.static_range(SIZE):
+                to = tl.multiple_of((due[k] + partial_bytes).to(tl.pointer_type(OUT_BITS)), 16)
+                tl.store(to + offsets, bits, mask=inside)
+        ready -= AHEAD * stride
+        if ready >= 0:
             for owner in range(SIZE):
-                offsets = (owner * share + due) * BLOCK + cols
+                offsets = (owner * share + ready) * BLOCK + cols
                 inside = offsets < numel
                 bits, num_looks = arrived(results + offsets, inside, error_ptr, num_looks, owner, OUT_EMPTY)
                 tl.store(out_ptr + offsets, bits.to(out_ptr.dtype.element_ty, bitcast=True), mask=inside)

@@ -50,9 +50,12 @@ _CLEARED = constexpr(1024)  # words at once
 
 
 @jit
-def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, PDL: tl.constexpr):
-    """Which inbox is due, the addresses of this rank's and of the one before, the words of that one to clear, and the
-    looks that a wait may take."""
+def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE: tl.constexpr, PDL: tl.constexpr):
+    """Which inbox is due, and its address in all ranks' memory, from this rank on; the address of
+    this rank's inbox before and its words to clear; the looks that a wait may take."""
+    bases = ()
+    for k in tl.static_range(SIZE):  # before the wait: no kernel writes them
+        bases = bases + (tl.load(addresses_ptr + (rank + k) % SIZE),)  # noqa: RUF005  # Triton's tuples
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -61,9 +64,10 @@ def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, PDL: tl.co
     extent = tl.load(state + 1)
     # A program reads only what it has written itself, so that its threads agree about it: they must not part ways.
     num_looks = tl.load(num_looks_ptr) * (1 - tl.load(state + 2))
-    base = tl.load(addresses_ptr + rank)
-    before = (turn + _TURNS - 1) % _TURNS
-    return turn, base + turn * inbox_bytes, base + before * inbox_bytes, extent, num_looks
+    due = ()
+    for k in tl.static_range(SIZE):
+        due = due + (bases[k] + turn * inbox_bytes,)  # noqa: RUF005
+    return turn, due, bases[0] + (turn + _TURNS - 1) % _TURNS * inbox_bytes, extent, num_looks
 
 
 @jit
@@ -92,11 +96,10 @@ def sendable(bits, EMPTY: tl.constexpr):
 
 
 @jit
-def push(bits, addresses_ptr, rank, shift, offsets, inside, SIZE: tl.constexpr):
-    """Store to the same place in all ranks' memory, each rank beginning with another one."""
+def push(bits, due, offsets, inside, SIZE: tl.constexpr):
+    """Store to the same place in all ranks' inboxes, each rank beginning with another one."""
     for k in tl.static_range(SIZE):
-        address = tl.load(addresses_ptr + (rank + k) % SIZE) + shift
-        to = tl.multiple_of(address.to(tl.pointer_type(bits.dtype)), 16)
+        to = tl.multiple_of(due[k].to(tl.pointer_type(bits.dtype)), 16)
         tl.store(to + offsets, bits, mask=inside)
 
 

@@ -60,8 +60,9 @@ class DriverMemory:
     """Memory of the CUDA driver on a device, in the context that torch has made there."""
 
     def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # first of all: the driver's calls are for the context of this thread
+        torch.cuda.synchronize(device)
         self._device = device
-        torch.cuda.synchronize(device)  # the context is this thread's
 
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
         address, handle = ctypes.c_uint64(), _DriverHandle()
