@@ -55,7 +55,7 @@ def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE: tl.c
     this rank's inbox before and its words to clear; the looks that a wait may take."""
     bases = ()
     for k in tl.static_range(SIZE):  # before the wait: no kernel writes them
-        bases = bases + (tl.load(addresses_ptr + (rank + k) % SIZE),)  # noqa: RUF005  # Triton's tuples
+        bases = bases + (tl.load(addresses_ptr + (rank + k) % SIZE),)  # type: ignore[assignment]  # noqa: RUF005
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -66,8 +66,9 @@ def begin(addresses_ptr, state_ptr, num_looks_ptr, rank, inbox_bytes, SIZE: tl.c
     num_looks = tl.load(num_looks_ptr) * (1 - tl.load(state + 2))
     due = ()
     for k in tl.static_range(SIZE):
-        due = due + (bases[k] + turn * inbox_bytes,)  # noqa: RUF005
-    return turn, due, bases[0] + (turn + _TURNS - 1) % _TURNS * inbox_bytes, extent, num_looks
+        due = due + (bases[k] + turn * inbox_bytes,)  # type: ignore[assignment]  # noqa: RUF005
+    old = bases[0] + (turn + _TURNS - 1) % _TURNS * inbox_bytes  # type: ignore[misc]
+    return turn, due, old, extent, num_looks
 
 
 @jit
