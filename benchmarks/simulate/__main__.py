@@ -22,7 +22,7 @@ from benchmarks.simulate.scenarios import capacity, figures, many_engines, play,
 from benchmarks.simulate.step_times import MODELS
 from benchmarks.simulate.traces import azure, mooncake
 
-POLICIES = ("round-robin", "least-load", "prefix", "oracle")
+POLICIES = ("round-robin", "least-load", "prefix", "foresight", "oracle")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from actors.autoscaling import EngineFigures, ScalingPolicy
 from actors.router import Prompt
 from benchmarks.simulate.engine import Gaps, SimulatedEngine
+from benchmarks.simulate.foresight import Foresight
 from benchmarks.simulate.fronts import FRAME_S, Fronts, Oracle, Policy
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Conversation, Job
@@ -79,14 +80,17 @@ class Cluster:
         self.shape, self.scaling = shape, scaling
         self.config, self.info = shape.config(), shape.info()
         self._kind = (self.info.fingerprint, self.info.block_size)
-        self._shared_hashes: dict[tuple[str, int], list[bytes]] = {}  # of parts with which conversations begin
+        self._shared_hashes: dict[tuple[str, int | None], list[bytes]] = {}  # of parts with which conversations begin
         self.now = 0.0
         self.engines: dict[str, SimulatedEngine] = {}
         self.totals = Totals()
         self.scale = [(0.0, shape.num_engines)]  # when how many engines were asked for
-        self.fronts: Fronts = (
-            Oracle(self.engines) if shape.policy == "oracle" else Fronts(shape.num_fronts, shape.policy, self.info)
-        )
+        self._foresight: Foresight | None = None
+        if shape.policy == "oracle":
+            self.fronts: Fronts = Oracle(self.engines)
+        else:
+            policy = "prefix" if shape.policy == "foresight" else shape.policy
+            self.fronts = Fronts(shape.num_fronts, policy, self.info)
         self._serving: dict[str, SimulatedEngine] = {}
         self._parked: list[tuple[Job, array[int]]] = []
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -102,6 +106,11 @@ class Cluster:
 
     def run(self, conversations: Iterable[Conversation], until: float = inf) -> None:
         """Until all answers are there, or that time has come."""
+        if self.shape.policy == "foresight":
+            conversations = list(conversations)
+            self._foresight = Foresight(conversations, lambda: self.now)
+            for engine in self.engines.values():
+                self._foresight.give(engine)
         starts, heap = iter(conversations), self._heap
         following = next(starts, None)
         while (heap and (heap[0][2] != self._look or self._live)) or following is not None:
@@ -157,13 +166,12 @@ class Cluster:
     def _prompt(self, job: Job, tokens: array[int]) -> Prompt:
         """A request's tokens; blocks that an earlier turn or another conversation had are not hashed again."""
         conversation, (fingerprint, size) = job.conversation, self._kind
-        parts = conversation.turns[0].parts if conversation.turns else []
-        if not conversation.block_hashes and len(parts) > 1:
-            key = (job.salt, parts[0].key)
-            if key not in self._shared_hashes:
-                shared = parts[0].tokens()[: parts[0].length // size * size]
-                self._shared_hashes[key] = hash_blocks(root_hash(fingerprint, job.salt), shared, size)
-            conversation.block_hashes = self._shared_hashes[key]
+        if not conversation.block_hashes and (key := conversation.shared_key) is not None:
+            if (job.salt, key) not in self._shared_hashes:
+                part = conversation.turns[0].parts[0]
+                shared = part.tokens()[: part.length // size * size]
+                self._shared_hashes[job.salt, key] = hash_blocks(root_hash(fingerprint, job.salt), shared, size)
+            conversation.block_hashes = self._shared_hashes[job.salt, key]
         return Prompt(tokens, job.salt, hashes={self._kind: conversation.block_hashes[:]})
 
     def _ended(self, job: Job, state: RequestState, now: float) -> None:
@@ -180,8 +188,12 @@ class Cluster:
         totals.num_lost_tokens += abs(job.output_len - len(answer))
         self.fronts.ended(state)
         pause_s = job.conversation.answered(job, answer, state.block_hashes)
-        if pause_s is not None:
-            self.at(now + back_s + pause_s, self._ask, job.conversation)
+        next_at = None if pause_s is None else now + back_s + pause_s
+        if next_at is not None:
+            self.at(next_at, self._ask, job.conversation)
+        if self._foresight is not None:
+            num_shared = len(self._shared_hashes.get((job.salt, job.conversation.shared_key), ()))
+            self._foresight.answered(job, state.block_hashes, num_shared, next_at)
 
     # ---- engines --------------------------------------------------------------------------------------------------
 

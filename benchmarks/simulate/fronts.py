@@ -16,7 +16,7 @@ from runtime.core.config import ModelInfo
 from runtime.core.engine_load import EngineLoad
 from runtime.core.request_state import RequestState
 
-Policy = RoutingPolicy | Literal["oracle"]
+Policy = RoutingPolicy | Literal["foresight", "oracle"]
 FRAME_S = 0.02  # an engine tells at most so often
 LAG_S = 0.0005  # from an engine's frame to the picture that the front has of it
 

@@ -1,8 +1,10 @@
 """One simulated engine against a server that was measured: the same requests at the same times.
 
-The figures are those of the 3B over HTTP on one H200 in `benchmarks/NOTES.md` (2026-11-22, the engine's present steps,
-pacing and late planning; the quiet host where it has measured a workload, else the run before): output tok/s, TTFT p50
-and p99, ITL p50 and p99 in milliseconds; None where none was noted.
+The figures are those of the 3B over HTTP on one H200: output tok/s, TTFT p50 and p99, ITL p50 and p99 in milliseconds;
+None where none was noted. They are of 2026-11-22 (benchmarks/NOTES.md, the engine's present steps, pacing and late
+planning) and of the quiet host, or where that has not measured a workload, of another one. Hosts differ: where "steady"
+took its 8.7 ms, "shared-prefix" took 8.9, and 8.15 on the quiet host. The throughput of "steady", which its arrivals
+set, was noted the day before: that of the first of two draws (benchmarks/results/serving.jsonl).
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from benchmarks.simulate.traces import Conversation, Job
 # Repeats, and the figures.
 MEASURED: dict[str, tuple[int, tuple[float | None, ...]]] = {
     "sequential": (2, (557.9, 6.2, None, 1.77, None)),
-    "steady": (1, (507.3, 8.7, 15.5, 2.1, 2.8)),
-    "burst48": (2, (10_830, None, None, None, None)),
+    "steady": (1, (516.4, 8.7, 15.5, 2.1, 2.8)),
+    "burst48": (1, (11_340, None, None, None, None)),
     "long-prompts": (2, (814.0, 19.9, 30.3, 2.3, 8.5)),
     "shared-prefix": (2, (1079.2, 8.15, None, 2.2, 4.1)),
     "burst256": (2, (23_700, None, None, None, None)),

@@ -2,7 +2,8 @@
 with them.
 
 Decode steps are those of `benchmarks/results/decode.jsonl` (p50), less what their contexts take; steps with prompts
-those of `benchmarks/results/prefill.jsonl` and `python -m benchmarks.engine.prefill_steps` (benchmarks/NOTES.md).
+those of `benchmarks/results/prefill.jsonl` and `python -m benchmarks.engine.prefill_steps` (benchmarks/NOTES.md), less
+what their attention takes. Steps of more tokens than the largest graph has, 4,096, are pieces of that size.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ MODELS = {
         decode_us=((1, 1763.0), (2, 2040.0), (8, 2140.0), (64, 2580.0), (256, 3970.0)),
         position_us=0.022,
         prompt_us=(
-            (16, 1950.0), (64, 2600.0), (128, 2700.0), (256, 3340.0), (512, 5350.0), (1024, 10300.0), (1536, 15000.0),
-            (2048, 20300.0), (4096, 40600.0), (8192, 86000.0),
+            (16, 1950.0), (64, 2600.0), (128, 2700.0), (256, 3340.0), (320, 4040.0), (512, 5350.0), (1024, 10300.0),
+            (1536, 15000.0), (2048, 20300.0), (4096, 40600.0), (8192, 81200.0),
         ),
         row_us=12.0, pair_us=0.00052, context_us=0.4, launch_us=650.0, front_us=(1300.0, 900.0), start_s=4.0,
     ),

@@ -50,7 +50,7 @@ class Turn:
     pause_s: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Conversation:
     """Turns that follow one another, each with all before it in its prompt. `salt` tells tenants apart."""
 
@@ -60,6 +60,12 @@ class Conversation:
     tokens: array[int] = field(default_factory=lambda: array("i"))  # so far, the last answer included
     num_sent: int = 0
     block_hashes: list[bytes] = field(default_factory=list)  # of the leading full blocks of `tokens`
+
+    @property
+    def shared_key(self) -> int | None:
+        """The key of the part with which others begin, too; None: there is none."""
+        parts = self.turns[0].parts if self.turns else []
+        return parts[0].key if len(parts) > 1 else None
 
     def next_job(self, number: int, sent: float) -> Job | None:
         """The next turn's request; None after the last one."""

@@ -1,0 +1,92 @@
+"""Caches that know the future, as no real one can: they give up first what will be asked for last (Belady's rule).
+
+Known are the starts of all conversations to come, and of one whose answer is there when it goes on, if it does. So it
+is known for every block when a request will bring it next, though not to which engine. Nothing else is better than in
+a real engine: room, blocks, what has to be computed, and the router, which the fronts have as ever.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush, nsmallest
+from math import inf
+
+from benchmarks.simulate.engine import SimulatedEngine
+from benchmarks.simulate.traces import Conversation, Job
+
+_MANY = 512  # blocks that are put in order at once
+
+
+class _Evictable(OrderedDict[int, None]):
+    """In place of a pool's queue of blocks that nobody holds: the block that `next_use` says is wanted last goes first,
+    and of equal ones the one that has been there for longest, so that children go before their parents."""
+
+    def __init__(self, next_use: Callable[[int], float]) -> None:
+        super().__init__()
+        self._next_use = next_use
+        self._numbers: dict[int, int] = {}  # of each block, when it came
+        self._count = 0
+        self._going: list[
+            tuple[float, int, int]
+        ] = []  # negative time of its next use, number, block; the next one last
+
+    def __setitem__(self, block: int, value: None) -> None:
+        super().__setitem__(block, value)
+        self._count += 1
+        self._numbers[block] = self._count
+
+    def popitem(self, last: bool = True) -> tuple[int, None]:
+        """The block that goes; which end of the queue is asked for does not matter."""
+        while True:
+            if not self._going:
+                entries = ((-self._next_use(block), self._numbers[block], block) for block in self)
+                self._going = nsmallest(_MANY, entries)[::-1]
+            _, number, block = self._going.pop()
+            if block in self and self._numbers[block] == number:
+                del self[block]
+                return block, None
+
+
+class Foresight:
+    """What will be asked for when. `clock` is the simulation's."""
+
+    def __init__(self, conversations: Iterable[Conversation], clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._users: dict[bytes, int | Conversation] = {}  # of a block: the key of a shared part, or a conversation
+        self._starts: dict[int, list[float]] = {}  # of conversations that begin with a shared part
+        self._turns: dict[int, list[float]] = {}  # heaps: when such go on
+        self._next: dict[int, float] = {}  # when a conversation goes on, by its identity
+        for conversation in conversations:
+            if (key := conversation.shared_key) is not None:
+                self._starts.setdefault(key, []).append(conversation.start)
+
+    def give(self, engine: SimulatedEngine) -> None:
+        """The engine's cache, which is empty yet, gets it."""
+        kv_cache = engine.scheduler.kv_cache
+        hash_of = kv_cache.cache._hash_of
+        kv_cache.pool._evictable = _Evictable(lambda block: self._next_use(self._users.get(hash_of[block])))
+
+    def answered(self, job: Job, block_hashes: list[bytes], num_shared: int, next_at: float | None) -> None:
+        """A job's answer is there; of its blocks so many are shared. `next_at`: when its conversation goes on."""
+        conversation, key = job.conversation, job.conversation.shared_key
+        self._users.update(dict.fromkeys(block_hashes[num_shared:], conversation))
+        self._next[id(conversation)] = inf if next_at is None else next_at
+        if key is not None:
+            self._users.update(dict.fromkeys(block_hashes[:num_shared], key))
+            if next_at is not None:
+                heappush(self._turns.setdefault(key, []), next_at)
+
+    def _next_use(self, user: int | Conversation | None) -> float:
+        """When somebody will ask for a block with this user; None: it is in use, or was a moment ago."""
+        now = self._clock()
+        if user is None:
+            return now
+        if isinstance(user, Conversation):
+            return self._next[id(user)]
+        starts, turns = self._starts.get(user, []), self._turns.get(user, [])
+        while turns and turns[0] < now:
+            heappop(turns)
+        at = bisect_right(starts, now)
+        return min(starts[at] if at < len(starts) else inf, turns[0] if turns else inf)
