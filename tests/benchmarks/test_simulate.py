@@ -50,6 +50,11 @@ def test_a_thousand_requests_go_where_their_prefixes_are():
     assert sum(prefix.totals.num_expected) == pytest.approx(sum(prefix.totals.num_cached), rel=0.05)
 
 
+def test_caches_that_know_the_future_have_more_of_what_is_asked_for():
+    prefix, foresight = (simulated(policy=policy, seconds=5.0) for policy in ("prefix", "foresight"))
+    assert cached_share(prefix) < cached_share(foresight) < 0.95
+
+
 def test_steps_that_are_planned_at_once_take_as_long_as_one_by_one():
     merged, single = (
         simulated(rate=12.0, seconds=5.0, num_engines=1, num_kv_blocks=4000, merge=merge) for merge in (True, False)
