@@ -33,6 +33,7 @@ ANSWERS = {
 # HAProxy also waits for so long, a second at most, before it tries again to reach the only front that it believes to
 # live, even for a request that has just found the other one dead. Connecting within a data centre takes far less.
 _CONNECT_TIMEOUT = "200ms"
+_SUCCESSOR = "backend successor\n    server same_address *\n"  # whoever listens where the client has connected
 _REQUEST_TIMEOUT = "30s"  # for a request's headers and first 16 KiB; Serve limits only the pauses between their parts
 
 
@@ -78,8 +79,9 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
         # The front itself notices when a client leaves; Serve's replicas would do so by two more tasks a request.
         rules = "    http-request set-header x-request-disconnect-disabled ?1\n"
     config = re.sub(r"(?<=^frontend http_frontend\n)( *bind .*\n)", rf"\1{rules}", config, flags=re.MULTILINE)
-    first, rest = re.split(r"^(?= *(?:use|default)_backend )", config, maxsplit=1, flags=re.MULTILINE)
-    config = f"{first}    use_backend successor if {{ stopping }}\n{rest}backend successor\n    server same_address *\n"
+    if _SUCCESSOR not in config:  # the binary that the environment names may be such a command itself
+        first, rest = re.split(r"^(?= *(?:use|default)_backend )", config, maxsplit=1, flags=re.MULTILINE)
+        config = f"{first}    use_backend successor if {{ stopping }}\n{rest}{_SUCCESSOR}"
     if bind:
         config = re.sub(r"(?<=^frontend http_frontend\n) *bind .*", f"    bind {bind}", config, flags=re.MULTILINE)
     return config

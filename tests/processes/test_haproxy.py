@@ -311,6 +311,20 @@ def test_while_serve_builds_an_application_anew_its_fronts_are_still_asked(hapro
         front.shutdown()
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_what_is_adapted_may_be_adapted_again(haproxy, tmp_path: Path, private):
+    """The command runs the binary that the environment names, which may be such a command."""
+    running, port = haproxy([quiet_port()], private=private)
+    running.process.kill()
+    again = Running(str(tmp_path / "haproxy"), str(tmp_path / "haproxy.cfg"))
+    try:
+        again.wait_until_it_answers(port)
+    finally:
+        again.process.kill()
+        again.process.wait()
+        again.process.stderr.close()
+
+
 def test_headers_that_do_not_come_are_not_waited_for(haproxy, tmp_path: Path):
     haproxy([])
     assert "    timeout http-request 30s\n" in (tmp_path / "haproxy.cfg").read_text()
