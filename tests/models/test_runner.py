@@ -201,7 +201,7 @@ def test_contiguous_blocks_are_as_long_as_the_context():
 @pytest.mark.parametrize(
     ("available", "config", "message"),
     [
-        (2 * GIB, {}, r"Too little memory.*weights 2.79 GiB"),
+        (2 * GIB, {}, r"Too little memory.*weights 2.79 GiB.*; \d.\d\d GiB are missing\.$"),
         (8 * GIB, {"num_kv_blocks": 20_000}, "Too little memory; lower num_kv_blocks"),
         (8 * GIB, {"kv_cache_memory": 9.0}, "Too little memory; lower kv_cache_memory"),
         (16 * GIB, {"max_model_len": 60_000}, "raise kv_cache_memory or lower max_model_len"),
