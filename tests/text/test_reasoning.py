@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.text.reasoning import CLOSE, MAX_SPACES, OPEN, ReasoningSplitter
 
 
@@ -23,6 +24,27 @@ def of_whole_text(text: str, inside: bool) -> tuple[str, str]:
         return "", text
     reasoning, _, answer = text.partition(CLOSE)
     return reasoning.strip("\n"), answer.lstrip("\n")
+
+
+def num_chars_of_reasoning(text: str, inside: bool) -> int:
+    """Of the whole text, with its marks."""
+    start = text.index(OPEN) + len(OPEN) if text.lstrip().startswith(OPEN) else 0
+    if not (start or inside):
+        return 0
+    at = text.find(CLOSE, start)
+    return len(text) if at < 0 else at + len(CLOSE)
+
+
+def counted(parts: list[str], inside: bool) -> int:
+    """The tokens of reasoning, where each character is one."""
+    form = MessageFormat(True, inside, False, None, None, None, None, frozenset())
+    parser, end, count = MessageParser(form), 0, 0
+    for i, part in enumerate(parts):
+        is_last = i == len(parts) - 1
+        parser.push(part, is_last)
+        count += parser.num_reasoning_tokens([end + k + 1 for k in range(len(part))], is_last)
+        end += len(part)
+    return count
 
 
 @pytest.mark.parametrize(
@@ -55,6 +77,7 @@ def test_any_cut_gives_the_same(pieces: list, inside: bool, at: list[int]):
     ends = sorted(i % (len(text) + 1) for i in at)
     parts = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     assert split(parts, inside) == split(list(text), inside) == of_whole_text(text, inside)
+    assert counted(parts, inside) == counted([text], inside) == num_chars_of_reasoning(text, inside)
 
 
 def test_text_that_cannot_be_a_mark_is_not_held_back():
