@@ -71,10 +71,6 @@ class ResponseBuilder:
         self._num_events = 0
         self._events: list[bytes] = []  # not taken yet
 
-    @property
-    def id(self) -> str:
-        return self._prepared.id
-
     def object(self) -> dict[str, Any]:
         """The response as it is now."""
         output = self.output if self._open is None else [*self.output, self._open.item("in_progress")]
