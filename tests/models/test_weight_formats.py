@@ -23,8 +23,8 @@ from runtime.models import load_spec
 from runtime.models.weights import draw, locate_parameters, random_parameter
 from runtime.quant import METHODS
 from runtime.quant.dense import DENSE
-from runtime.quant.format import Weight
-from runtime.quant.formats import LAYOUTS, weight_bytes, weight_formats
+from runtime.quant.format import Shape, Weight
+from runtime.quant.formats import LAYOUTS, check_products, weight_bytes, weight_formats
 from runtime.quant.forms import FORMS, Form, Integer8
 from runtime.quant.layouts import OneByOne
 from runtime.quant.scheme import Scheme
@@ -59,6 +59,9 @@ class Int8Products(PlainProducts):
 
     def takes(self, form: Form) -> bool:
         return isinstance(form, Int8Rows)
+
+    def fits(self, form: Form, shape: Shape) -> bool:
+        return shape[1] % 24 == 0
 
     def linear(self, form: Form, weight: Weight, bias: torch.Tensor | None, kernels: Kernels) -> Linear:
         codes, scale = weight
@@ -254,6 +257,14 @@ def test_ranks_read_parts_that_make_up_the_whole(tmp_path, family):
         order = [piece for same in zip(*pieces, strict=True) for piece in same]
         assert torch.equal(torch.cat(order, parts[0].dim), expected), parameter
         assert all(2 * tensor.numel() == expected.numel() for tensor in read)
+
+
+def test_codes_that_ranks_cannot_have_are_told_before_they_are_read():
+    spec, _ = load_spec(LLAMA | {"quantization_config": QUANTIZATION})
+    says = r"tensor_parallel_size is 2, but a rank's \[48, 36\] of layers.0.down.weight cannot be made-up rows codes;"
+    with pytest.raises(CallboardError, match=says):
+        check_products(spec.of_rank(Shard(1, 2)), FLOAT32)
+    check_products(replace(spec, ffn_size=96).of_rank(Shard(1, 2)), FLOAT32)
 
 
 def test_random_weights_of_ranks_are_parts_of_one_model():
