@@ -21,7 +21,7 @@ from tests.support.rank_processes import RankedRunner, RankProcesses, rank_proce
 from tests.support.structured_cases import regex
 
 EIGHTS = DecoderSpec(
-    num_layers=2, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=len(SMALL.tokens),
+    num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=len(SMALL.tokens),
     max_positions=128, norm_eps=1e-5, qkv_bias=True, qk_norm=True,
 )  # fmt: skip
 THIRDS = replace(EIGHTS, num_heads=9, num_kv_heads=3, head_dim=8, ffn_size=96, tied_head=True)
@@ -99,22 +99,22 @@ def processes():
 
 
 def test_groups_answer_as_one_rank_does(processes):
-    check_against_one_rank(processes, THIRDS, 3, **TOGGLES)
+    check_against_one_rank(processes, THIRDS, 3)
     check_against_one_rank(processes, EIGHTS, 4, rank_invariant=True, kv_cache_dtype="fp8")
     check_against_one_rank(processes, EIGHTS, 2, rank_invariant=True, **TOGGLES)
 
 
 def test_ranks_agree_on_what_fits_and_a_size_that_does_not_is_told(processes):
     """A rank has its heads' part of each block, so that as much memory holds twice as many."""
-    config = EngineConfig(**BASE | {"num_kv_blocks": None, "kv_cache_memory": 1e-4, "tensor_parallel_size": 2})
+    config = EngineConfig(**BASE | {"num_kv_blocks": None, "kv_cache_memory": 5e-5, "tensor_parallel_size": 2})
     with pytest.raises(CallboardError, match=r"tensor_parallel_size is 2, .* 9 heads, 3 of keys and values"):
         processes.open(config, DummySource(THIRDS))
     runner = processes.open(config, DummySource(EIGHTS))
-    num_blocks = int(1e-4 * (1 << 30)) // (EIGHTS.kv_cache("float32").bytes_per_block(4) // 2)
+    num_blocks = int(5e-5 * (1 << 30)) // (EIGHTS.kv_cache("float32").bytes_per_block(4) // 2)
     assert runner.info.num_kv_blocks == num_blocks
     assert runner.info.vocab_size == EIGHTS.vocab_size
     planned = runner.ask("attribute", "memory")
     allocated = runner.ask("attribute", "steps", "cache", "_blocks", "nbytes")
     assert [plan.kv for plan in planned] == allocated
     whole = weight_bytes(EIGHTS, runner.ask("attribute", "numerics")[0])
-    assert whole < sum(plan.weights for plan in planned) < 1.02 * whole, "norms are on both"
+    assert whole < sum(plan.weights for plan in planned) < 1.05 * whole, "norms are on both"
