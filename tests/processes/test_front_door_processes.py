@@ -107,6 +107,9 @@ async def _start_storm_and_drain(process: subprocess.Popen, url: str, environmen
             assert not any(stream.done() for stream in streams), "the streams must outlive the signal"
             answer = await client.get("/health")
         refused = await client.post("/v1/completions", json={"prompt": "a"})
+        while refused.status_code == 200:  # the other front has not been told yet
+            assert not any(stream.done() for stream in streams)
+            refused = await client.post("/v1/completions", json={"prompt": "a"})
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert "shutting down" in refused.json()["error"]["message"]
