@@ -61,7 +61,7 @@ class Prompt:
         return Prompt([*self.token_ids, *token_ids], self.salt, hashes=hashes)
 
     def block_hashes(self, kind: _Kind) -> list[bytes]:
-        """Those of its leading full blocks, as far as they were asked for."""
+        """The hashes of its leading full blocks, as far as they were asked for."""
         return self._hashes.get(kind, [])[: self.num_hits(kind)]
 
     def num_hits(self, kind: _Kind) -> int:

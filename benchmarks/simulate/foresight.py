@@ -50,7 +50,7 @@ class _Evictable(OrderedDict[int, None]):
 
 
 class Foresight:
-    """What will be asked for when. `clock` is the simulation's."""
+    """The times at which blocks will be asked for. `clock` is the simulation's."""
 
     def __init__(self, conversations: Iterable[Conversation], clock: Callable[[], float]) -> None:
         self._clock = clock

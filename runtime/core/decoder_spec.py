@@ -100,7 +100,7 @@ class DecoderSpec:
         return self.shard.vocabulary(self.whole.vocab_size)
 
     def of_rank(self, shard: Shard) -> DecoderSpec:
-        """What one rank of a tensor-parallel group computes, of the spec of a whole model.
+        """The spec of what one rank of a tensor-parallel group computes; this is that of a whole model.
 
         Raises CallboardError if a group of that size cannot divide the model."""
         if shard.size == 1:

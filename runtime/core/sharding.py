@@ -78,7 +78,7 @@ def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
 
 
 def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
-    """Those of the parameter's leaves that the rank of a spec has, in rising order; each of fused maps has its own."""
+    """The leaves of a parameter that the rank of a spec has, in rising order; each of fused maps has its own."""
     dim, divided = _divided(spec, parameter)
     leaves = []
     for before, own, length in divided:

@@ -86,7 +86,7 @@ def _look(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """What all pages hold now, and 1 for each value that some lack."""
+    """The values that all pages hold now, and 1 for each value that some lack."""
     absent = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(SIZE):

@@ -46,7 +46,7 @@ class ReducedExperts:
         self.communicator.add_reduced(residual if out is None else out, self.partial(residual, norm_weight, eps))
 
     def partial(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """What is summed, [num_tokens, hidden]."""
+        """This rank's part of the sum, [num_tokens, hidden]."""
         partial = torch.zeros_like(residual)
         self.own.add_to(residual, norm_weight, eps, partial)
         return partial

@@ -123,7 +123,7 @@ def _pieces(spec: DecoderSpec, parameter: str, own: Shape, whole: Shape, in_leav
 
 
 def _shapes(spec: DecoderSpec) -> dict[str, Shape]:
-    """Those of all parameters, a tied head's among them."""
+    """The shapes of all parameters, a tied head's among them."""
     return {"head": (spec.vocab_size, spec.hidden_size)} | spec.shapes()
 
 

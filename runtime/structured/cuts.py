@@ -74,7 +74,7 @@ class _Places:
         self.first = self._ends[start][1]
 
     def _walk(self, rule: Rule) -> tuple[bool, int, int]:
-        """Whether the rule may be empty, and the places where its texts may begin and end."""
+        """True if the rule may be empty, and the places where its texts may begin and end."""
         match rule:
             case Terminal():
                 at = self._place
