@@ -64,6 +64,13 @@ for stage in "$@"; do
             [ "$gpus" -gt "$(nvidia-smi -L | wc -l)" ] || bench kernels.ranks --gpus $gpus --nccl
         done
         bench kernels.ranks --gpus 2 --masked --sizes 8192
+        for gpus in 1 2 4 8; do
+            [ "$gpus" -gt "$(nvidia-smi -L | wc -l)" ] && continue
+            bench engine.decode --model llama-3.1-8b --repeats 3 --cells 1x128x512 64x128x256 --set tensor_parallel_size=$gpus
+            bench engine.decode --model llama-3.1-8b --repeats 3 --cells 1x128x512 --set tensor_parallel_size=$gpus rank_invariant=true
+            [ "$gpus" = 1 ] ||
+                bench engine.decode --model llama-3.1-70b --repeats 2 --cells 1x128x256 64x128x256 --set tensor_parallel_size=$gpus
+        done
         ;;
     soak) bench engine.soak --model llama-3.2-1b --minutes "${MINUTES:-10}" ;;
     start) folder llama-3.1-8b && for run in 1 2; do bench engine.start --folder "$folders/llama-3.1-8b"; done ;;

@@ -3,6 +3,7 @@
     python -m benchmarks.engine.decode --model llama-3.2-1b --cells 1x128x512 8x128x256 256x128x256 256x512x128
     python -m benchmarks.engine.decode --model llama-3.2-3b --cells 1x128x512 48x128x256 \\
         --sampling temperature=0 temperature=0.8,top_p=0.9 temperature=0.8,top_p=0.9,repetition_penalty=1.1
+    python -m benchmarks.engine.decode --model llama-3.1-8b --set tensor_parallel_size=2        # a GPU for each rank
 
 A cell is BATCHxINxOUT, all requests added at once; each is measured with every `--sampling`, on one engine, and its
 share of the greedy rate is given if greedy comes first. Logits of random weights are nearly flat, which is the worst
@@ -34,7 +35,8 @@ def main() -> None:
     results = Results("decode", args.out)
     greedy: dict[tuple[int, ...], float] = {}  # decode tok/s of a cell
     engine = Engine(args.model, config)
-    engine.runner.decoder.final_norm.mul_(args.logit_scale)
+    if args.logit_scale != 1:
+        engine.runner.decoder.final_norm.mul_(args.logit_scale)
     cases = [(cell, text) for cell in cells for text in args.sampling]
     with tqdm(total=len(cases) * (args.repeats + 1), unit="run") as bar:
         for (batch, prompt_len, output_len), text in cases:

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from benchmarks.library.models import CONFIGS, spec_of
+from benchmarks.library.ranks import RankGroupProcesses
 from runtime.core.config import EngineConfig
 from runtime.core.draft_client import speculation_of
 from runtime.core.engine import EngineCore
-from runtime.core.executor import InProcess
+from runtime.core.executor import Executor, InProcess
 from runtime.core.types import Request, SamplingParams
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
@@ -75,22 +76,27 @@ class Run:
 
 
 class Engine:
-    """An engine core and a runner of random weights; runs batches of fresh random prompts, EOS off, and greedy where
-    `sampling` says nothing else."""
+    """An engine core and a runner of random weights, or ranks in processes of their own; runs batches of fresh random
+    prompts, EOS off, and greedy where `sampling` says nothing else."""
 
     def __init__(self, model: str, config: EngineConfig, sampling: Mapping[str, float] | None = None) -> None:
         self.config = config
         self.sampling = {"temperature": 0.0} | dict(sampling or {})
-        self.runner = ModelRunner(config, DummySource(spec_of(model)))
-        speculation = speculation_of(config, self.runner.info, time.perf_counter)
-        self.core = EngineCore(config, self.runner.info, InProcess(self.runner), speculation)
+        executor: Executor
+        if config.tensor_parallel_size == 1:
+            self.runner = ModelRunner(config, DummySource(spec_of(model)))
+            self.info, executor = self.runner.info, InProcess(self.runner)
+        else:
+            self._ranks = RankGroupProcesses(model, config)
+            self.info, executor = self._ranks.info, self._ranks.executor
+        self.core = EngineCore(config, self.info, executor, speculation_of(config, self.info, time.perf_counter))
         self.rng = np.random.default_rng(0)
         self._num_requests = 0
 
     def add(self, batch: int, prompt_len: int, output_len: int) -> None:
         """Queue `batch` requests; no two prompts ever share a block, so that the prefix cache cannot help."""
         params = SamplingParams(max_tokens=output_len, ignore_eos=True, **self.sampling)
-        for prompt in self.rng.integers(0, self.runner.info.vocab_size, (batch, prompt_len)).tolist():
+        for prompt in self.rng.integers(0, self.info.vocab_size, (batch, prompt_len)).tolist():
             self._num_requests += 1
             self.core.add(Request(str(self._num_requests), prompt, prompt_len, params))
 

@@ -38,6 +38,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         8.0, num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, head_dim=128, intermediate_size=14336,
         tie_word_embeddings=False,
     ),
+    "llama-3.1-70b": _llama3(
+        8.0, num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, head_dim=128, intermediate_size=28672,
+        tie_word_embeddings=False,
+    ),
     "qwen3-0.6b": _qwen3(num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, intermediate_size=3072),
     "qwen3-4b": _qwen3(num_hidden_layers=36, hidden_size=2560, num_attention_heads=32, intermediate_size=9728),
     "qwen3-8b": _qwen3(

@@ -1,0 +1,71 @@
+"""The ranks of a tensor-parallel group without Ray: a process each, with a GPU of its own where there are any."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+from typing import Any
+
+from actors.executor import SocketExecutor, serve_steps
+from actors.transport import connect
+from benchmarks.library.models import spec_of
+from runtime.core.config import EngineConfig, ModelInfo
+from runtime.core.sharding import Shard
+from runtime.worker.runner import ModelRunner
+from runtime.worker.sources import DummySource
+
+_PHASE_S = 300.0  # at most, for an answer of all ranks
+
+
+class RankGroupProcesses:
+    """`executor` reaches the ranks, as an engine does, and `info` is what they serve: random weights of a shape. The
+    ranks end with this process."""
+
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        """Raises the first error of a rank, or TimeoutError."""
+        spawn = multiprocessing.get_context("spawn")
+        size = config.tensor_parallel_size
+        self.executor = SocketExecutor(size)
+        self._pipes: list[Connection] = []
+        for rank in range(size):
+            ours, theirs = spawn.Pipe()
+            spawn.Process(target=_live, args=(theirs, rank, model, config), daemon=True).start()
+            theirs.close()
+            self._pipes.append(ours)
+        offers: list[ModelInfo] = self._ask(self._answers())
+        infos: list[ModelInfo] = self._ask(min(offer.num_kv_blocks for offer in offers))
+        self.info = infos[0]
+        for rank, pipe in enumerate(self._pipes):
+            pipe.send(self.executor.address(rank))
+        self.executor.accept()
+
+    def _ask(self, argument: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send(argument)
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(_PHASE_S):
+                raise TimeoutError(f"Rank {rank} has not answered within {_PHASE_S:.0f} s.")
+            answers.append(pipe.recv())
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+
+def _live(engine: Connection, rank: int, model: str, config: EngineConfig) -> None:
+    """A rank's life: the phases of runtime.worker.runner, then steps until the engine is gone."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[rank]
+    try:
+        runner = ModelRunner(config, DummySource(spec_of(model)), Shard(rank, config.tensor_parallel_size))
+        engine.send(runner.handle)
+        engine.send(runner.load(engine.recv()))
+        engine.send(runner.open(engine.recv()))
+    except Exception as e:
+        engine.send(e)
+        raise
+    serve_steps(connect(engine.recv()), runner, rank)
