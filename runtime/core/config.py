@@ -139,6 +139,8 @@ class EngineConfig:
         "divide the heads and the feed-forward size",
         1,
     )
+    max_loras: int = setting(0, "adapters (LoRA) that can be loaded at a time; memory is set aside for them", 0)
+    max_lora_rank: int = setting(16, "highest rank of an adapter", 1)
     num_threads: int | None = setting(
         None, "CPU threads of a runner; default: the cores it may use, divided among ranks"
     )
@@ -179,6 +181,7 @@ class EngineConfig:
             rank_invariant=False,
             device="cpu" if self.draft_device == "cpu" else self.device,
             tensor_parallel_size=1,
+            max_loras=0,  # it guesses for all adapters alike
             max_num_seqs=self.max_num_seqs and self.max_num_seqs * (_SHARING if self.draft_shared else 1),
             gpu_memory_utilization=1.0,  # the model leaves a share free, and it comes second
             num_kv_blocks=None,

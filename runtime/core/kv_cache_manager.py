@@ -191,7 +191,10 @@ class KVCacheManager:
         """The hashes of at least the request's first `num_blocks` blocks; only known tokens are hashed (C5)."""
         block_hashes, size = state.block_hashes, self._size
         if len(block_hashes) < num_blocks:
-            parent = block_hashes[-1] if block_hashes else root_hash(self._fingerprint, state.request.cache_salt)
+            if block_hashes:
+                parent = block_hashes[-1]
+            else:
+                parent = root_hash(self._fingerprint, state.request.cache_salt, state.request.adapter)
             block_hashes += hash_blocks(parent, state.tokens[len(block_hashes) * size : num_blocks * size], size)
         return block_hashes
 

@@ -41,6 +41,7 @@ class NewSlot(msgspec.Struct, array_like=True):
     prompt_len: int
     seed: int
     params: SamplingParams
+    adapter: int = 0  # the index of its adapter on the device (adapters.py); 0: none
 
 
 class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):

@@ -1,8 +1,8 @@
 """The prefix cache: a tree of full KV blocks, found by their hashes.
 
-A block's hash covers its parent's hash and its own token ids; the root's covers the model's fingerprint and the cache
-salt (C5). Equal hashes therefore mean equal prefixes, and the tree needs no child pointers: a path is looked up by
-hashing forward.
+A block's hash covers its parent's hash and its own token ids; the root's covers the model's fingerprint, the adapter
+and the cache salt (C5). Equal hashes therefore mean equal prefixes, and the tree needs no child pointers: a path is
+looked up by hashing forward.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from hashlib import blake2b
 KEY_BYTES = 8  # of a hash by which others than its engine know a block; two that are alike cost a wrong guess, no more
 
 
-def root_hash(fingerprint: str, salt: str) -> bytes:
-    """The hash of the empty prefix, 16 bytes."""
-    return blake2b(f"{fingerprint}\0{salt}".encode(), digest_size=16).digest()
+def root_hash(fingerprint: str, salt: str, adapter: str = "") -> bytes:
+    """The hash of the empty prefix of requests with this salt and the adapter of this digest, 16 bytes."""
+    return blake2b(f"{fingerprint}\0{adapter}\0{salt}".encode(), digest_size=16).digest()
 
 
 def hash_blocks(parent: bytes, token_ids: array[int], block_size: int) -> list[bytes]:

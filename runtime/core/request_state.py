@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ class RequestState:
     """One live request: the scheduler's only mutable record of it."""
 
     __slots__ = (
-        "acceptance", "block_hashes", "capacity", "drafts_in_flight", "epoch", "expected_blocks", "failure",
+        "acceptance", "adapter", "block_hashes", "capacity", "drafts_in_flight", "epoch", "expected_blocks", "failure",
         "first_unsent", "has_ended", "lost_at", "max_len", "next_block_end", "num_accepted", "num_blocks", "num_cached",
         "num_computed", "num_draft_tokens", "num_final", "num_hits", "num_losses", "num_observed", "num_right",
         "num_total", "only_scores", "owner", "params", "plan_limit", "prompt_len", "prompt_logprobs", "request",
@@ -26,10 +27,16 @@ class RequestState:
     )  # fmt: skip
 
     def __init__(
-        self, request: Request, tokens: array[int], max_len: int, stop_ids: frozenset[int], sort_key: SortKey
+        self,
+        request: Request,
+        tokens: array[int],
+        max_len: int,
+        stop_ids: frozenset[int],
+        sort_key: SortKey,
+        adapter: int = 0,  # its index (adapters.py)
     ) -> None:
         self.request, self.params, self.prompt_len = request, request.params, request.prompt_len
-        self.tokens = tokens  # known ids
+        self.tokens, self.adapter = tokens, adapter  # known ids
         self.max_len = max_len  # most tokens, prompt included
         self.only_scores = not self.params.max_tokens  # it ends when its prompt is scored
         self.stop_ids = stop_ids
@@ -67,6 +74,24 @@ class RequestState:
         # Prompt log-probabilities so far, a part a step; None: not asked for, or delivered.
         self.prompt_logprobs: list[PromptLogprobs] | None = None if self.params.prompt_logprobs is None else []
         self.owner: Any = None  # whoever submitted it; the scheduler only carries it
+
+    def check_length(self, limit: int) -> None:
+        """Raises CallboardError if this model's `limit` of tokens leaves no room for output."""
+        if len(self.tokens) >= self.plan_limit:
+            raise CallboardError(
+                f"The prompt has {self.prompt_len} tokens, but this model's maximum context length is {limit} tokens, "
+                "output included; shorten the prompt."
+            )
+
+    def rewrite(self, length: int, token_ids: Sequence[int], block_size: int) -> None:
+        """`token_ids` follow the first `length` tokens; what a slot has beyond these is computed again."""
+        if self.slot is not None:
+            self.epoch += 1
+            self.num_computed = min(self.num_computed, length)
+            self.first_unsent = length if self.first_unsent is None else min(self.first_unsent, length)
+        del self.tokens[length:], self.block_hashes[length // block_size :]
+        self.tokens.extend(token_ids)
+        self.num_total = len(self.tokens)
 
     def detach(self) -> None:
         """Forget what a request has in a slot; its known tokens and their hashes stay."""

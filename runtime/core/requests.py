@@ -19,11 +19,12 @@ def requests_of(
     *,
     priority: int = 0,
     cache_salt: str = "",
+    adapter: str = "",
 ) -> list[Request]:
     """A request for each choice of one prompt. Without a seed in `params`, they get random ones."""
     seed = secrets.randbits(63) if params.seed is None else params.seed
     return [
-        Request(next(names), token_ids, len(token_ids), params, choice_seed(seed, i), priority, cache_salt)
+        Request(next(names), token_ids, len(token_ids), params, choice_seed(seed, i), priority, cache_salt, adapter)
         for i in range(num_choices)
     ]
 

@@ -22,10 +22,12 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from runtime.core.adapters import AdapterTable
 from runtime.core.admission import Admission
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.isolation import Isolation
@@ -67,6 +69,7 @@ class Scheduler:
         self.running: list[RequestState] = []  # in order of admission
         self.waiting = WaitingQueue()  # the requests that hold no slot
         self.slots = SlotPool(self.max_num_seqs)
+        self.adapters = AdapterTable(config.max_loras)
         self.stats = SchedulerStats()
         self.admission = Admission(self.kv_cache)
         self.isolation = Isolation()
@@ -97,12 +100,9 @@ class Scheduler:
         self._num_arrivals += 1
         max_len = min(request.prompt_len + params.max_tokens, self.max_len)
         job_len = max_len if self.config.policy == "sjf" else 0
-        state = RequestState(request, tokens, max_len, stop_ids, (request.priority, job_len, self._num_arrivals))
-        if len(tokens) >= state.plan_limit:
-            raise CallboardError(
-                f"The prompt has {request.prompt_len} tokens, but this model's maximum context length is "
-                f"{self.max_len} tokens, output included; shorten the prompt."
-            )
+        key, adapter = (request.priority, job_len, self._num_arrivals), self.adapters.index_of(request.adapter)
+        state = RequestState(request, tokens, max_len, stop_ids, key, adapter)
+        state.check_length(self.max_len)
         state.owner = owner
         state.block_hashes += block_hashes
         if self.kv_cache.cache.changes is not None:  # who follows it wants to know how much there is to compute
@@ -118,18 +118,17 @@ class Scheduler:
         if state is not None:
             self._end(state, FinishReason.STOP if stopped or state.params.stop else FinishReason.ABORT)
 
+    def uses_adapter(self, index: int) -> bool:
+        """True as long as a request has the adapter, or a step in flight has a row of one that had it."""
+        states = chain(self.requests.values(), *(step.rows for step in self._in_flight))
+        return any(state.adapter == index for state in states)
+
     def rewrite(self, state: RequestState, length: int, token_ids: Sequence[int]) -> None:
         """`token_ids` follow the first `length` tokens of a request, whatever it has or has in flight there; none of
         that is hashed. Its next row brings them."""
         if state.slot is None:
             self.waiting.num_tokens += length + len(token_ids) - len(state.tokens)
-        else:
-            state.epoch += 1
-            state.num_computed = min(state.num_computed, length)
-            state.first_unsent = length if state.first_unsent is None else min(state.first_unsent, length)
-        del state.tokens[length:], state.block_hashes[length // self.block_size :]
-        state.tokens.extend(token_ids)
-        state.num_total = len(state.tokens)
+        state.rewrite(length, token_ids, self.block_size)
 
     def requeue_all(self) -> RequestState | None:
         """The runners are gone with all they held: every live request is recomputed from its known tokens (C8), but the
@@ -320,7 +319,7 @@ class Scheduler:
             self.stats.prompt_tokens_cached += state.num_cached
             self.stats.prompt_tokens += state.prompt_len
         tokens = np.frombuffer(state.tokens.tobytes(), np.int32)
-        return NewSlot(slot, tokens, state.prompt_len, state.request.seed, state.params)
+        return NewSlot(slot, tokens, state.prompt_len, state.request.seed, state.params, state.adapter)
 
     def _grow(self, state: RequestState, num_tokens: int, rows: list[RequestState]) -> bool:
         """Blocks for a running request's first `num_tokens` tokens, if need be by preempting requests without a row in

@@ -110,6 +110,7 @@ class Request:
     seed: int = 0  # 63 bits; the key of this request's noise (C4)
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
+    adapter: str = ""  # digest of the adapter that its rows are computed with (adapters.py); "": none
 
 
 class TokenLogprobs(NamedTuple):

@@ -33,7 +33,13 @@ params = st.builds(
     grammar=st.none() | st.builds(Grammar, texts, texts, texts),
 ) | st.builds(SamplingParams, max_tokens=st.just(0), prompt_logprobs=st.integers(0, 20))
 new_slots = st.builds(
-    NewSlot, slot=int32, token_ids=arrays, prompt_len=int32, seed=st.integers(-(2**63), 2**63 - 1), params=params
+    NewSlot,
+    slot=int32,
+    token_ids=arrays,
+    prompt_len=int32,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    params=params,
+    adapter=int32,
 )
 
 
