@@ -5,8 +5,8 @@
     python -m benchmarks.kernels.ranks --streams --soak 10000   # and a million sums whose totals are checked
 
 Bfloat16 is added to a residual by graphs of several launches back to back; medians of the replays, the slowest rank's.
-Beside it NCCL in such a graph (--nccl). On two streams both ranks write into the one GPU's memory: that is the time of
-the kernel and not of a link.
+Beside it NCCL in such a graph (--nccl). On two streams both ranks write into the one GPU's memory, by fewer programs:
+that is the time of the kernel and not of a link.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from statistics import median
 import torch
 
 from benchmarks.library.measure import Results, new_parser
+from runtime.kernels.inboxes import NUM_PROGRAMS
 from runtime.worker.peer_memory import PeerMemory, inbox_bytes_of
 
 SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20]
 _WIDTH = 4096
+_STREAM_PROGRAMS = 16  # 100 launches of one rank may wait on the device at once, and must leave the other a place
 
 
 def graph_of(ranks: PeerMemory, num_bytes: int) -> tuple[torch.cuda.CUDAGraph, int]:
@@ -64,12 +66,14 @@ def nccl_us(num_bytes: int) -> float:
     return replay_us(graph, launches)
 
 
-def run_rank(pipe: Connection, rank: int, size: int, sizes: list[int], masked: bool, nccl: bool) -> None:
+def run_rank(
+    pipe: Connection, rank: int, size: int, sizes: list[int], num_programs: int, masked: bool, nccl: bool
+) -> None:
     if masked:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     torch.cuda.set_device(0 if masked else rank)
     device = torch.device("cuda", torch.cuda.current_device())
-    ranks = PeerMemory(rank, size, inbox_bytes_of(size, max(sizes)), device, timeout_s=30.0)
+    ranks = PeerMemory(rank, size, inbox_bytes_of(size, max(sizes)), device, timeout_s=30.0, num_programs=num_programs)
     pipe.send(ranks.handle)
     start = time.perf_counter()
     ranks.connect(pipe.recv())
@@ -85,11 +89,13 @@ def run_rank(pipe: Connection, rank: int, size: int, sizes: list[int], masked: b
     os._exit(0)  # NCCL's threads need no farewell
 
 
-def over_links(size: int, sizes: list[int], masked: bool, nccl: bool, results: Results) -> None:
+def over_links(size: int, sizes: list[int], num_programs: int, masked: bool, nccl: bool, results: Results) -> None:
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(size)]
     for rank, (_, theirs) in enumerate(pipes):
-        context.Process(target=run_rank, args=(theirs, rank, size, sizes, masked, nccl), daemon=True).start()
+        context.Process(
+            target=run_rank, args=(theirs, rank, size, sizes, num_programs, masked, nccl), daemon=True
+        ).start()
     handles = [ours.recv() for ours, _ in pipes]
     for ours, _ in pipes:
         ours.send(handles)
@@ -102,7 +108,8 @@ def over_links(size: int, sizes: list[int], masked: bool, nccl: bool, results: R
 
 
 def on_streams(sizes: list[int], results: Results) -> None:
-    pair = [PeerMemory(rank, 2, inbox_bytes_of(2, max(sizes)), torch.device("cuda", 0)) for rank in range(2)]
+    device, inbox_bytes = torch.device("cuda", 0), inbox_bytes_of(2, max(sizes))
+    pair = [PeerMemory(rank, 2, inbox_bytes, device, num_programs=_STREAM_PROGRAMS) for rank in range(2)]
     streams, handles = [torch.cuda.Stream() for _ in pair], [ranks.handle for ranks in pair]
 
     def connect(ranks: PeerMemory) -> None:
@@ -148,13 +155,14 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=0, help="ranks, each on a GPU")
     parser.add_argument("--masked", action="store_true", help="CUDA_VISIBLE_DEVICES of each rank has its own GPU alone")
     parser.add_argument("--nccl", action="store_true", help="measure NCCL, too")
+    parser.add_argument("--programs", type=int, default=NUM_PROGRAMS, help="of a launch")
     parser.add_argument("--streams", action="store_true", help="two ranks on one GPU")
     parser.add_argument("--soak", type=int, default=0, metavar="REPLAYS", help="of graphs of 100 sums on two streams")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="bytes")
     args = parser.parse_args()
     results = Results("ranks", args.out)
     if args.gpus:
-        over_links(args.gpus, args.sizes, args.masked, args.nccl, results)
+        over_links(args.gpus, args.sizes, args.programs, args.masked, args.nccl, results)
     if args.streams:
         on_streams([size for size in args.sizes if size <= 256 << 10], results)
     if args.soak:

@@ -7,8 +7,9 @@ in the next one, as A's values have reached it, but not in the one after that. S
 one before it, which is due again two launches later.
 
 Programs keep their turn in device memory, since a graph that is replayed has no other: program i of a rank talks to
-programs i of the others alone, and is launched by every operation. 64 programs are half of a GPU's, so that two ranks
-can run on one device, which a test needs. Every wait ends after a number of looks at the inbox and leaves the number
+programs i of the others alone, and is launched by every operation. While one launch waits for other ranks, those that
+follow it may come to the device, too, and wait there: two ranks of one process on one device, which only tests have,
+need few programs. Every wait ends after a number of looks at the inbox and leaves the number
 of the rank that was missing, plus one, in a word that the host reads; what is launched then waits no more. The threads
 of a program must agree about each wait, as they meet in it: they decide by what all of them have reduced, and by state
 that only their own program writes."""

@@ -51,13 +51,15 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
     )
     tables = np.array([[1, 2, 0, 0], [3, 4, 0, 0]], np.int32)
     ids = torch.arange(44).mul_(37) % spec.vocab_size
+    device = numerics.device
 
     def forward(rows: list[int], starts: list[int], counts: list[int]) -> torch.Tensor:
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         row_of = torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts))
         blocks = torch.from_numpy(tables)[row_of, positions // 16].long()
         plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
-        batch = ForwardBatch(ids[row_of * 22 + positions], positions, blocks * 16 + positions % 16, plan)
+        places = blocks * 16 + positions % 16
+        batch = ForwardBatch(ids[row_of * 22 + positions].to(device), positions.to(device), places.to(device), plan)
         return decoder.logits(decoder.forward(batch, cache.layers)).float()
 
     with torch.inference_mode():

@@ -8,16 +8,18 @@ from typing import TypeVar
 
 import torch
 
+from runtime.kernels.all_reduce import sum_partials_torch
+
 _T = TypeVar("_T")
 
 
 class LockstepRank:
-    """`runtime.kernels.communicator.Communicator` of one thread, as far as samplers use it; counts what it is asked."""
+    """`runtime.kernels.communicator.Communicator` of one thread, as far as steps use it; counts what it is asked."""
 
     handle = b""
 
-    def __init__(self, rank: int, group: list["LockstepRank"], turn: threading.Condition) -> None:
-        self.rank, self.group, self.turn = rank, group, turn
+    def __init__(self, rank: int, group: list["LockstepRank"], turn: threading.Condition, tree: bool) -> None:
+        self.rank, self.group, self.turn, self.tree = rank, group, turn, tree
         self.operands: list[torch.Tensor] = []  # of all its exchanges in the run, or in the last one
         self.counts = Counter[str]()
         self.error: BaseException | None = None
@@ -41,6 +43,13 @@ class LockstepRank:
         assert len({(x.shape, x.dtype) for x in operands}) == 1, "ranks are at different operations"
         return operands
 
+    def add_reduced(self, residual: torch.Tensor, partial: torch.Tensor) -> None:
+        total = sum_partials_torch(self._exchange("add_reduced", partial), self.tree)
+        residual.copy_(residual.float() + total)
+
+    def reduced(self, partial: torch.Tensor) -> torch.Tensor:
+        return sum_partials_torch(self._exchange("reduced", partial), self.tree).to(partial.dtype)
+
     def all_gather(self, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.cat(self._exchange("all_gather", x), 1)
         return out if wanted is None else out.masked_fill_(wanted[:, None] == 0, torch.nan)
@@ -52,10 +61,10 @@ class LockstepRank:
 class LockstepGroup:
     """Ranks that run what they are handed, together."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, tree: bool = False) -> None:
         turn = threading.Condition()
         self.ranks = list[LockstepRank]()
-        self.ranks += (LockstepRank(rank, self.ranks, turn) for rank in range(size))
+        self.ranks += (LockstepRank(rank, self.ranks, turn, tree) for rank in range(size))
 
     def run(self, work: Callable[[LockstepRank], _T]) -> list[_T]:
         """The results of `work` by rank, or the first error."""

@@ -1,0 +1,53 @@
+"""Decoders of ranks on one GPU, whose threads take turns: with rank_invariant, 1, 2, 4 and 8 have the same bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from runtime.core.config import EngineConfig
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.kernels.communicator import OneRank
+from tests.models.test_divided_decoder import SPECS, rank_logits
+from tests.support.lockstep_ranks import LockstepGroup
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+DENSE = [name for name, spec in SPECS.items() if spec.experts is None]  # mixtures are refused on a GPU
+
+
+def all_logits(spec: DecoderSpec, size: int, rank_invariant: bool, **settings) -> torch.Tensor:
+    config = EngineConfig(
+        device="cuda", dtype="bfloat16", tensor_parallel_size=size, rank_invariant=rank_invariant, **settings
+    )
+    if size == 1:
+        return rank_logits(spec, config, OneRank())
+    group = LockstepGroup(size, tree=rank_invariant)
+    return torch.cat(group.run(lambda rank: rank_logits(spec, config, rank)), 1)
+
+
+def of_gpus_shape(family: str) -> DecoderSpec:
+    return replace(SPECS[family], hidden_size=512, head_dim=64, ffn_size=1024)
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_two_ranks_have_the_logits_of_one(family: str):
+    want = all_logits(of_gpus_shape(family), 1, False)
+    torch.testing.assert_close(all_logits(of_gpus_shape(family), 2, False), want, rtol=0.05, atol=0.08)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_rank_invariant_logits_are_equal_to_the_bit(family: str):
+    spec = of_gpus_shape(family)
+    want = all_logits(spec, 1, True)
+    torch.testing.assert_close(want, all_logits(spec, 1, False), rtol=0.05, atol=0.08)
+    for size in (2, 4, 8):
+        assert torch.equal(all_logits(spec, size, True), want), size
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])
+def test_rank_invariant_logits_of_codes(quantization: str):
+    spec = replace(of_gpus_shape("llama"), ffn_size=4096, hidden_size=1024)
+    want = all_logits(spec, 1, True, quantization=quantization)
+    for size in (2, 8):
+        assert torch.equal(all_logits(spec, size, True, quantization=quantization), want), size
