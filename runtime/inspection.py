@@ -110,6 +110,8 @@ def _positions(spec: DecoderSpec) -> str:
     if spec.learned_positions:
         return "learned positions"
     text = f"RoPE {spec.rope.type}, base {spec.rope.theta:g}"
+    if any(spec.no_rope):
+        text += f", none in {sum(spec.no_rope)} of {spec.num_layers} layers"
     if any(spec.sliding):
         text += f"; {sum(spec.sliding)} of {spec.num_layers} layers see {spec.window} tokens"
     return text

@@ -27,12 +27,18 @@ class RopeSpec:
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_positions / this are kept
     original_positions: int = 8192  # the context before stretching; all but default and linear
     partial: float = 1.0  # share of head_dim that turns, its first dimensions; 0: no rotary positions
+    interleaved: bool = False  # in the checkpoint, dimension 2 i turns with 2 i + 1, not i with i + half of them
     attention_factor: float = 1.0  # of cos and sin; yarn and longrope
     beta_fast: float = 32.0  # yarn: dimensions that turn more often than this in the original context are kept
     beta_slow: float = 1.0  # yarn: those that turn less often than this are stretched fully
     truncate: bool = True  # yarn: the edges between are whole dimensions
     short_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to the original context
     long_factor: tuple[float, ...] = ()  # and beyond it
+
+    @property
+    def reorders_heads(self) -> bool:
+        """True if rows of q and k change places when they are read (runtime.models.decoder.rope_permutation)."""
+        return self.partial > 0.0 and (self.partial < 1.0 or self.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,13 @@ class ExpertsSpec:
     num_experts: int
     top_k: int  # experts of a token
     normalized: bool  # their weights are made to sum to one
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise CallboardError(
+                f"The model has {self.num_experts} experts, of which a token takes {self.top_k}; it must take one at "
+                "least and all at most."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,8 @@ class DecoderSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
-    fused: bool = False  # the checkpoint has q, k and v as one tensor, and gate and up as one
+    fused_qkv: bool = False  # the checkpoint has q, k and v as one tensor
+    fused_gate_up: bool = False  # and gate and up
     gated: bool = True  # the feed-forward layer has a gate; without, `up` alone is activated
     experts: ExpertsSpec | None = None
     norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
@@ -73,10 +87,12 @@ class DecoderSpec:
     embed_scale: float = 1.0  # of the tokens' embedding, rounded to the model's dtype
     attn_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
     attn_soft_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: they stay
-    logit_soft_cap: float = 0.0  # the same of the logits
+    logit_scale: float = 1.0  # of the logits
+    logit_soft_cap: float = 0.0  # as attn_soft_cap, of the logits as they are scaled
     window: int = 0  # positions that a token of a sliding layer sees, itself included
     sliding: tuple[bool, ...] = ()  # which layers are; (): none
     local_rope: RopeSpec | None = None  # of sliding layers; None: that of the others
+    no_rope: tuple[bool, ...] = ()  # which layers have no rotary positions; (): none
     # The schemes (runtime.quant.scheme) of the parameters that the checkpoint has quantized; None: all are dense.
     quantization: Mapping[str, Any] | None = field(default=None, hash=False)
     fp8_kv_cache: bool = False  # the checkpoint asks for keys and values in fp8
@@ -136,8 +152,10 @@ class DecoderSpec:
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qkv: dict[str, tuple[int, ...]] = {"q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden)}
         gate_up: dict[str, tuple[int, ...]] = {"gate": (ffn, hidden), "up": (ffn, hidden)}
-        if self.fused:
-            qkv, gate_up = {"qkv": (q + 2 * kv, hidden)}, {"gate_up": (2 * ffn, hidden)}
+        if self.fused_qkv:
+            qkv = {"qkv": (q + 2 * kv, hidden)}
+        if self.fused_gate_up:
+            gate_up = {"gate_up": (2 * ffn, hidden)}
         return {
             "qkv": (qkv, self.qkv_bias),
             "out": ({"out": (hidden, q)}, self.out_bias),

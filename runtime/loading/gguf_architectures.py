@@ -33,6 +33,9 @@ _PARAMETERS = {
     "ffn_norm": "ffn_norm", "ffn_gate_inp": "router", "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
     "post_ffw_norm": "post_ffn_norm",
 }  # fmt: skip
+# Parameters that a family has in place of those, if its WeightMap does not have them.
+_OTHERWISE = {"post_attn_norm": "ffn_norm"}
+_PARTLY_TURNED = {"phi3", "glm4"}  # architectures in which RoPE turns a part of each head
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of tensors that are not quantized
 _EXPERTS = "_exps"  # ends the name of a tensor of all experts' weights
 _ROPE_TABLES = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -131,6 +134,8 @@ def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTen
     parameter = _PARAMETERS[part.removesuffix(_EXPERTS)]
     if f"gate_{parameter}" in weight_map.names:
         parameter = f"gate_{parameter}"
+    if parameter not in weight_map.names:
+        parameter = _OTHERWISE[parameter]
     name = weight_map.names[parameter]
     if not name.endswith(".weight"):
         name += f".{kind}"
@@ -205,7 +210,7 @@ def _decoder_config(file: GgufFile) -> dict[str, Any]:
     hidden_size = _count(file, f"{arch}.embedding_length")
     rope_dim = _count(file, f"{arch}.rope.dimension_count", hidden_size // num_heads)
     head_dim = _count(file, f"{arch}.attention.key_length", rope_dim)
-    if rope_dim != head_dim and f"{arch}.rope.dimension_count" in file.metadata and arch != "phi3":
+    if rope_dim != head_dim and f"{arch}.rope.dimension_count" in file.metadata and arch not in _PARTLY_TURNED:
         raise CallboardError(
             f"{file.path}: {arch}.rope.dimension_count is {rope_dim}, a part of a head's {head_dim}, which is not "
             f"supported of {arch}."
@@ -221,6 +226,7 @@ def _decoder_config(file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": _real(file, f"{arch}.attention.layer_norm_rms_epsilon"),
         "rope_theta": _real(file, f"{arch}.rope.freq_base", 10000.0),
         "max_position_embeddings": _count(file, f"{arch}.context_length"),
+        **({"partial_rotary_factor": rope_dim / head_dim} if arch in _PARTLY_TURNED else {}),
         **_tokens_config(file),
         **_rope_scaling(file),
     }
@@ -296,6 +302,20 @@ def _mixtral_config(file: GgufFile) -> dict[str, Any]:
     }
 
 
+def _granite_config(file: GgufFile) -> dict[str, Any]:
+    config = _llama_config(file)
+    return config | {
+        "attention_multiplier": _real(file, "granite.attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": _real(file, "granite.embedding_scale", 1.0),
+        "residual_multiplier": _real(file, "granite.residual_scale", 1.0),
+        "logits_scaling": _real(file, "granite.logit_scale", 1.0),
+    }
+
+
+def _seed_oss_config(file: GgufFile) -> dict[str, Any]:
+    return _llama_config(file) | {"attention_out_bias": "blk.0.attn_output.bias" in file.tensors}
+
+
 def _qwen3moe_config(file: GgufFile) -> dict[str, Any]:
     return _decoder_config(file) | {
         "num_experts": _count(file, "qwen3moe.expert_count"),
@@ -337,8 +357,6 @@ def _gemma3_config(file: GgufFile) -> dict[str, Any]:
 
 def _phi3_config(file: GgufFile) -> dict[str, Any]:
     config = _decoder_config(file)
-    head_dim = config["head_dim"]
-    config["partial_rotary_factor"] = _count(file, "phi3.rope.dimension_count", head_dim) / head_dim
     config["sliding_window"] = file.value("phi3.attention.sliding_window", int, 0) or None
     if "rope_factors_long.weight" in file.tensors and "rope_factors_short.weight" in file.tensors:
         original = _count(file, "phi3.rope.scaling.original_context_length")
@@ -372,5 +390,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", _gemma3_config),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", _phi3_config),
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", _gpt2_config),
+    "glm4": Architecture("Glm4ForCausalLM", "glm4", _llama_config),
+    "granite": Architecture("GraniteForCausalLM", "granite", _granite_config, interleaved=True),
+    "seed_oss": Architecture("SeedOssForCausalLM", "seed_oss", _seed_oss_config),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _llama_config, interleaved=True),
 }
 _MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", _mixtral_config, interleaved=True)  # a llama file with experts

@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
-from runtime.models import gemma, gpt2, llama, mistral, phi, qwen
+from runtime.models import gemma, glm, gpt2, granite, llama, mistral, phi, qwen, seed, smollm
 from runtime.models.config_checks import check_config
 from runtime.models.weight_map import WeightMap
 from runtime.quant import asks_for_fp8_kv_cache, parse_schemes
@@ -40,6 +40,19 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
     "Gemma3ForConditionalGeneration": Family(
         "Gemma 3 4B, 12B, 27B, without images", "google/gemma-3-4b-it", gemma.gemma3_spec, gemma.WEIGHT_MAP
     ),
+    "Glm4ForCausalLM": Family(
+        "GLM-4-0414 9B, 32B; GLM-Z1", "zai-org/GLM-4-9B-0414", glm.post_norms_decoder_spec, glm.POST_NORMS_WEIGHT_MAP
+    ),
+    "GlmForCausalLM": Family("GLM-4-9B", "zai-org/glm-4-9b-chat-hf", glm.decoder_spec, glm.WEIGHT_MAP),
+    "GraniteForCausalLM": Family(
+        "Granite 3.0-3.3", "ibm-granite/granite-3.3-2b-instruct", granite.decoder_spec, granite.WEIGHT_MAP
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "Granite 4.0 Micro, without state-space layers",
+        "ibm-granite/granite-4.0-micro",
+        granite.hybrid_decoder_spec,
+        granite.HYBRID_WEIGHT_MAP,
+    ),
     "LlamaForCausalLM": Family(
         "Llama 2, 3, 3.1, 3.2; SmolLM2",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -63,6 +76,10 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
     "Qwen2ForCausalLM": Family("Qwen2, Qwen2.5", "Qwen/Qwen2.5-0.5B-Instruct", qwen.decoder_spec, qwen.WEIGHT_MAP),
     "Qwen3ForCausalLM": Family("Qwen3", "Qwen/Qwen3-0.6B", qwen.decoder_spec, qwen.WEIGHT_MAP),
     "Qwen3MoeForCausalLM": Family("Qwen3-MoE", "Qwen/Qwen3-30B-A3B", qwen.moe_decoder_spec, qwen.MOE_WEIGHT_MAP),
+    "SeedOssForCausalLM": Family(
+        "Seed-OSS 36B", "ByteDance-Seed/Seed-OSS-36B-Instruct", seed.decoder_spec, seed.WEIGHT_MAP
+    ),
+    "SmolLM3ForCausalLM": Family("SmolLM3", "HuggingFaceTB/SmolLM3-3B", smollm.decoder_spec, smollm.WEIGHT_MAP),
 }
 
 

@@ -13,11 +13,12 @@ from typing import Any
 from runtime.core.bounds import Bounds
 from runtime.core.types import CallboardError
 
-_WIDTH, _HEADS, _EXPERTS, _POSITIONS = Bounds(1, 1 << 20), Bounds(1, 1 << 16), Bounds(1, 1 << 12), Bounds(1, 1 << 30)
+_WIDTH, _HEADS, _EXPERTS, _POSITIONS = Bounds(1, 1 << 20), Bounds(1, 1 << 16), Bounds(0, 1 << 12), Bounds(1, 1 << 30)
 _POSITIVE = Bounds(above=0)
 _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether it is a whole number
     **dict.fromkeys(("num_hidden_layers", "n_layer"), (Bounds(1, 1000), True)),
     **dict.fromkeys(("hidden_size", "n_embd", "intermediate_size", "moe_intermediate_size"), (_WIDTH, True)),
+    **dict.fromkeys(("shared_intermediate_size",), (_WIDTH, True)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"), (_HEADS, True)),
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), (_EXPERTS, True)),
     **dict.fromkeys(("vocab_size",), (Bounds(1, 1 << 24), True)),
@@ -27,13 +28,18 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
     **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "partial_rotary_factor"), (Bounds(0, 1), False)),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq", "factor", "query_pre_attn_scalar"), (_POSITIVE, False)),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (_POSITIVE, False)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), (_POSITIVE, False)),
+    **dict.fromkeys(("attention_multiplier", "logits_scaling"), (_POSITIVE, False)),
+    **dict.fromkeys(("no_rope_layer_interval",), (Bounds(1), True)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (Bounds(0), False)),
 }
 _MAY_BE_NULL = {
     "num_key_value_heads", "head_dim", "n_inner", "sliding_window", "attn_logit_softcapping", "factor",
     "final_logit_softcapping", "partial_rotary_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
 }  # fmt: skip
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob")
+_FLAGS = (
+    "tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "use_sliding_window", "norm_topk_prob",
+)  # fmt: skip
 _OBJECTS = ("text_config", "rope_scaling", "rope_parameters", "full_attention", "sliding_attention")
 
 
@@ -48,6 +54,13 @@ def check_config(config: Mapping[str, Any]) -> None:
             if not isinstance(value, Mapping):
                 raise CallboardError(f"The model's config.json has {name} {_shown(value)}; it must be an object.")
             check_config(value)
+    for name in ("layer_types", "no_rope_layers"):
+        kinds, num_layers = config.get(name), config.get("num_hidden_layers", 0)
+        if kinds is not None and not (isinstance(kinds, list) and len(kinds) >= num_layers):
+            raise CallboardError(
+                f"The model's config.json has {name} {_shown(kinds)}; it must be a list with one entry for each of "
+                f"{num_layers} layers."
+            )
     for heads, width in (("num_attention_heads", "hidden_size"), ("n_head", "n_embd")):
         if heads in config and width in config and config[heads] > config[width] and not config.get("head_dim"):
             raise CallboardError(

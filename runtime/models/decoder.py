@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.core.sharding import leaves_of
 from runtime.kernels import select
 from runtime.kernels.communicator import Communicator, OneRank
@@ -84,13 +84,15 @@ class Decoder:
         self.kernels = select(numerics, spec)
         self.format_of = weight_formats(spec, numerics)
         table = partial(rope_table, head_dim=spec.head_dim, num_positions=num_positions, dtype=numerics.dtype)
-        ropes = (spec.rope,) if spec.local_rope is None else (spec.rope, spec.local_rope)
-        self.ropes = [table(rope).to(numerics.device) for rope in ropes]
+        self.rope_specs = list(dict.fromkeys(self._rope(i) for i in range(spec.num_layers)))
+        self.ropes = [table(rope).to(numerics.device) for rope in self.rope_specs]
         (self.embed,) = read("embed")
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=numerics.dtype))
         self.position_embed = read("positions")[0] if spec.learned_positions else None
         self.layers = [self._layer(i, read) for i in range(spec.num_layers)]
         self.final_norm = self._norm("final_norm", read)
+        if spec.logit_scale != 1.0:  # of what the head is multiplied with, in float32, which norms take too
+            self.final_norm = self.final_norm.float() * spec.logit_scale
         head = self.format_of("head")
         weight = head.encode(self.embed) if spec.tied_head else read("head")
         self.head = self._columns(["head"], head, weight, None)
@@ -122,13 +124,20 @@ class Decoder:
             q_norm=q_norm,
             k_norm=k_norm,
             qkv=qkv,
-            rope=int(sliding and spec.local_rope is not None),
+            rope=self.rope_specs.index(self._rope(index)),
             attention=attention,
             out=out,
             ffn_norm=ffn_norm,
             post_ffn_norm=post_ffn_norm,
             feed_forward=feed_forward,
         )
+
+    def _rope(self, index: int) -> RopeSpec:
+        """A layer's rotary positions."""
+        spec = self.spec
+        if spec.no_rope and spec.no_rope[index]:
+            return RopeSpec(partial=0.0)
+        return spec.local_rope if spec.local_rope is not None and spec.sliding[index] else spec.rope
 
     def _linear(self, prefix: str, name: str, read: ReadWeight) -> Linear:
         """A fused linear map."""
@@ -193,8 +202,8 @@ class Decoder:
         ]
 
     def _row_order(self, name: str) -> torch.Tensor | None:
-        """The order of the rows of q and k that `rope_table` needs if only some dimensions of a head are rotated."""
-        if name != "qkv" or self.spec.rope.partial in (0.0, 1.0):
+        """The order of the rows of q and k that `rope_table` needs, if it is not the checkpoint's."""
+        if name != "qkv" or not self.spec.rope.reorders_heads:
             return None
         heads = torch.arange(self.spec.num_heads + self.spec.num_kv_heads)
         return (heads[:, None] * self.spec.head_dim + rope_permutation(self.spec)).flatten()
@@ -296,8 +305,10 @@ class Decoder:
 def rope_permutation(spec: DecoderSpec) -> torch.Tensor:
     """[head_dim]: the order of a head's dimensions in which i is rotated with i + head_dim / 2 (see rope_table).
 
-    Checkpoints in which only the first dimensions are rotated pair those among themselves. Scores do not change when
-    q and k are reordered alike."""
+    Checkpoints in which only the first dimensions are rotated pair those among themselves, and some pair neighbours.
+    Scores do not change when q and k are reordered alike."""
     dims, rotary_dim = torch.arange(spec.head_dim), int(spec.head_dim * spec.rope.partial)
-    halves = zip(dims[:rotary_dim].tensor_split(2), dims[rotary_dim:].tensor_split(2), strict=True)
+    turned, others = dims[:rotary_dim], dims[rotary_dim:]
+    pairs = (turned[::2], turned[1::2]) if spec.rope.interleaved else turned.tensor_split(2)
+    halves = zip(pairs, others.tensor_split(2), strict=True)
     return torch.cat([part for half in halves for part in half])

@@ -55,7 +55,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         qkv_bias=True,
         out_bias=True,
         ffn_bias=True,
-        fused=True,
+        fused_qkv=True,
         gated=False,
         norm="layer",
         learned_positions=True,

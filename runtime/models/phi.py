@@ -19,4 +19,4 @@ WEIGHT_MAP = WeightMap({
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     """The spec of a config.json; raises CallboardError for what llama refuses."""
-    return replace(mistral.decoder_spec({"rms_norm_eps": 1e-5, **config}), fused=True)
+    return replace(mistral.decoder_spec({"rms_norm_eps": 1e-5, **config}), fused_qkv=True, fused_gate_up=True)

@@ -58,7 +58,6 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
 
     layout_of = cache(lambda scheme: LAYOUTS[scheme.layout](scheme))
     linears = [parts for parts, _ in spec.linears().values()]
-    is_turned = spec.rope.partial not in (0.0, 1.0)  # rows of q and k change places
 
     of_experts = defaultdict(list)  # layer -> the weights of its experts
     for name in whole_shapes:
@@ -81,7 +80,7 @@ def weight_formats(spec: DecoderSpec, numerics: Numerics | None) -> Callable[[st
     @cache
     def agree(names: tuple[str, ...]) -> bool:
         form = own_form(names[0])
-        if form is None or products is None or not products.takes(form) or (form.rows > 1 and is_turned):
+        if form is None or products is None or not products.takes(form) or (form.rows > 1 and spec.rope.reorders_heads):
             return False
         return all(own_form(name) == form and fits(form, name) for name in names)
 

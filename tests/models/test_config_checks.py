@@ -39,6 +39,8 @@ LLAMA = {
         ("rope_theta", float("inf"), "a number above 0"),
         ("rope_scaling", 5, "an object"),
         ("tie_word_embeddings", "no", "true or false"),
+        ("residual_multiplier", 0.0, "a number above 0"),
+        ("no_rope_layers", [1], "a list with one entry for each of 2 layers"),
     ],
 )
 def test_a_field_that_no_model_can_have_is_named(field, value, want):

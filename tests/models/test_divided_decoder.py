@@ -33,9 +33,13 @@ SPECS = {
     "mixture": replace(BASE, experts=ExpertsSpec(4, 2, normalized=True), ffn_size=64),
     "gpt": replace(
         BASE, rope=RopeSpec(partial=0.0), activation="gelu_tanh", gated=False, norm="layer", learned_positions=True,
-        qkv_bias=True, out_bias=True, ffn_bias=True, fused=True, num_kv_heads=8,
+        qkv_bias=True, out_bias=True, ffn_bias=True, fused_qkv=True, num_kv_heads=8,
     ),
-    "phi": replace(BASE, fused=True, rope=RopeSpec(partial=0.5), num_kv_heads=1),
+    "glm, smollm3, granite": replace(
+        BASE, rope=RopeSpec(partial=0.5, interleaved=True), no_rope=(False, True), qkv_bias=True, fused_gate_up=True,
+        post_norms=True, logit_scale=0.5, num_kv_heads=2,
+    ),
+    "phi": replace(BASE, fused_qkv=True, fused_gate_up=True, rope=RopeSpec(partial=0.5), num_kv_heads=1),
 }  # fmt: skip
 
 

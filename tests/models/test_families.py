@@ -95,7 +95,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case, deterministic,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["mistral, window", "mixtral", "gemma2", "gemma3", "phi4-mini", "gpt2"])
+@pytest.mark.parametrize("case", ["mistral, window", "mixtral", "gemma2", "gemma3", "phi4-mini", "granite", "gpt2"])
 def test_bfloat16_is_as_close_to_fp32_as_transformers_is(case, tmp_path):
     theirs, tokens = (
         save_model(tmp_path, case),
@@ -106,8 +106,10 @@ def test_bfloat16_is_as_close_to_fp32_as_transformers_is(case, tmp_path):
     driver = Driver(open_runner(tmp_path, dtype="bfloat16"))
     driver.open(0, tokens.tolist())
     assert (driver.prefill(0, tokens.tolist()).float() - want).norm() < 1.5 * their_error
-    # What rounds to bf16 before it is multiplied with: the scale of Gemma's embeddings.
-    assert driver.runner.decoder.embed_scale == (7.75 if "gemma" in case else 1.0)  # of sqrt(60) = 7.7460
+    # What rounds to bf16 before it is multiplied with: the scale of Gemma's embeddings, sqrt(60) = 7.7460, and of
+    # Granite's, 12 / 0.22 = 54.545.
+    scale = 7.75 if "gemma" in case else 54.5 if case == "granite" else 1.0
+    assert driver.runner.decoder.embed_scale == scale
 
 
 def test_gpt2_without_a_prefix_and_with_masks_is_the_same_model(tmp_path):
@@ -151,6 +153,12 @@ def test_variants_that_are_not_supported_are_refused():
         ("Gemma2ForCausalLM", base | {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
         ("Gemma3ForCausalLM", base | {"use_bidirectional_attention": True}, "only causal attention"),
         ("Qwen3MoeForCausalLM", base | {"decoder_sparse_step": 2}, "dense layers between those of experts"),
+        (
+            "GraniteMoeHybridForCausalLM",
+            base | {"layer_types": ["attention", "mamba"], "num_local_experts": 0},
+            r"0 experts and layers of kind \['mamba'\]",
+        ),
+        ("MixtralForCausalLM", base | {"num_local_experts": 0, "num_experts_per_tok": 2}, "0 experts, of which a tok"),
         ("MistralForCausalLM", base | {"hidden_act": "relu"}, "hidden_act is 'relu'; supported is silu"),
     ):
         with pytest.raises(CallboardError, match=message):
@@ -195,6 +203,24 @@ def test_variants_that_are_not_supported_are_refused():
             7.616,
             {"rope": RopeSpec(1e6, "yarn", 4.0, original_positions=32768, attention_factor=1.138629436111989),
              "max_positions": 131072, "sliding": ()},
+        ),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "hidden_size": 2048, "intermediate_size": 11008,
+             "max_position_embeddings": 65536, "num_attention_heads": 16, "num_hidden_layers": 36,
+             "num_key_value_heads": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4,
+             "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
+             "use_sliding_window": False, "vocab_size": 128256},
+            3.075,
+            {"rope": RopeSpec(5e6), "no_rope": (False, False, False, True) * 9, "sliding": (), "tied_head": True,
+             "max_positions": 65536},
+        ),
+        (
+            {"architectures": ["Glm4ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_size": 4096,
+             "intermediate_size": 13696, "max_position_embeddings": 32768, "num_attention_heads": 32,
+             "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+             "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 151552},
+            9.400,
+            {"rope": RopeSpec(1e4, partial=0.5, interleaved=True), "qkv_bias": False, "post_norms": True},
         ),
     ],
 )  # fmt: skip

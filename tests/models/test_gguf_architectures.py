@@ -100,6 +100,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"phi3.rope.dimension_count": 6, "phi3.rope.scaling.original_context_length": 16,
          "phi3.rope.freq_base": 10000.0},
     ),
+    "glm4": ("glm4", "glm4", SMALL | {"head_dim": 12}, {"glm4.rope.dimension_count": 6}),
+    "granite": (
+        "granite",
+        "granite",
+        SMALL | {"attention_multiplier": 0.2, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                 "logits_scaling": 8.0},
+        {"granite.attention.scale": 0.2, "granite.embedding_scale": 12.0, "granite.residual_scale": 0.22,
+         "granite.logit_scale": 8.0},
+    ),
+    "seed_oss": ("seed_oss", "seed_oss", SMALL | {"head_dim": 16, "attention_bias": True}, {}),
+    "smollm3": ("smollm3", "smollm3", SMALL | {"num_hidden_layers": 5}, {"smollm3.rope.freq_base": 2e6}),
     "gpt2": (
         "gpt2",
         "gpt2",

@@ -208,7 +208,7 @@ def test_every_parameter_has_a_sharding_rule():
 
 def test_every_head_and_token_is_on_a_rank_and_its_neighbours_keys_are_with_it():
     """Also where there are fewer heads of keys and values than ranks, or a number of tokens that does not divide."""
-    spec = DecoderSpec(1, 96, 16, 4, 8, 64, 32000, 64, 1e-6, fused=True)
+    spec = DecoderSpec(1, 96, 16, 4, 8, 64, 32000, 64, 1e-6, fused_qkv=True, fused_gate_up=True)
     for size, shares in ((2, {16000}), (4, {8000}), (8, {4000}), (16, {2000})):
         ranks = [spec.of_rank(Shard(rank, size)) for rank in range(size)]
         assert {rank.vocab_size for rank in ranks} == shares

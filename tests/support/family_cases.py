@@ -31,6 +31,12 @@ _BASE = {
 _GPT2 = {"vocab_size": 101, "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 192, "eos_token_id": 2}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": CONTEXT}
 _LONG = {"short_factor": [1.0, 1.1, 1.3, 1.4, 2.0], "long_factor": [1.0, 1.5, 3.0, 5.5, 7.0]}
+_MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 10.0,
+}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -113,6 +119,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         _longrope(CONTEXT, head_dim=12, hidden_size=72, partial_rotary_factor=0.84, tie_word_embeddings=True),
     ),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "smollm3, window": (
+        "SmolLM3Config",
+        {"no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 13, "tie_word_embeddings": False},
+    ),
+    "granite": ("GraniteConfig", _MULTIPLIERS),
+    "granite 4": (
+        "GraniteMoeHybridConfig",
+        _MULTIPLIERS
+        | {"num_local_experts": 0, "shared_intermediate_size": 76, "position_embedding_type": "rope"}
+        | {"layer_types": ["attention"] * 3, "mamba_n_heads": 4, "head_dim": 10},
+    ),
+    "seed": ("SeedOssConfig", {"num_key_value_heads": 3}),
+    "glm": ("GlmConfig", {"head_dim": 20, "hidden_size": 60}),
+    "glm4": ("Glm4Config", {"head_dim": 12, "num_key_value_heads": 3}),
     "gpt2": ("GPT2Config", {}),
     "gpt2, narrow": ("GPT2Config", {"n_inner": 50, "n_head": 3, "layer_norm_epsilon": 1e-3}),
 }

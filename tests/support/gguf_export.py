@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+INTERLEAVED = {"llama", "granite", "smollm3"}  # whose converter is a LlamaModel, which permutes q and k
 _ARCH = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
@@ -71,9 +72,9 @@ def _stacked(state: dict[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor
 
 
 def _converted(name: str, weight: np.ndarray, arch: str, config: Any) -> np.ndarray:
-    if arch == "llama" and "attn_q." in name:
+    if arch in INTERLEAVED and "attn_q." in name:
         return permuted(weight, config.num_attention_heads)
-    if arch == "llama" and "attn_k." in name:
+    if arch in INTERLEAVED and "attn_k." in name:
         return permuted(weight, config.num_key_value_heads)
     if arch.startswith("gemma") and name.endswith("norm.weight"):
         return weight + np.float32(1)

@@ -1,0 +1,35 @@
+"""The dense GLM-4 family: neighbouring dimensions of half a head turn, biases on q, k and v, gate and up as one; since
+the versions of April 2025 (GLM-4-0414, Glm4ForCausalLM) with norms after attention and the feed-forward layer too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.models import llama
+from runtime.models.weight_map import WeightMap
+
+WEIGHT_MAP = WeightMap({**llama.WEIGHT_MAP.names, "gate_up": "model.layers.{}.mlp.gate_up_proj"})
+POST_NORMS_WEIGHT_MAP = WeightMap({
+    **WEIGHT_MAP.names,
+    "post_attn_norm": "model.layers.{}.post_self_attn_layernorm.weight",
+    "post_ffn_norm": "model.layers.{}.post_mlp_layernorm.weight",
+})  # fmt: skip
+# Defaults that configs leave out.
+_DEFAULTS: dict[str, Any] = {
+    "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072,
+    "partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-07,
+}  # fmt: skip
+
+
+def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a config.json; raises CallboardError for what llama refuses."""
+    spec = llama.decoder_spec(_DEFAULTS | dict(config))
+    return replace(spec, out_bias=False, fused_gate_up=True, rope=replace(spec.rope, interleaved=True))
+
+
+def post_norms_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """Likewise, of a Glm4ForCausalLM."""
+    return replace(decoder_spec(config), post_norms=True)

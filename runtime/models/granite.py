@@ -1,0 +1,47 @@
+"""Granite 3, and the dense ones of Granite 4: a Llama with four multipliers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from runtime.core.decoder_spec import DecoderSpec, RopeSpec
+from runtime.core.types import CallboardError
+from runtime.models import llama
+from runtime.models.weight_map import WeightMap
+
+WEIGHT_MAP = llama.WEIGHT_MAP
+HYBRID_WEIGHT_MAP = WeightMap({
+    **llama.WEIGHT_MAP.names,
+    "gate_up": "model.layers.{}.shared_mlp.input_linear",
+    "down": "model.layers.{}.shared_mlp.output_linear",
+})  # fmt: skip
+
+
+def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a config.json; raises CallboardError for what llama refuses.
+
+    Granite multiplies what each layer adds to the residual. Here the residual is that one divided by the multiplier, so
+    that layers add what they compute: embeddings are divided by it, and the norms' epsilon by its square."""
+    spec, multiplier = llama.decoder_spec(config), config.get("residual_multiplier", 1.0)
+    return replace(
+        spec,
+        norm_eps=spec.norm_eps / multiplier**2,
+        embed_scale=config.get("embedding_multiplier", 1.0) / multiplier,
+        attn_scale=float(config.get("attention_multiplier", 1.0)),
+        logit_scale=1.0 / config.get("logits_scaling", 1.0),
+    )
+
+
+def hybrid_decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a Granite 4's config.json; raises CallboardError for one with state-space layers or experts."""
+    others = {kind for kind in config.get("layer_types") or ["mamba"] if kind not in ("attention", "full_attention")}
+    if others or config.get("num_local_experts", 8):
+        raise CallboardError(
+            f"The model has {config.get('num_local_experts', 8)} experts and layers of kind {sorted(others)} "
+            "(layer_types); of Granite 4, models of attention layers without experts are supported."
+        )
+    spec = decoder_spec(dict(config, intermediate_size=config["shared_intermediate_size"]))
+    rope = spec.rope if config.get("position_embedding_type") == "rope" else RopeSpec(partial=0.0)
+    return replace(spec, rope=rope, fused_gate_up=True)

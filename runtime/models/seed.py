@@ -1,0 +1,18 @@
+"""Seed-OSS: a Llama with biases on q, k and v, and of the width of a head that it states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from runtime.core.decoder_spec import DecoderSpec
+from runtime.models import llama
+
+WEIGHT_MAP = llama.WEIGHT_MAP
+
+
+def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """The spec of a config.json; raises CallboardError for what llama refuses."""
+    spec = llama.decoder_spec({"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8, **config})
+    return replace(spec, out_bias=config.get("attention_out_bias", False))
