@@ -68,6 +68,7 @@ class Completion:
     reasoning: str = ""  # of a chat
     tool_calls: Sequence[CallDelta] = ()  # of a chat
     error: str = ""  # one sentence, if it failed
+    seed: int = 0  # that it was drawn with
 
 
 class _Choice:
@@ -101,6 +102,7 @@ class _Choice:
             done.reasoning,
             done.calls,
             self.error,
+            self.request.seed,
         )
 
 

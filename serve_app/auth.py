@@ -134,7 +134,7 @@ class Cors(CORSMiddleware):
             allow_origins=settings.cors_origin,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Callboard-Seed", "X-Callboard-System-Fingerprint"],
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:

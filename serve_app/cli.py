@@ -98,6 +98,16 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("--api-key", metavar="KEY", help="of the server, if it has any")
     chaos.set_defaults(run=_chaos)
 
+    again = commands.add_parser(
+        "replay", help="send a request again and compare the answers, to the bit", formatter_class=_Formatter
+    )
+    what = "the id of an answer of this server, or a JSON file that has a `request` and its `answer`"
+    again.add_argument("source", metavar="REQUEST_ID_OR_FILE", help=what)
+    again.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
+    again.add_argument("--api-key", metavar="KEY", help="of the server, if it has any")
+    again.add_argument("--save", metavar="FILE", help="write the request and its new answer to a file to replay")
+    again.set_defaults(run=_replay)
+
     generate = commands.add_parser("generate", help="complete a text on stdout", formatter_class=_Formatter)
     generate.add_argument("prompt", help="the text to go on with; - reads it from stdin")
     generate.add_argument("--model", default=DEFAULT_MODEL, help=_help("model"))
@@ -294,6 +304,12 @@ def _chaos(args: argparse.Namespace) -> int:
 
     plan = Plan(args.kill, args.every, args.streams, args.max_tokens, args.application, args.api_key)
     return chaos(args.url, plan)
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from serve_app.replay import replay
+
+    return replay(args.source, args.url, args.api_key, args.save)
 
 
 def _chat(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from serve_app.errors import INTERNAL_ERROR, ApiError
 from serve_app.limits import beside_the_loop_if, check_counts, deadline, is_long, read_json_body
 from serve_app.metrics import RequestContext
 from serve_app.prepared_request import PreparedRequest
+from serve_app.recorded import RecordedRequests
 from serve_app.requests import SamplingFields
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -40,15 +41,17 @@ EVENT_STREAM = [
 class Generation:
     """POST of one endpoint: an ASGI application of its own, since each token is a `send`."""
 
-    def __init__(self, service: Service, endpoint: Endpoint[Any], settings: HttpSettings) -> None:
-        self._service, self._endpoint, self._settings = service, endpoint, settings
+    def __init__(
+        self, service: Service, endpoint: Endpoint[Any], settings: HttpSettings, recorded: RecordedRequests
+    ) -> None:
+        self._service, self._endpoint, self._settings, self._recorded = service, endpoint, settings, recorded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = RequestContext(traceparent=Headers(scope=scope).get("traceparent"))
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
-        prepared = await self._prepared(body, scope)
+        prepared = self._recorded.begin(await self._prepared(body, scope), self._endpoint.path, body)
         await self._generate(prepared, context, scope, receive, send)
 
     async def _generate(

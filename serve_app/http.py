@@ -24,6 +24,7 @@ from serve_app.generation import Generation
 from serve_app.limits import beside_the_loop_if, is_long, read_json_body
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
+from serve_app.recorded import RecordedRequests
 from serve_app.requests import AbortRequest, parse
 from serve_app.response_routes import response_routes
 from serve_app.response_store import OneFront, ResponseStore, StoredResponses
@@ -68,12 +69,14 @@ class _Routes:
 
     def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses) -> None:
         self._service, self._settings, self._stored = service, settings, stored
+        self._recorded = RecordedRequests(settings.recorded_request_bytes)
 
     def all(self) -> list[Route]:
-        service, settings = self._service, self._settings
+        service, settings, recorded = self._service, self._settings, self._recorded
         return [
-            *(Route(e.path, Generation(service, e, settings), methods=["POST"]) for e in ENDPOINTS),
-            *response_routes(service, settings, self._stored),
+            *(Route(e.path, Generation(service, e, settings, recorded), methods=["POST"]) for e in ENDPOINTS),
+            *response_routes(service, settings, self._stored, recorded),
+            Route("/v1/requests/{request_id}", self.recorded),
             Route("/v1/models", _get(lambda: {"object": "list", "data": [service.model_card()]})),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/abort", self.abort, methods=["POST"]),
@@ -113,6 +116,9 @@ class _Routes:
         asked = parse(AbortRequest, await read_json_body(request.scope, request.receive, settings) or b"")
         self._service.abort(asked.request_id, request.scope["owner"])
         return _json({"request_id": asked.request_id, "object": "request.abort"})
+
+    async def recorded(self, request: HttpRequest) -> Response:
+        return _json(self._recorded.found(request.path_params["request_id"], request.scope["owner"]))
 
     async def model(self, request: HttpRequest) -> Response:
         self._service.check_model(request.path_params["name"])

@@ -67,12 +67,12 @@ Usage = _answer(
     completion_tokens_details=(CompletionTokensDetails | None, None),  # only where a draft guesses
 )
 
-_ANSWER = {"id": str, "created": int, "model": str, "usage": Usage}
+_ANSWER = {"id": str, "created": int, "model": str, "system_fingerprint": str, "usage": Usage}
 _CHOICE = {"index": int, "logprobs": dict[str, Any] | None, "finish_reason": str | None}
-CompletionChoice = _answer("CompletionChoice", **_CHOICE, text=str)
+CompletionChoice = _answer("CompletionChoice", **_CHOICE, text=str, seed=int)
 Completion = _answer("Completion", **_ANSWER, object=Literal["text_completion"], choices=_list_of(CompletionChoice))
 AnswerMessage = _answer("AnswerMessage", role=Literal["assistant"], content=str | None)
-ChatChoice = _answer("ChatChoice", **_CHOICE, message=AnswerMessage)
+ChatChoice = _answer("ChatChoice", **_CHOICE, message=AnswerMessage, seed=int)
 ChatCompletion = _answer("ChatCompletion", **_ANSWER, object=Literal["chat.completion"], choices=_list_of(ChatChoice))
 
 MessageUsage = _answer(
@@ -103,8 +103,20 @@ ResponseObject = _answer(
     created_at=int,
     status=Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"],
     model=str,
+    system_fingerprint=str,
+    seed=int,
     output=list[dict[str, Any]],
     usage=ResponseUsage | None,
+)
+RecordedRequest = _answer(
+    "RecordedRequest",
+    id=str,
+    object=Literal["request"],
+    path=str,
+    seed=int | list[int],
+    system_fingerprint=str,
+    request=dict[str, Any],
+    choices=list[dict[str, Any]],
 )
 DeletedResponse = _answer("DeletedResponse", id=str, object=Literal["response"], deleted=Literal[True])
 ItemList = _answer(
@@ -195,6 +207,7 @@ _OPERATIONS = (
     _Operation(_RESPONSE, "Forget a stored response", DeletedResponse, (), _STORED, method="delete"),
     _Operation(f"{_RESPONSE}/cancel", "End a response in the background", ResponseObject, (), _STORED, method="post"),
     _Operation(f"{_RESPONSE}/input_items", "A response's input", ItemList, (), _STORED, query=InputItemsQuery),
+    _Operation("/v1/requests/{request_id}", "A request among a front's latest", RecordedRequest, (), (404,)),
     _Operation("/v1/models", "The model that is served", ModelList, errors=(503,)),
     _Operation("/v1/models/{model}", "The model, by its name", ModelCard, errors=(404, 503)),
     _Operation("/v1/abort", "End a request", Aborted, (AbortRequest,), _BODY),
@@ -265,7 +278,11 @@ def _operation(op: _Operation, has_keys: bool, has_hosts: bool) -> dict[str, Any
     return described
 
 
-_PATH_PARAMETERS = {"model": "It may hold slashes.", "response_id": "As it was answered."}
+_PATH_PARAMETERS = {
+    "model": "It may hold slashes.",
+    "response_id": "As it was answered.",
+    "request_id": "Of its answer.",
+}
 
 
 def _parameters(op: _Operation) -> list[dict[str, Any]]:

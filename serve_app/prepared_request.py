@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -10,6 +10,7 @@ from runtime.core.config import ModelInfo
 from runtime.core.types import Request
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.message_parser import MessageFormat
+from runtime.output.processor import Delta
 from runtime.output.response_format import RequestedGrammar
 from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
@@ -29,6 +30,11 @@ class ServedModel:
     chats: ChatPrompter | None  # None: it has no chat template
     info: ModelInfo
     speculates: bool  # it has a draft, and usage tells how well that does
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: weights and numerics. With the same one, a seed gives the same answer."""
+        return "fp_" + self.info.fingerprint[:16]
 
     def encode(self, request: SamplingFields, text: str, special: bool, where: str) -> list[int]:
         """The token ids of the text of the field `where`; raises ApiError if they are clearly too many."""
@@ -72,15 +78,27 @@ class PreparedRequest(Generic[R]):
     requests: list[Request]  # without their grammar, which they get when they run
     stops: StopStrings | None  # of all choices
     ignored_fields: list[str]
+    on_delta: Callable[[Delta], None] | None = None  # is told of each
 
     @property
     def num_choices(self) -> int:
         """Choices of each prompt: engine request i is about prompt i // num_choices."""
         return self.request.n or 1
 
+    @property
+    def seed(self) -> int | list[int]:
+        """The `seed` of a request that gets the same answer: one number, or one for each prompt."""
+        seeds = [request.seed for request in self.requests[:: self.num_choices]]
+        return seeds[0] if len(set(seeds)) == 1 else seeds
+
     def headers(self) -> dict[str, str]:
-        """Headers for facts that the answer's shape has no place for."""
-        return {"x-callboard-ignored-fields": ", ".join(self.ignored_fields)} if self.ignored_fields else {}
+        """Headers for facts that the answer's shape may have no place for."""
+        headers = {"x-callboard-system-fingerprint": self.model.fingerprint}
+        if isinstance(seed := self.seed, int):  # of several there may be too many; choices have their own
+            headers["x-callboard-seed"] = str(seed)
+        if self.ignored_fields:
+            headers["x-callboard-ignored-fields"] = ", ".join(self.ignored_fields)
+        return headers
 
     def echo(self, index: int) -> Echo | None:
         """The head of choice `index`."""

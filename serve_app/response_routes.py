@@ -23,6 +23,7 @@ from serve_app.generation import EVENT_STREAM, Generation, until_client_leaves
 from serve_app.limits import beside_the_loop_if, deadline, is_long
 from serve_app.metrics import RequestContext
 from serve_app.prepared_request import PreparedRequest
+from serve_app.recorded import RecordedRequests
 from serve_app.requests.input_items import ITEMS, as_list, listed
 from serve_app.requests.shapes import RequestModel
 from serve_app.response_store import StoredResponses
@@ -49,8 +50,10 @@ class InputItemsQuery(RequestModel):
     after: str | None = None  # the id of the last item known
 
 
-def response_routes(service: Service, settings: HttpSettings, stored: StoredResponses) -> list[Route]:
-    creation, routes = ResponseCreation(service, settings, stored), _Routes(settings, stored)
+def response_routes(
+    service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
+) -> list[Route]:
+    creation, routes = ResponseCreation(service, settings, stored, recorded), _Routes(settings, stored)
     one = "/v1/responses/{response_id}"
     return [
         Route(ResponsesEndpoint.path, creation, methods=["POST"]),
@@ -63,8 +66,10 @@ def response_routes(service: Service, settings: HttpSettings, stored: StoredResp
 class ResponseCreation(Generation):
     """POST /v1/responses."""
 
-    def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses) -> None:
-        super().__init__(service, ResponsesEndpoint(stored.store), settings)
+    def __init__(
+        self, service: Service, settings: HttpSettings, stored: StoredResponses, recorded: RecordedRequests
+    ) -> None:
+        super().__init__(service, ResponsesEndpoint(stored.store), settings, recorded)
         self._stored = stored
 
     async def _prepared(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:

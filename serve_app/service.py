@@ -136,8 +136,8 @@ class Service:
         answer_id = endpoint.new_id(request_id)
         names = (f"{_owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
-        for prompt, most in zip(prompts.token_ids, max_tokens, strict=True):
-            params = request.sampling_params(most, self._defaults)
+        for index, (prompt, most) in enumerate(zip(prompts.token_ids, max_tokens, strict=True)):
+            params = request.sampling_params(most, self._defaults, index)
             if not requests:
                 _check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
                 _check_token_ids("stop_token_ids", params.stop_token_ids, model)
@@ -236,6 +236,8 @@ class Service:
                         delta.text, echo = echo.text + delta.text, None
                     if delta.finish_reason is not None:
                         seen.reason = delta.finish_reason
+                    if prepared.on_delta is not None:
+                        prepared.on_delta(delta)
                     yield delta
                     if delta.finish_reason is not None:
                         self.metrics.delivered(seen)

@@ -77,6 +77,9 @@ class HttpSettings:
         128 << 20, "memory of each front for stored responses (/v1/responses); 0: none are stored", 0
     )
     response_life_s: float = setting(86_400.0, "how long a stored response is kept, if there is room", above=0)
+    recorded_request_bytes: int = setting(
+        16 << 20, "memory of each front for its latest requests, which `callboard replay` sends again; 0: none", 0
+    )
     otlp_traces_endpoint: str | None = setting(
         None, "OTLP/HTTP endpoint for a span of each request (extra otel), such as http://127.0.0.1:4318/v1/traces"
     )

@@ -17,15 +17,12 @@ DONE = b"data: [DONE]\n\n"
 
 def header(prepared: PreparedRequest[Any], kind: str) -> dict[str, Any]:
     """The beginning of an answer or an event."""
-    model = prepared.model
-    fingerprint = "fp_" + model.info.fingerprint[:16]
-    created = int(time.time())
     return {
         "id": prepared.id,
         "object": kind,
-        "created": created,
-        "model": model.name,
-        "system_fingerprint": fingerprint,
+        "created": int(time.time()),
+        "model": prepared.model.name,
+        "system_fingerprint": prepared.model.fingerprint,
     }
 
 
@@ -46,6 +43,8 @@ class ChoiceRenderer(ABC):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if delta.finish_reason is not None:
+            rest["seed"] = self._prepared.requests[self._index].seed
         return rest | {"token_ids": delta.token_ids} if self._prepared.request.return_token_ids else rest
 
 

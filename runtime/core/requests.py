@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from runtime.core.types import Request, SamplingParams
 
 SEED_MASK = (1 << 63) - 1
+_DRAWN_BITS = 53  # of seeds that nobody gave: every client reads such a number exactly, JavaScript too
 
 
 def requests_of(
@@ -22,7 +23,7 @@ def requests_of(
     adapter: str = "",
 ) -> list[Request]:
     """A request for each choice of one prompt. Without a seed in `params`, they get random ones."""
-    seed = secrets.randbits(63) if params.seed is None else params.seed
+    seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
     return [
         Request(next(names), token_ids, len(token_ids), params, choice_seed(seed, i), priority, cache_salt, adapter)
         for i in range(num_choices)
@@ -33,4 +34,5 @@ def choice_seed(seed: int, index: int) -> int:
     """The request's own for the first choice, one derived from it for others."""
     if index == 0:
         return seed
-    return int.from_bytes(hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest(), "little") & SEED_MASK
+    digest = hashlib.blake2b(b"%d/%d" % (seed, index), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _DRAWN_BITS)

@@ -36,7 +36,11 @@ def _limits(name: str) -> Any:
     return Field(**limits)
 
 
-_Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
+_OneSeed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Seed = Annotated[
+    Annotated[_OneSeed, Tag("<number>")] | Annotated[list[_OneSeed], Field(fail_fast=True), Tag("<list>")],
+    Discriminator(lambda value: "<list>" if isinstance(value, list) else "<number>"),
+]
 _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _Stop = Annotated[
     Annotated[_StopString, Tag("<text>")]
@@ -70,7 +74,7 @@ class SamplingFields(RequestModel, OutputOptions):
     stop: _Stop | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    seed: _Seed | None = None
+    seed: _Seed | None = None  # of all prompts, or one for each
     frequency_penalty: Annotated[float, _limits("frequency_penalty")] | None = None
     presence_penalty: Annotated[float, _limits("presence_penalty")] | None = None
     logit_bias: _LogitBias | None = None
@@ -125,6 +129,8 @@ class SamplingFields(RequestModel, OutputOptions):
             raise invalid("truncate_prompt_tokens", "is 0, which would leave no prompt; use -1 for all that fits")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
+        if isinstance(self.seed, list) and len(self.seed) != (num_prompts := self.num_prompts()):
+            raise invalid("seed", f"has {len(self.seed)} numbers for {num_prompts} prompts; send one, or one for each")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
         if (grammar := self.requested_grammar()) is not None:
@@ -138,17 +144,18 @@ class SamplingFields(RequestModel, OutputOptions):
         """`logit_bias` as the engine takes it; raises FieldError. All prompts of a request share it."""
         return tuple((_token_id_key(key), value) for key, value in (self.logit_bias or {}).items())
 
-    def sampling_params(self, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
-        """The engine's parameters, with `max_tokens` resolved; raises FieldError."""
+    def sampling_params(self, max_tokens: int, defaults: SamplingDefaults, index: int = 0) -> SamplingParams:
+        """The engine's parameters for prompt `index`, with `max_tokens` resolved; raises FieldError."""
         if self.min_tokens > max_tokens:
             raise invalid("min_tokens", f"is {self.min_tokens}, more than the {max_tokens} tokens of output allowed")
+        seed = self.seed[index] if isinstance(self.seed, list) else self.seed
         given = {name: getattr(self, name) for name in _FIELDS.keys() & type(self).model_fields.keys()}
         given |= {
             "max_tokens": max_tokens,
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "logit_bias": self._bias,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "seed": None if self.seed is None else self.seed & SEED_MASK,
+            "seed": None if seed is None else seed & SEED_MASK,
             "logprobs": self.num_logprobs(),
             "prompt_logprobs": self.num_prompt_logprobs(),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),

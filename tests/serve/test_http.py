@@ -26,7 +26,8 @@ async def test_completion():
     assert body["model"] == MODEL
     assert body["id"].startswith("cmpl-")
     ended = {"logprobs": None, "finish_reason": "stop", "stop_reason": None}
-    assert body["choices"] == [{"index": 0, "text": "Hello, wörld!", **ended}]
+    seed = engine.requests[0].seed
+    assert body["choices"] == [{"index": 0, "text": "Hello, wörld!", **ended, "seed": seed}]
     assert body["usage"] == {
         "prompt_tokens": 9,
         "completion_tokens": 15,
@@ -47,7 +48,7 @@ async def test_chat():
     assert body["object"] == "chat.completion"
     message = {"role": "assistant", "content": "Hello, wörld!", "refusal": None}
     ended = {"logprobs": None, "finish_reason": "stop", "stop_reason": None}
-    assert body["choices"] == [{"index": 0, "message": message, **ended}]
+    assert body["choices"] == [{"index": 0, "message": message, **ended, "seed": engine.requests[0].seed}]
     assert bytes(engine.requests[0].token_ids) == b"<system>be brief<user>a\nb<assistant>"
     assert engine.requests[0].params.max_tokens == 128 - len(engine.requests[0].token_ids)  # all that fits
 

@@ -61,7 +61,7 @@ async def test_max_tokens_0_scores_and_generates_nothing(stream: bool, prompt: s
 async def test_max_tokens_0_without_scores(echo: bool, logprobs: int | None):
     """OpenAI allows it: the prompt is computed, which fills the prefix cache, and the answer is empty."""
     engine = FakeEngine()
-    fields = {"max_tokens": 0, "echo": echo} | ({} if logprobs is None else {"logprobs": logprobs})
+    fields = {"max_tokens": 0, "echo": echo, "seed": 1} | ({} if logprobs is None else {"logprobs": logprobs})
     body = (await post(engine, {"prompt": "ab", **fields})).json()
     assert body["choices"][0]["text"] == ("ab" if echo else "")
     assert (body["choices"][0]["logprobs"] is not None) == (echo and logprobs is not None)

@@ -109,6 +109,7 @@ def cases(draw):
     request = CompletionRequest(
         prompt=prompts,
         n=draw(st.sampled_from([1, 1, 2])),
+        seed=draw(st.integers(0, 9)),
         max_tokens=draw(st.just(len(ids)) | st.integers(0, len(ids) + 1)),
         stop=stops,
         stop_token_ids=draw(st.just([]) | st.sampled_from([[i] for i in ids if i < tokenizer.vocab_size])),

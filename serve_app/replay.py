@@ -1,0 +1,137 @@
+"""`callboard replay`: sends a request again, with the seed of its answer, and compares the two answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from runtime.core.types import CallboardError
+
+_MOST_FRONTS = 32  # that are asked for a request, each on a connection of its own
+_PATHS = {
+    "text_completion": "/v1/completions",
+    "chat.completion": "/v1/chat/completions",
+    "response": "/v1/responses",
+    "message": "/v1/messages",
+}
+_CHANCE = frozenset({"id", "call_id"})  # what no two answers have in common
+
+
+def replay(source: str, url: str, api_key: str | None, save: str | None) -> int:
+    """Replays a request by its id, or of a file; returns 0 if the answer is the same to the bit."""
+    server, file = _Server(url, api_key), Path(source)
+    is_recorded = not file.exists()
+    first = server.recorded(source) if is_recorded else _read(file)
+    path, seed, request = first["path"], first["seed"], _plain(first["path"], first["request"])
+    answer = server.post(path, request | {"seed": seed} if seed is not None else request)
+    if save is not None:
+        exchange = {"path": path, "seed": seed, "request": request, "answer": answer}
+        Path(save).write_text(json.dumps(exchange, ensure_ascii=False, indent=1) + "\n")
+    if is_recorded:
+        before, after = first["choices"], server.recorded(answer["id"])["choices"]
+        if any(choice["finish_reason"] is None for choice in before):
+            raise CallboardError(f"The answer to {source} did not come to its end; there is nothing to compare.")
+        was, now = first["system_fingerprint"], answer.get("system_fingerprint", first["system_fingerprint"])
+    else:
+        before, after = _drawn(first["answer"]), _drawn(answer)
+        was, now = (of.get("system_fingerprint", "") for of in (first["answer"], answer))
+    print(f"POST {path} with seed {seed}: {_size(after, answer)}")
+    if (difference := _difference(before, after, "")) is None:
+        print("The answer is the same, to the bit.")
+        return 0
+    print(f"The answer differs: {difference}.")
+    if was != now:
+        print(f"The model or its settings are others: {was} then, {now} now.")
+    else:
+        print("Only a server that runs with --deterministic promises the same answer, whatever else it computes.")
+    return 1
+
+
+class _Server:
+    """A server of Callboard."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"connection": "close"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+
+    def recorded(self, request_id: str) -> dict[str, Any]:
+        """A request that one of the fronts remembers."""
+        for _ in range(_MOST_FRONTS):
+            response = self._send("GET", f"/v1/requests/{request_id}")
+            if response.status_code != 404:
+                return _content(response)
+        raise CallboardError(
+            f"There is no file {request_id!r}, and no front of {self._url} has such a request among its latest "
+            "(--recorded-request-bytes); pass the id of an answer, or a file with a request and its answer."
+        )
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return _content(self._send("POST", path, json=body))
+
+    def _send(self, method: str, path: str, **more: Any) -> httpx.Response:
+        try:
+            return httpx.request(method, self._url + path, headers=self._headers, timeout=None, **more)
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
+            raise CallboardError(f"No server answers at {self._url}: {e}; check --url.") from e
+
+
+def _content(response: httpx.Response) -> dict[str, Any]:
+    try:
+        content = response.json()
+        if response.status_code == 200 and isinstance(content, dict):
+            return content
+        raise CallboardError(str(content["error"]["message"]))
+    except (ValueError, KeyError, TypeError) as e:
+        raise CallboardError(f"The server answered {response.status_code}: {response.text[:200]}") from e
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """An exchange from a file: `request` and `answer`, where they went as `path`, and the `seed` if the answer has
+    none."""
+    try:
+        exchange = json.loads(file.read_text())
+        request, answer = exchange["request"], exchange["answer"]
+        path = exchange.get("path") or _PATHS[answer.get("object") or answer.get("type")]
+        seed = exchange.get("seed", answer.get("seed", request.get("seed")))
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CallboardError(f"{file} holds no JSON object of a request and its answer; it must have both.") from e
+    if seed is None and (choices := answer.get("choices")):
+        seeds = [choice.get("seed") for choice in choices][:: request.get("n") or 1]
+        seed = seeds[0] if len(set(seeds)) == 1 else seeds
+    return {"path": path, "seed": seed, "request": request, "answer": answer}
+
+
+def _plain(path: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The request of the same answer, sent at once and kept nowhere."""
+    same = {
+        name: value for name, value in request.items() if name not in ("stream_options", "background", "request_id")
+    }
+    return same | {"stream": False} | ({"store": False} if path == "/v1/responses" else {})
+
+
+def _drawn(answer: dict[str, Any]) -> Any:
+    """The part of an answer that the seed decides."""
+    return next((answer[name] for name in ("choices", "output", "content") if name in answer), None)
+
+
+def _difference(before: Any, after: Any, at: str) -> str | None:
+    """One of the differences between two values of JSON; None if there is none."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = [name for name in {**before, **after} if name not in _CHANCE]
+        pairs = [(str(name), before.get(name), after.get(name)) for name in names]
+    elif isinstance(before, list) and isinstance(after, list):
+        pairs = [(str(i), b, a) for i, (b, a) in enumerate(zip(before, after, strict=False))]
+        pairs.append(("length", len(before), len(after)))
+    else:
+        return None if before == after else f"{at.lstrip('.')} was {str(before)[:60]!r} and is {str(after)[:60]!r}"
+    found = (_difference(b, a, f"{at}.{name}") for name, b, a in pairs)
+    return next((difference for difference in found if difference is not None), None)
+
+
+def _size(choices: Any, answer: dict[str, Any]) -> str:
+    usage = answer.get("usage") or {}
+    num_tokens = usage.get("completion_tokens", usage.get("output_tokens"))
+    return f"{num_tokens} tokens in {len(choices)} parts"

@@ -1,0 +1,118 @@
+"""Every answer names its seed; sent back, it gives the same answer, and `callboard replay` shows it."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from runtime.core.types import CallboardError, Request
+from serve_app import cli
+from serve_app.http import build_http_app
+from serve_app.replay import replay
+from serve_app.service import Service
+from serve_app.settings import HttpSettings
+from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of
+
+URL = "http://test"
+
+
+class Seeded(FakeEngine):
+    """Writes what follows from the seed, and from `salt`."""
+
+    salt = 0
+
+    def _outputs(self, request: Request):
+        self.script = [*hashlib.sha256(b"%d%d" % (request.seed, self.salt)).hexdigest()[:9].encode(), EOS]
+        yield from super()._outputs(request)
+
+
+@pytest.fixture
+def engine() -> Seeded:
+    return Seeded()
+
+
+@pytest.fixture
+def server(engine: Seeded, monkeypatch) -> TestClient:
+    settings = HttpSettings(api_key=("one", "two"), recorded_request_bytes=5_000)
+    app = build_http_app(Service(engine, byte_tokenizer(), MODEL), settings)
+    client = TestClient(app, base_url=URL, headers={"authorization": "Bearer one"})
+    monkeypatch.setattr("serve_app.replay.httpx.request", lambda *args, timeout, **more: client.request(*args, **more))
+    return client
+
+
+ASKED = [
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/completions", {"prompt": ["a", "a"], "n": 2, "logprobs": 1, "stream": True}),
+    ("/v1/completions", {"prompt": ["a", "b"], "seed": -3}),
+    ("/v1/chat/completions", chat(n=2, stream=True)),
+    ("/v1/responses", {"input": "hi", "store": False, "stream": True}),
+    ("/v1/messages", {"messages": chat()["messages"], "max_tokens": 20}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ASKED)
+def test_an_answer_is_drawn_again(server: TestClient, engine: Seeded, path: str, body: dict, capsys, tmp_path: Path):
+    response = server.post(path, json={**body, "request_id": "mine"})
+    assert response.headers["x-callboard-system-fingerprint"] == "fp_f"
+    seeds = {request.seed for request in engine.requests}
+    if "seed" not in body:
+        assert all(0 <= seed < 1 << 53 for seed in seeds)
+    if not isinstance(body.get("prompt"), list):
+        assert int(response.headers["x-callboard-seed"]) in seeds
+        assert f'"seed":{response.headers["x-callboard-seed"]}' in response.text or path == "/v1/messages"
+    first = [(r.seed, r.token_ids) for r in engine.requests]
+
+    file = str(tmp_path / "exchange.json")
+    name = re.search('"id":"([^"]*)"', response.text)[1] if path == "/v1/responses" else "mine"
+    assert cli.main(["replay", name, "--url", URL, "--api-key", "one", "--save", file]) == 0
+    assert [(r.seed, r.token_ids) for r in engine.requests[len(first) :]] == first
+    assert "the same, to the bit" in capsys.readouterr().out
+    assert cli.main(["replay", file, "--url", URL, "--api-key", "one"]) == 0
+    engine.salt = 1
+    assert cli.main(["replay", file, "--url", URL, "--api-key", "one"]) == 1
+    assert "was" in capsys.readouterr().out.splitlines()[-2]
+
+
+def test_one_seed_for_each_prompt(server: TestClient):
+    """Equal prompts without a seed get different answers, which can be had again at once or one by one."""
+    first = server.post("/v1/completions", json={"prompt": ["a", "a"], "n": 2}).json()["choices"]
+    assert len({choice["text"] for choice in first}) == 4
+    seeds = [first[0]["seed"], first[2]["seed"]]
+    assert server.post("/v1/completions", json={"prompt": ["a", "a"], "n": 2, "seed": seeds}).json()["choices"] == first
+    for choice in first:
+        alone = server.post("/v1/completions", json={"prompt": "a", "seed": choice["seed"]}).json()["choices"][0]
+        assert alone == choice | {"index": 0}
+    refused = server.post("/v1/completions", json={"prompt": "a", "seed": seeds})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "seed")
+
+
+def test_what_cannot_be_replayed_is_told(server: TestClient, tmp_path: Path):
+    server.post("/v1/completions", json={"prompt": "a", "request_id": "mine"})
+    for source, key, says in (("mine", "two", "no front"), ("mine", None, "API key"), ("other", "one", "no front")):
+        server.headers.pop("authorization", None)
+        with pytest.raises(CallboardError, match=says):
+            replay(source, URL, key, None)
+    server.headers["authorization"] = "Bearer one"
+    for i in range(9):  # more than there is room for
+        server.post("/v1/completions", json={"prompt": "a" * 100 * (i % 2), "request_id": f"{i}"})
+    assert server.get("/v1/requests/mine").status_code == 404
+    assert server.get("/v1/requests/cmpl-8").status_code == 404  # refused: no prompt
+    assert server.get("/v1/requests/cmpl-7").json()["choices"][0]["finish_reason"] == "stop"
+    file = tmp_path / "x.json"
+    for text in ("no JSON", json.dumps({"request": {}}), json.dumps({"request": {}, "answer": {"object": "x"}})):
+        file.write_text(text)
+        with pytest.raises(CallboardError, match="must have both"):
+            replay(str(file), URL, "one", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_reads_the_seed(stream: bool):
+    client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=client_of(Seeded()), max_retries=0)
+    made = await client.chat.completions.create(**chat(), stream=stream)
+    last = [chunk async for chunk in made][-1] if stream else made
+    again = await client.chat.completions.create(**chat(), seed=last.choices[0].seed)
+    assert (again.choices[0].seed, again.system_fingerprint) == (last.choices[0].seed, last.system_fingerprint)
