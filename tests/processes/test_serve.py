@@ -11,6 +11,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve_app.replay import replay
+
 pytestmark = pytest.mark.timeout(240)
 
 MODEL = "tiny"
@@ -178,6 +180,16 @@ async def test_a_client_that_leaves_frees_the_engine(url):
     while (await asyncio.to_thread(stats))["running"]:
         assert time.monotonic() < end, "the request was not aborted within a second"
         await asyncio.sleep(0.02)
+
+
+def test_a_replay_gets_the_same_tokens(url, capsys):
+    """Whichever front has made the answer, and whatever was computed beside it."""
+    body = {"prompt": "Once", "n": 2, "max_tokens": 40, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body).json(), range(4)))
+    assert len({choice["text"] for answer in answers for choice in answer["choices"]}) == 8
+    for answer in answers[:2]:
+        assert replay(answer["id"], url, None, None) == 0, capsys.readouterr().out
 
 
 async def test_deleting_the_application_lets_streams_finish(url):
