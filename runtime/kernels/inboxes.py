@@ -23,7 +23,7 @@ import torch
 
 from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl, use_pdl
 
-NUM_PROGRAMS = 64
+NUM_PROGRAMS = 132  # as many as an H100 or H200 has multiprocessors, which 64 MB take; all ranks need the same number
 NUM_INBOXES = 3
 STATE_WORDS = 4  # of a program: the inbox that is due, words of the one before to clear, 1 after a failure, unused
 EMPTY_WORD = -0x7FFF8000  # 0x80008000: negative zeros of 16 bits, and in 32 bits a denormal number

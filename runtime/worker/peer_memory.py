@@ -60,24 +60,30 @@ class DriverMemory:
     """Memory of the CUDA driver on a device, in the context that torch has made there."""
 
     def __init__(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # first of all: the driver's calls are for the context of this thread
-        torch.cuda.synchronize(device)
+        torch.cuda.set_device(device)
         self._device = device
 
+    def _enter(self) -> None:
+        """The driver's calls are for the context of their thread, which has none before its first call of the runtime;
+        an actor's calls come in several threads."""
+        torch.cuda.synchronize(self._device)
+
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
+        self._enter()
         address, handle = ctypes.c_uint64(), _DriverHandle()
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return torch.as_tensor(_Words(address.value, num_bytes // 4), device=self._device), bytes(handle)
 
     def open(self, handle: bytes) -> int:
+        self._enter()
         address = ctypes.c_uint64()
         by_value = _DriverHandle.from_buffer_copy(handle)
         _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS))
         return address.value
 
     def free(self, own: torch.Tensor, opened: Sequence[int]) -> None:
-        torch.cuda.synchronize(self._device)
+        self._enter()
         for address in opened:
             _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
         _call("cuMemFree_v2", ctypes.c_uint64(own.data_ptr()))

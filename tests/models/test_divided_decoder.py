@@ -12,6 +12,7 @@ from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.core.sharding import Shard
 from runtime.kernels.attention import AttentionShape, plan_attention
 from runtime.kernels.communicator import Communicator, OneRank
+from runtime.kernels.paged_attention import PagedBatch, PagedRows
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
 from runtime.quant.at_load import quantized_at_load
@@ -61,7 +62,15 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         row_of = torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts))
         blocks = torch.from_numpy(tables)[row_of, positions // 16].long()
-        plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
+        if device.type == "cuda":
+            numbers = [
+                torch.tensor(n, dtype=torch.int32, device=device) for n in (rows, starts, np.cumsum([0, *counts]))
+            ]
+            most, total = max(counts), sum(counts)
+            part = PagedRows(*numbers, torch.from_numpy(tables).to(device), len(rows), total, most, 22)
+            plan = PagedBatch(total, [part])
+        else:
+            plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
         places = blocks * 16 + positions % 16
         batch = ForwardBatch(ids[row_of * 22 + positions].to(device), positions.to(device), places.to(device), plan)
         return decoder.logits(decoder.forward(batch, cache.layers)).float()

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -58,7 +59,8 @@ def _live(
     torch.set_num_threads(1)
     ranks = make(rank, size, **options)
     connection.send(ranks.handle)
-    ranks.connect(connection.recv())
+    with ThreadPoolExecutor(1) as pool:  # an actor's calls come in whichever thread
+        pool.submit(ranks.connect, connection.recv()).result()
     try:
         connection.send(run(ranks))
     except CallboardError as e:
