@@ -164,7 +164,7 @@ class EngineGroup:
         request, prompt = stream.request, stream.prompt
         if prompt is None:
             prompt = self._last_prompt
-            uses_cache = request.params.prompt_logprobs is None or stream.scored
+            uses_cache = not request.params.pooled and (request.params.prompt_logprobs is None or stream.scored)
             alike = prompt.token_ids is request.token_ids and prompt.salt == request.cache_salt
             if not alike or prompt.uses_cache != uses_cache:
                 prompt = self._last_prompt = Prompt(request.token_ids, request.cache_salt, uses_cache)

@@ -366,6 +366,12 @@ class EngineLoop:
         for state, scores in output.prompt_logprobs:
             state.owner.connection.frame.prompt_logprobs.append((state.owner.number, scores))
             touched.add(state.owner.connection)
+        for state, vector in output.pooled:
+            stream, connection = state.owner, state.owner.connection
+            times = stream.admitted_at - stream.arrived_at, sampled_at - stream.admitted_at
+            connection.frame.started.append((stream.number, state.num_cached, *times))
+            connection.frame.pooled.append((stream.number, vector))
+            num_prompt += state.prompt_len
         meter.emitted(len(output.states), num_others, num_prompt)
         for state, reason in output.finished:
             self._finish_times.append(sampled_at)

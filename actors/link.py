@@ -345,6 +345,9 @@ class EngineLink:
                 request = stream.request
                 stream.output().prompt_logprobs = scores.of(request.token_ids[1 : request.prompt_len])
                 stream.wake()
+        for number, vector in frame.pooled:
+            if (stream := streams.get(number)) is not None:
+                stream.output().pooled = vector
         for ended in frame.ended:
             if (stream := streams.pop(ended.stream, None)) is not None:
                 stream.output().stop_token_id = ended.stop_token_id

@@ -93,6 +93,7 @@ class Tokens(msgspec.Struct, array_like=True, tag=4):
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []  # (stream, all of its prompt), once a stream
     verified: list[tuple[int, int, int]] = []  # (stream, draft tokens, how many were right: its first tokens here)
     accepted: list[tuple[int, bool]] = []  # (stream, whether it has a slot): when it was taken, and when it has
+    pooled: list[tuple[int, bytes]] = []  # (stream, float32 vector of its prompt), before its end
 
 
 class Report(msgspec.Struct, array_like=True, tag=8):

@@ -53,7 +53,7 @@ def model_report(config: EngineConfig) -> str:
     has_weights = path.is_file() or any(path.glob("*.safetensors"))
     checkpoint = open_checkpoint(path) if has_weights else None
     config_json = checkpoint.config if checkpoint else folder.model_config(path)
-    spec, weight_map = load_spec(config_json)
+    spec, weight_map = load_spec(config_json, checkpoint.names() if checkpoint else ())
     stored = f"{config_json.get('dtype') or config_json.get('torch_dtype') or 'unknown'} by its config.json"
     if checkpoint:
         locate_parameters(spec, weight_map, checkpoint)

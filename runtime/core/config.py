@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from runtime.core.bounds import Bounds
 from runtime.core.kv_cache_spec import KVCacheSpec
+from runtime.core.pooling import Pooling
 from runtime.core.sharding import NUM_LEAVES
 from runtime.core.types import CallboardError
 
@@ -49,6 +50,11 @@ class EngineConfig:
     )
     chat_template: str | None = setting(
         None, "file with a chat template (Jinja) in place of the model's own, at this path on every node"
+    )
+    pooling: Literal["auto", "none", "last", "mean", "yes_no"] = setting(
+        "auto",
+        "the vector that embeddings and scores make of a prompt: auto as sentence-transformers' files beside the model "
+        "or its classifier say; of the last token, the mean of all, or how likely yes is against no, as the next word",
     )
     quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
         "auto",
@@ -179,6 +185,7 @@ class EngineConfig:
             head_quantization="auto",
             draft=None,
             rank_invariant=False,
+            pooling="none",
             device="cpu" if self.draft_device == "cpu" else self.device,
             tensor_parallel_size=1,
             max_loras=0,  # it guesses for all adapters alike
@@ -219,3 +226,5 @@ class ModelInfo:
     kv_cache: KVCacheSpec | None = None  # its groups; None: one, which keeps everything
     weight_formats: str = "dense"  # of linear maps in the checkpoint (runtime.quant), that of most first
     latency_us: float = 0.0  # what a step takes beyond that if the next one is not planned before it ends
+    pooling: Pooling | None = None  # how it makes vectors of prompts; None: it does not
+    makes_text: bool = True  # False: it has no output head

@@ -73,6 +73,7 @@ class DecoderSpec:
     rope: RopeSpec = RopeSpec()
     activation: Literal["silu", "gelu_tanh"] = "silu"  # of the gate
     tied_head: bool = False
+    makes_text: bool = True  # False: the checkpoint has no output head, in whose place the embedding stands
     qk_norm: bool = False  # RMSNorm over head_dim of each q and k head, before RoPE
     qkv_bias: bool = False
     out_bias: bool = False

@@ -43,6 +43,7 @@ class KVCacheManager:
         self._caps = [self.blocks_for(group.window - 1 + max_chunk) + 1 for _, group in self._windows if group.window]
         self._table_len = self.blocks_for(info.max_model_len)
         self._shares = prefix_cache and self._num_groups == 1 and not self._windows
+        self._pooled_share = info.pooling is not None and info.pooling.shares_prefixes
         self.cache = PrefixCache()
         self.pool = BlockPool(info.num_kv_blocks, self.cache.evict)
         self._writes = _TableWrites([], [], [])  # not sent yet
@@ -94,7 +95,7 @@ class KVCacheManager:
     def open(self, state: RequestState) -> None:
         """A request has got a slot, with its cached prefix as blocks."""
         self._write(state, 0, state.tables[0])
-        if self._shares:
+        if self._shares and not self._keeps_none(state):
             state.next_block_end = state.capacity + self._size
 
     def close(self, state: RequestState, spoilt: bool = False) -> None:
@@ -139,10 +140,14 @@ class KVCacheManager:
     def match_prefix(self, state: RequestState) -> list[int]:
         """Cached blocks of the request's known prefix; never its last token, which must be computed to sample, and none
         if log-probabilities of the prompt are wanted, which are not in the cache."""
-        if not self._shares or state.prompt_logprobs is not None:
+        if not self._shares or state.prompt_logprobs is not None or self._keeps_none(state):
             return []
         num_full = (len(state.tokens) - 1) // self._size
         return self.cache.match_prefix(self._hash_blocks(state, num_full)[:num_full])
+
+    def _keeps_none(self, state: RequestState) -> bool:
+        """True for a prompt to be pooled that shares no prefix with others."""
+        return state.params.pooled and not self._pooled_share
 
     def cache_full_blocks(self, state: RequestState, move: bool = True) -> None:
         """Put the request's newly full blocks into the cache.

@@ -89,6 +89,8 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     top_logprobs: Float32s = np.zeros((0, 0), np.float32)  # [m, n]
     begun: tuple[int, int] = 0, 0  # outputs whose grammar was taken up, by the engine that serves it: lazy, eager
     failures: dict[int, str] = {}  # why a grammar cannot go on, by the number of the token
+    pooled_rows: Int32s = EMPTY  # [k] which of token_ids are in place of a vector
+    pooled: Float32s = np.zeros((0, 0), np.float32)  # [k, width] these vectors
 
     def sampled_logprobs(self, at: int, num_top: int) -> TokenLogprobs:
         """Of the token that `logprob_rows[at]` sampled."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: which rows in flight bring some, and how they become whole again.
+"""What prompts give beside tokens: log-probabilities, which become whole again here, and vectors (pooling.py).
 
 A prompt may take several steps, and a preemption starts it again; what came before it is dropped with its epoch (C3).
 """
@@ -6,13 +6,13 @@ A prompt may take several steps, and a preemption starts it again; what came bef
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from runtime.core.plan import StepResult
 from runtime.core.request_state import RequestState
-from runtime.core.types import PromptLogprobs
+from runtime.core.types import FinishReason, PromptLogprobs
 
 
 class ScoredRow(NamedTuple):
@@ -40,6 +40,21 @@ def collect_prompt_logprobs(result: StepResult, rows: list[ScoredRow]) -> list[t
     return complete
 
 
-def is_finite(scores: PromptLogprobs) -> bool:
-    """False after a fault in the model, which a request without output shows nowhere else."""
-    return bool(np.isfinite(np.frombuffer(scores.logprobs, np.float32)).all())
+def collect_vectors(
+    result: StepResult, samples: list[tuple[RequestState, int, Any]]
+) -> list[tuple[RequestState, bytes]]:
+    """The vectors of the step's pooled requests; those that were preempted meanwhile have none."""
+    rows = zip(result.pooled_rows.tolist(), result.pooled, strict=True)
+    found = ((*samples[row][:2], vector) for row, vector in rows)
+    return [(state, vector.tobytes()) for state, epoch, vector in found if state.epoch == epoch]
+
+
+def ended_with_prompts(
+    scores: list[tuple[RequestState, PromptLogprobs]], vectors: list[tuple[RequestState, bytes]]
+) -> list[tuple[RequestState, FinishReason]]:
+    """The requests that want no more than these. Numbers that are not finite are a fault in the model, which a request
+    without output shows nowhere else."""
+    found = [(state, columns.logprobs) for state, columns in scores if state.only_scores] + vectors
+    is_finite = (np.isfinite(np.frombuffer(numbers, np.float32)).all() for _, numbers in found)
+    reasons = (FinishReason.LENGTH if finite else FinishReason.ERROR for finite in is_finite)
+    return [(state, reason) for (state, _), reason in zip(found, reasons, strict=True)]

@@ -34,7 +34,7 @@ from runtime.core.isolation import Isolation
 from runtime.core.kv_cache_manager import KVCacheManager
 from runtime.core.plan import NewSlot, StepResult
 from runtime.core.plan_builder import PlanBuilder, ScheduledStep, StepInFlight
-from runtime.core.prompt_logprobs import collect_prompt_logprobs, is_finite
+from runtime.core.prompt_logprobs import collect_prompt_logprobs, collect_vectors, ended_with_prompts
 from runtime.core.request_state import RequestState, checked_tokens
 from runtime.core.scheduler_stats import SchedulerStats
 from runtime.core.slot_pool import SlotPool
@@ -354,14 +354,12 @@ class Scheduler:
             return self._commit_steps(step, result)
         states: list[RequestState] = []
         token_ids: list[int] = []
-        finished: list[tuple[RequestState, FinishReason]] = []
         logprobs: dict[int, TokenLogprobs] = {}
         logprobs_at = {row: at for at, row in enumerate(result.logprob_rows.tolist())}
-        prompt_logprobs = collect_prompt_logprobs(result, step.scored)
-        for state, scores in prompt_logprobs:
-            if state.only_scores:
-                finished.append((state, FinishReason.LENGTH if is_finite(scores) else FinishReason.ERROR))
-                self._end(*finished[-1])
+        prompt_logprobs, pooled = collect_prompt_logprobs(result, step.scored), collect_vectors(result, step.samples)
+        finished = ended_with_prompts(prompt_logprobs, pooled)
+        for ended in finished:
+            self._end(*ended)
         for row, ((state, epoch, draft), token) in enumerate(zip(step.samples, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
@@ -387,7 +385,7 @@ class Scheduler:
                     self.kv_cache.cache_full_blocks(state)
                 continue
             self._end(*finished[-1])
-        return StepOutput(states, token_ids, finished, logprobs, prompt_logprobs)
+        return StepOutput(states, token_ids, finished, logprobs, prompt_logprobs, pooled)
 
     def _commit_steps(self, step: StepInFlight, result: StepResult) -> StepOutput:
         """`commit` of a plan that was run several times: a row's tokens up to its end are taken in at once."""

@@ -80,6 +80,8 @@ class SamplingParams:
     # n: at each prompt position, its own token's and the n best ones'
     prompt_logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)
     grammar: Grammar | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
+    # What comes back is a vector of the prompt (pooling.py); max_tokens is 1, and that token is dropped.
+    pooled: bool = sampling(False, Effect.LENGTH)
     stop: tuple[str, ...] = sampling((), Effect.TEXT)  # matched by whoever makes the text
     include_stop_str_in_output: bool = sampling(False, Effect.TEXT)
     skip_special_tokens: bool = sampling(True, Effect.TEXT)
@@ -89,6 +91,8 @@ class SamplingParams:
             raise CallboardError(f"{f.name} is {getattr(self, f.name)}; it must be {f.bounds}.")
         if not self.max_tokens and self.prompt_logprobs is None:
             raise CallboardError("max_tokens is 0; it must be at least 1.")
+        if self.pooled and self.max_tokens != 1:
+            raise CallboardError(f"max_tokens is {self.max_tokens}; it must be 1 for a prompt that is pooled.")
         if self.min_tokens > self.max_tokens:
             raise CallboardError(f"min_tokens is {self.min_tokens}; it must be between 0 and max_tokens.")
         if self.temperature < _LEAST_TEMPERATURE:
@@ -188,6 +192,7 @@ class RequestOutput:
     first_sampled_at: float = 0.0  # with the first token: when it was sampled, by the engine's wall clock
     sampled_at: float = 0.0  # when the last token here was sampled, by the engine's wall clock; 0: there is none
     verified: list[Verified] | None = None  # in order, if there was something to verify
+    pooled: bytes | None = None  # float32, little-endian: the vector of a pooled request, which comes with its end
 
 
 @dataclass(slots=True)
@@ -202,3 +207,4 @@ class StepOutput:
     finished: list[tuple[Any, FinishReason]]
     logprobs: dict[int, TokenLogprobs]  # by index in the columns
     prompt_logprobs: list[tuple[Any, PromptLogprobs]]  # (state, those of prompt tokens 1, 2, ...), once a request
+    pooled: list[tuple[Any, bytes]] = field(default_factory=list)  # (state, its vector in float32), which then ended

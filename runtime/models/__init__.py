@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,9 @@ from runtime.models.config_checks import check_config
 from runtime.models.weight_map import WeightMap
 from runtime.quant import asks_for_fp8_kv_cache, parse_schemes
 
+CLASSIFIER = "score.weight"  # [num_labels, hidden] of the last token's hidden state
+_MODEL = "model."  # before the names of a decoder that was saved with its head
+_WITHOUT_HEAD = re.compile("(Model|ForSequenceClassification)$")
 _RANDOM = "logits and greedy tokens of random weights, against transformers"
 
 
@@ -83,19 +87,26 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
 }
 
 
-def load_spec(config: Mapping[str, Any]) -> tuple[DecoderSpec, WeightMap]:
-    """The spec of a config.json, and how its checkpoint stores it.
+def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple[DecoderSpec, WeightMap]:
+    """The spec of a config.json, and how its checkpoint, which has these tensors if they are known, stores it.
 
     Raises CallboardError if the architecture, or a variant that the config asks for, is not supported."""
-    name = (config.get("architectures") or [None])[0]
+    stored = str((config.get("architectures") or [None])[0])
+    name = _WITHOUT_HEAD.sub("ForCausalLM", stored)
     if name not in FAMILIES:
-        raise CallboardError(f"The model's architecture is {name}; supported are {', '.join(sorted(FAMILIES))}.")
+        raise CallboardError(f"The model's architecture is {stored}; supported are {', '.join(sorted(FAMILIES))}.")
     family = FAMILIES[name]
     check_config(config)
     try:
-        spec = family.decoder_spec(config)
+        spec = family.decoder_spec({**config, "architectures": [name]})
     except KeyError as e:
         raise CallboardError(f"The model's config.json lacks {e.args[0]}, which {name} needs.") from e
     weight_map = family.weight_map
+    if not weight_map.base and tensors and not any(tensor.startswith(_MODEL) for tensor in tensors):
+        weight_map = replace(weight_map, names={p: n.removeprefix(_MODEL) for p, n in weight_map.names.items()})
+        weight_map, stored = replace(weight_map, base=_MODEL), ""
+    if stored != name and weight_map.names["head"] not in tensors:  # it was saved without its head
+        spec = replace(spec, tied_head=True, makes_text=spec.tied_head and not stored)
+        weight_map = replace(weight_map, ignored=rf"{weight_map.ignored}|{CLASSIFIER}")
     schemes = parse_schemes(config, lambda: weight_map.names_of(spec), weight_map.base)
     return replace(spec, quantization=schemes or None, fp8_kv_cache=asks_for_fp8_kv_cache(config)), weight_map

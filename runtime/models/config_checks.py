@@ -45,6 +45,8 @@ _OBJECTS = ("text_config", "rope_scaling", "rope_parameters", "full_attention", 
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Raises CallboardError with one sentence for the first field that no model can have."""
+    if config.get("is_causal") is False:
+        raise CallboardError("The model's config.json has is_causal false; attention to later tokens is not supported.")
     for name, value in config.items():
         if name in _NUMBERS and not (value is None and name in _MAY_BE_NULL):
             _check_number(name, value)

@@ -295,6 +295,10 @@ class Decoder:
         own = F.embedding(places.masked_fill_(elsewhere, 0), self.embed)
         return self.communicator.reduced(own.masked_fill_(elsewhere[:, None], 0))
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] of `forward`, after the final norm."""
+        return self.kernels.norm(hidden, self.final_norm, self.spec.norm_eps)
+
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[n, hidden] of `forward` -> [n, vocab], of a rank those of its `spec.token_ids`; in `out`, float32, if given
         (Triton backend)."""

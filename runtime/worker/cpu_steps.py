@@ -11,12 +11,14 @@ from functools import partial
 import numpy as np
 import torch
 
-from runtime.core.plan import StepPlan, StepResult, joined
+from runtime.core.plan import Int32s, StepPlan, StepResult, joined
+from runtime.core.pooling import Pooling
 from runtime.kernels.attention import AttentionShape
 from runtime.models.decoder import Decoder
 from runtime.worker.grammar_state import GrammarState, Masks
 from runtime.worker.inputs import StepInput, build_input
 from runtime.worker.kv_cache import KVCache
+from runtime.worker.pooler import Pooler
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs, Sampler
 from runtime.worker.slots import Slots
@@ -37,11 +39,14 @@ class CpuSteps:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         grammar_state: GrammarState,
+        pooling: Pooling | None = None,
+        classifier: torch.Tensor | None = None,
     ) -> None:
         self.decoder, self.cache = decoder, cache
         self.split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
         self.grammar_state = grammar_state
+        self.pooling, self.classifier = pooling, classifier
         self.attention_shape = AttentionShape(
             num_heads=decoder.spec.num_heads,
             num_kv_heads=cache.num_kv_heads,
@@ -60,6 +65,7 @@ class CpuSteps:
         self.slots = Slots(self.num_slots, self.max_model_len, max_blocks, device)
         self.sampler = Sampler(self.num_slots, self.split.vocab_size, self.eos_token_ids, device, self.split)
         self.scorer = PromptScorer(self.decoder, self.num_slots, self.split)
+        self.pooler = Pooler(self.decoder, self.num_slots, self.pooling, self.classifier)
         self.grammar_state.clear()
         self.poisoned = False  # some step had a non-finite value, so that free blocks may hold one
 
@@ -74,11 +80,13 @@ class CpuSteps:
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
             self.scorer.remove(slot)
+            self.pooler.remove(slot)
             self.grammar_state.remove(slot)
         for new in plan.new:
             self.slots.add(new)
             self.sampler.add(new)
             self.scorer.add(new)
+            self.pooler.add(new)
             self.grammar_state.add(new)
         self.slots.write_tables(plan.block_table_writes)
         if len(plan.draft_token_ids):
@@ -96,7 +104,16 @@ class CpuSteps:
             at = torch.from_numpy(where).to(hidden.device)
             prompts = self.scorer.score(hidden, self.slots.flat_tokens, at)
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
-        return make_result(plan.step_id, token_ids.cpu(), logprobs and logprobs.map(torch.Tensor.cpu), masks)
+        pooled = self._pooled(hidden, plan, step)
+        return make_result(plan.step_id, token_ids.cpu(), logprobs and logprobs.map(torch.Tensor.cpu), masks, pooled)
+
+    def _pooled(self, hidden: torch.Tensor, plan: StepPlan, step: StepInput) -> tuple[Int32s, torch.Tensor] | None:
+        """Which of the step's samples are in place of vectors, and the vectors."""
+        self.pooler.accumulate(hidden, plan, step.last)
+        if not (which := self.pooler.find(plan)).size:
+            return None
+        states = hidden.index_select(0, torch.from_numpy(step.sampled[which]).to(hidden.device))
+        return which, self.pooler.pool(states, step.sampled_slots[which], step.sampled_positions[which] - 1).cpu()
 
     def _sample(
         self, hidden: torch.Tensor, step: StepInput, masks: Masks | None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult, joined, last_tokens
+from runtime.core.pooling import Pooling
 from runtime.kernels.paged_attention import PagedBatch, PagedRows
 from runtime.kernels.sample import NUM_PARAMS
 from runtime.kernels.scatter_writes import scatter_writes
@@ -29,6 +30,7 @@ from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.grammar_state import GrammarState
 from runtime.worker.graph_runner import NO_WRITES, Bucket, CapturedGraph, GraphRunner
 from runtime.worker.kv_cache import KVCache
+from runtime.worker.pooler import Pooler
 from runtime.worker.prompt_scorer import PromptScorer
 from runtime.worker.sampler import Logprobs
 from runtime.worker.split_logits import SplitLogits
@@ -50,11 +52,14 @@ class GpuSteps:
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         grammar_state: GrammarState,
+        pooling: Pooling | None = None,
+        classifier: torch.Tensor | None = None,
     ) -> None:
         self.decoder, self.cache = decoder, cache
         self.split = SplitLogits(decoder.spec.whole.vocab_size, decoder.communicator)
         self.num_slots, self.max_model_len, self.eos_token_ids = num_slots, max_model_len, eos_token_ids
         self.grammar_state = grammar_state
+        self.pooling, self.classifier = pooling, classifier
         self.device, self.block_size = cache.device, cache.block_size
         self.max_blocks = -(-max_model_len // self.block_size)
         self.table_at, self.params_at = max_model_len, max_model_len + self.max_blocks
@@ -66,6 +71,7 @@ class GpuSteps:
         self.transfers = Transfers(self.device)
         self.graph_runner = GraphRunner(self.state.view(-1), num_slots, max_model_len, self.block_size)
         self.graph_logits = torch.empty(0, device=self.device)  # [num_tokens, own_ids], of the last replay
+        self.graph_hidden = torch.empty(0, device=self.device)  # [num_samples, hidden], of the last one with prompts
         self.row_numbers = torch.arange(self.graph_runner.max_rows + 1, dtype=torch.int32, device=self.device)
         self.sampler = DeviceSampler(num_slots, self.split.vocab_size, eos_token_ids, self.transfers, self.split)
         self.reset()
@@ -75,6 +81,7 @@ class GpuSteps:
         self.state.zero_()
         self.sampler.clear()
         self.scorer = PromptScorer(self.decoder, self.num_slots, self.split)
+        self.pooler = Pooler(self.decoder, self.num_slots, self.pooling, self.classifier)
         self.grammar_state.clear(DeviceAutomata(self.num_slots, self.device))
 
     @torch.inference_mode()
@@ -86,6 +93,7 @@ class GpuSteps:
         for slot in plan.freed.tolist():
             self.sampler.remove(slot)
             self.scorer.remove(slot)
+            self.pooler.remove(slot)
             self.grammar_state.remove(slot)
         for new in plan.new:
             self.grammar_state.add(new)
@@ -93,16 +101,22 @@ class GpuSteps:
         sampling, sampled_after = last_tokens(plan, plan.num_samples)
         slots, positions = plan.slots[sampling], sampled_after + 1
         prompts = None
+        pooled = self.pooler.find(plan)
         plain = self.sampler.is_plain(slots, positions)
         graphs = self.graphs_for(plan)
-        if plain and graphs:
+        if plain and graphs and not pooled.size:
             return self._replay_all(plan, graphs, writes)
         if graphs:
-            token_ids, logits = self._replay_and_read(graphs, writes)
+            token_ids, logits, *states = self._replay_and_read(graphs, writes, pooled.size > 0)
         else:
             self._apply_writes(writes)
             filters, penalties = self.sampler.filtered[slots], self.sampler.penalised[slots]
-            token_ids, logits, prompts = self._run(plan, bool(filters.any()), bool(penalties.any()))
+            token_ids, logits, *states, prompts = self._run(plan, bool(filters.any()), bool(penalties.any()))
+        vectors = None
+        if pooled.size:
+            of_pooled = states[0].index_select(0, self.transfers.upload(pooled))
+            found = self.pooler.pool(of_pooled, slots[pooled], positions[pooled] - 1)
+            vectors = pooled, self.transfers.download(found.reshape(-1)).view(found.shape)
         logprobs = masks = None
         if not plain:
             again = self.sampler.wants_second_pass(slots, positions)
@@ -117,7 +131,7 @@ class GpuSteps:
         if prompts is not None:
             logprobs = prompts if logprobs is None else logprobs.then(prompts)
         host, host_logprobs = self.transfers.download(token_ids), logprobs and logprobs.map(_to_host)
-        wait = self.transfers.end(lambda: make_result(plan.step_id, host, host_logprobs, masks))
+        wait = self.transfers.end(lambda: make_result(plan.step_id, host, host_logprobs, masks, vectors))
         if graphs:
             self.graph_runner.graph_io.release_after(wait, len(graphs))
         if masks is not None:
@@ -164,6 +178,7 @@ class GpuSteps:
             lengths += (len(new.token_ids), NUM_PARAMS)
             values += (new.token_ids, self.sampler.add(new))
             self.scorer.add(new)
+            self.pooler.add(new)
         given = np.flatnonzero(plan.draft_lens)
         if len(given):
             places += (plan.slots * self.stride + plan.ends - plan.draft_lens)[given].tolist()
@@ -178,20 +193,24 @@ class GpuSteps:
 
     def _run(
         self, plan: StepPlan, filters: bool, penalties: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, Logprobs | None]:
-        """A step of any rows. Token ids and logits of the samples in the plan's order; log-probabilities of prompts."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Logprobs | None]:
+        """A step of any rows. Token ids, logits and hidden states of the samples in the plan's order;
+        log-probabilities of prompts."""
         shape = StepShape.of(plan)
         rows = self.transfers.upload(shape.pack(plan, self.num_slots))
         hidden = self._forward(shape, rows)
-        scored, prompts = self.scorer.find(plan, token_offsets(plan) + plan.ends - 1, self.stride), None
+        last = token_offsets(plan) + plan.ends - 1
+        self.pooler.accumulate(hidden, plan, last)
+        scored, prompts = self.scorer.find(plan, last, self.stride), None
         if scored.size:
             prompts = self.scorer.score(hidden, self.state.view(-1), self.transfers.upload(scored))
         if not shape.num_samples:
-            return rows[:0], hidden[:0], prompts
+            return rows[:0], hidden[:0], hidden[:0], prompts
         *_, sampled, slots, positions = shape.split(rows)
-        logits = self.decoder.logits(hidden.index_select(0, sampled))
+        hidden = hidden.index_select(0, sampled)
+        logits = self.decoder.logits(hidden)
         state = self.tokens, self.params
-        return self.sampler.sample(logits, slots, positions, *state, filters, penalties), logits, prompts
+        return self.sampler.sample(logits, slots, positions, *state, filters, penalties), logits, hidden, prompts
 
     def _forward(self, shape: StepShape, rows: torch.Tensor) -> torch.Tensor:
         """The hidden states of a step's tokens, [num_tokens, hidden]."""
@@ -218,6 +237,8 @@ class GpuSteps:
         buckets += self.graph_runner.prefill_buckets(prefill_tokens)
         shape = max(bucket.num_samples for bucket in buckets), len(self.split.own_ids)
         self.graph_logits = torch.empty(shape, dtype=torch.float32, device=self.device)
+        shape, dtype = (shape[0], self.decoder.spec.hidden_size), self.decoder.numerics.dtype
+        self.graph_hidden = torch.empty(shape, dtype=dtype, device=self.device)
         self.graph_runner.capture(buckets, self.step)
 
     def step(self, bucket: Bucket | StepShape, rows: torch.Tensor) -> torch.Tensor:
@@ -227,7 +248,8 @@ class GpuSteps:
     def prefill(self, shape: StepShape, graph_rows: torch.Tensor) -> torch.Tensor:
         """Prompts and decoding rows together, as `_run` has them."""
         *_, sampled, slots, positions = shape.split(graph_rows)
-        hidden = self._forward(shape, graph_rows).index_select(0, sampled)
+        hidden = self._forward(shape, graph_rows)
+        hidden = torch.index_select(hidden, 0, sampled, out=self.graph_hidden[: shape.num_samples])
         logits = self.decoder.logits(hidden, out=self.graph_logits[: shape.num_samples])
         return self.sampler.sample(logits, slots, positions, self.tokens, self.params)
 
@@ -251,13 +273,15 @@ class GpuSteps:
     def graphs_for(self, plan: StepPlan) -> list[tuple[CapturedGraph, StepPlan]]:
         """The graphs that compute the plan one after another, each with its part of it; none: it is launched.
 
-        Log-probabilities of prompts want logits that no graph makes. A decode graph's attention reads what it may
-        before the step's own keys are there, and only a new request can share a prefix that this very step computes;
-        any other plan of one step may have graphs of steps with prompts, if there are some with room for it. They are
-        not several where experts' weights, which a large step reads once, would be read again for each."""
-        if self.scorer.is_wanted(plan):
+        Log-probabilities of prompts want logits that no graph makes, and means the states of all tokens; other vectors
+        want states that graphs of steps with prompts leave behind, but not those of decode steps. A decode graph's
+        attention reads what it may before the step's own keys are there, and only a new request can share a prefix
+        that this very step computes; any other plan of one step may have graphs of steps with prompts, if there are
+        some with room for it. They are not several where experts' weights, which a large step reads once, would be
+        read again for each."""
+        if self.scorer.is_wanted(plan) or self.pooler.wants_all(plan):
             return []
-        if not plan.new and (graph := self.graph_runner.find(plan)) is not None:
+        if not plan.new and not self.pooler.find(plan).size and (graph := self.graph_runner.find(plan)) is not None:
             return [(graph, plan)]
         graphs = self.graph_runner.find_prefill(plan) if plan.num_steps == 1 else []
         return graphs if len(graphs) == 1 or self.decoder.spec.experts is None else []
@@ -273,20 +297,21 @@ class GpuSteps:
         return self._answered(plan, lambda: np.concatenate([out[places] for out, places in outputs]), len(graphs))
 
     def _replay_and_read(
-        self, graphs: list[tuple[CapturedGraph, StepPlan]], writes: list[Int32s]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step whose samples are looked at again: their token ids and logits, in the plan's order."""
+        self, graphs: list[tuple[CapturedGraph, StepPlan]], writes: list[Int32s], with_states: bool
+    ) -> list[torch.Tensor]:
+        """A step whose samples are looked at again: their token ids and logits, and if wanted their hidden states, in
+        the plan's order."""
         found = []
         for graph, part in graphs:
             self._replay(graph, part, writes)
             writes, wanted = [NO_WRITES], graph.bucket.sample_places(part).astype(np.int32)
             n = len(wanted)
-            token_ids, logits = graph.token_ids[:n], self.graph_logits[:n]
+            left = [graph.token_ids, self.graph_logits, *([self.graph_hidden] if with_states else [])]
             if n and (wanted[-1] >= n or len(graphs) > 1):  # others are between them, or the next graph writes there
                 index = self.transfers.upload(wanted)
-                token_ids, logits = graph.token_ids.index_select(0, index), self.graph_logits.index_select(0, index)
-            found.append((token_ids, logits))
-        return found[0] if len(found) == 1 else (torch.cat([t for t, _ in found]), torch.cat([x for _, x in found]))
+                left = [x.index_select(0, index) for x in left]
+            found.append([x[:n] for x in left])
+        return found[0] if len(found) == 1 else [torch.cat(parts) for parts in zip(*found, strict=True)]
 
     def _replay(self, graph: CapturedGraph, plan: StepPlan, writes: list[Int32s]) -> Int32s:
         """Start the plan's steps; returns where their samples will be."""

@@ -87,6 +87,8 @@ class ModelRunner:
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         self.decoder = self._source.load(spec, numerics, self.memory.max_model_len, group.communicator)
         self.grammar_state = GrammarState(spec.whole.vocab_size, self.is_draft, self.shard)
+        self.pooling = self._source.pooling(config.pooling)
+        self.classifier = self._source.classifier(config.pooling, numerics.device)
         self.kv_scales = None
         if spec.kv_cache_form(config.kv_cache_dtype) == "fp8" and (scales := self._source.kv_scales()) is not None:
             self.kv_scales = scales[:, :, spec.first_kv_head :][:, :, : spec.num_kv_heads]
@@ -132,6 +134,8 @@ class ModelRunner:
             max_num_seqs=memory.max_num_seqs,
             max_num_batched_tokens=memory.max_num_batched_tokens,
             weight_formats=format_names(spec, numerics),
+            pooling=self.pooling,
+            makes_text=spec.makes_text,
         )
 
     def _make_steps(self, num_blocks: int) -> CpuSteps | GpuSteps:
@@ -139,7 +143,8 @@ class ModelRunner:
         cache = KVCache(memory.kv_cache, num_blocks, memory.block_size, numerics.device, self.kv_scales)
         num_slots, max_len = memory.max_num_seqs, memory.max_model_len
         kind = GpuSteps if numerics.backend == "triton" else CpuSteps
-        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.grammar_state)
+        pooling = self.pooling, self.classifier
+        return kind(self.decoder, cache, num_slots, max_len, self.eos_token_ids, self.grammar_state, *pooling)
 
     def _measure_memory(self) -> None:
         """Give the KV cache what is free after the largest step, which runs on a cache of the null block alone."""

@@ -11,11 +11,14 @@ import torch
 
 from runtime.core.config import ModelInfo
 from runtime.core.decoder_spec import DecoderSpec
+from runtime.core.pooling import Pooling
+from runtime.core.sharding import Part
 from runtime.core.types import CallboardError
 from runtime.kernels.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
-from runtime.models import load_spec
+from runtime.loading.pooling import PoolingFiles, read_pooling
+from runtime.models import CLASSIFIER, load_spec
 from runtime.models.decoder import Decoder
 from runtime.models.kv_scales import read_kv_scales
 from runtime.structured.vocabulary import Vocabulary
@@ -38,6 +41,12 @@ class ModelSource(Protocol):
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         """Read the weights; `spec` is this source's, perhaps with weights in other forms, or what of it a rank has."""
 
+    def pooling(self, wanted: str) -> Pooling | None:
+        """How this model makes vectors of prompts, by the setting `pooling`; None: it does not."""
+
+    def classifier(self, wanted: str, device: torch.device) -> torch.Tensor | None:
+        """[num_labels, hidden] float32 of a model that makes scores of hidden states; None: it makes none."""
+
     def kv_scales(self) -> torch.Tensor | None:
         """[num_layers, 2 (k, v), num_kv_heads] of an fp8 KV cache; None: all are 1."""
 
@@ -51,7 +60,7 @@ class CheckpointSource:
     def __init__(self, path: Path) -> None:
         """Raises CallboardError if the checkpoint is damaged or its model is not supported."""
         self.path, self.checkpoint = path, open_checkpoint(path)
-        self.spec, self.weight_map = load_spec(self.checkpoint.config)
+        self.spec, self.weight_map = load_spec(self.checkpoint.config, self.checkpoint.names())
         self.eos_token_ids = self.checkpoint.eos_token_ids
         if (bad := next((i for i in self.eos_token_ids if not 0 <= i < self.spec.vocab_size), None)) is not None:
             raise CallboardError(
@@ -65,6 +74,35 @@ class CheckpointSource:
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         return Decoder.load(self.checkpoint, spec, self.weight_map, numerics, max_model_len, communicator)
+
+    def pooling(self, wanted: str) -> Pooling | None:
+        found = self._pooling_files(wanted)
+        return None if found is None else found.pooling
+
+    def classifier(self, wanted: str, device: torch.device) -> torch.Tensor | None:
+        found, checkpoint, names = self._pooling_files(wanted), self.checkpoint, self.weight_map.names
+        if found is None or not found.pooling.num_labels:
+            return None
+        if not found.label_ids:
+            return checkpoint.tensor(CLASSIFIER, torch.float32, device)
+        head = names["embed" if self.spec.tied_head else "head"]
+        head = head if head in checkpoint else self.weight_map.base + head
+        true, *false = (checkpoint.tensor(head, torch.float32, device, Part(0, i, i + 1)) for i in found.label_ids)
+        return true - false[0] if false else true
+
+    def _pooling_files(self, wanted: str) -> PoolingFiles | None:
+        if wanted == "none":
+            return None
+        if wanted in ("last", "mean"):
+            return PoolingFiles(Pooling("last" if wanted == "last" else "mean", normalized=True))
+        if wanted == "yes_no":
+            ids = Tokenizer.load(self.path).ids()
+            if missing := [word for word in ("yes", "no") if word not in ids]:
+                raise CallboardError(f"pooling is yes_no, but {missing[0]!r} is not one token of this model.")
+            return PoolingFiles(Pooling("last", num_labels=1), (ids["yes"], ids["no"]))
+        if CLASSIFIER in self.checkpoint:
+            return PoolingFiles(Pooling("last", num_labels=self.checkpoint.shape(CLASSIFIER)[0]))
+        return read_pooling(self.path, self.checkpoint.config)
 
     def kv_scales(self) -> torch.Tensor | None:
         return read_kv_scales(self.checkpoint, self.spec)
@@ -81,6 +119,7 @@ class DummySource:
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     vocabulary: Vocabulary | None = None
+    num_labels: int = 0  # of a classifier
 
     @property
     def fingerprint(self) -> str:
@@ -88,6 +127,16 @@ class DummySource:
 
     def load(self, spec: DecoderSpec, numerics: Numerics, max_model_len: int, communicator: Communicator) -> Decoder:
         return Decoder.dummy(spec, numerics, max_model_len, self.seed, communicator)
+
+    def pooling(self, wanted: str) -> Pooling | None:
+        if self.num_labels:
+            return Pooling("last", num_labels=self.num_labels)
+        return Pooling("last" if wanted == "last" else "mean") if wanted in ("last", "mean") else None
+
+    def classifier(self, wanted: str, device: torch.device) -> torch.Tensor | None:
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = self.num_labels, self.spec.hidden_size
+        return torch.randn(shape, generator=generator).to(device) if self.num_labels else None
 
     def kv_scales(self) -> None:
         return None

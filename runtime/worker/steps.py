@@ -8,7 +8,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from runtime.core.plan import StepPlan, StepResult
+from runtime.core.plan import Int32s, StepPlan, StepResult
+from runtime.core.pooling import Pooling
 from runtime.worker.grammar_state import Masks
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.sampler import Logprobs
@@ -22,6 +23,7 @@ class Steps(Protocol):
 
     asynchronous: bool  # a step runs while the host does something else
     cache: KVCache
+    pooling: Pooling | None  # how vectors are made of prompts; None: they are not
 
     def reset(self) -> None:
         """Forget all requests."""
@@ -30,9 +32,17 @@ class Steps(Protocol):
         """Start the step; the answer waits for its result. On a CPU the step itself waits until then."""
 
 
-def make_result(step_id: int, token_ids: torch.Tensor, logprobs: Logprobs | None, masks: Masks | None) -> StepResult:
-    """The result of a step from tensors on the host."""
+def make_result(
+    step_id: int,
+    token_ids: torch.Tensor,
+    logprobs: Logprobs | None,
+    masks: Masks | None,
+    pooled: tuple[Int32s, torch.Tensor] | None = None,
+) -> StepResult:
+    """The result of a step from tensors on the host; `pooled` are samples in place of which there are vectors."""
     result = StepResult(step_id, token_ids.numpy().astype(np.int32))
+    if pooled is not None:
+        result.pooled_rows, result.pooled = pooled[0], pooled[1].numpy().copy()
     if logprobs is not None:
         result.logprob_rows = logprobs.rows
         result.ranks = logprobs.ranks.numpy().astype(np.int32)

@@ -55,6 +55,9 @@ class WarmUp:
             self._run_prompts([min(length, self.longest_prompt)])
         for params in (SamplingParams(grammar=_FAILING), SamplingParams(repetition_penalty=1.1)):
             self._run_prompts([1], params)
+        if self.steps.pooling is not None:
+            for length in (1, 32):
+                self._run_prompts([min(length, self.longest_prompt)], SamplingParams(max_tokens=1, pooled=True))
         logger.info("kernels: built and run once")
 
     def large_step_us(self) -> float:

@@ -11,9 +11,8 @@ from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
 from runtime.core.speculation import Speculation
 from runtime.core.types import Request, SamplingParams
-from tests.core.test_scheduler import check
 from tests.support.draft_wires import BusyWire, SlowWire
-from tests.support.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, sequential
+from tests.support.fake_runner import EOS, VOCAB, CheckedCore, FakeRunner, check_integrity, sequential
 
 STEP_US = ((1, 10.0), (64, 20.0))
 
@@ -139,7 +138,7 @@ def test_only_final_tokens_are_hashed():
 
 def check_core(core):
     assert len(core._streams) == len(core.scheduler.requests)
-    check(core)
+    check_integrity(core)
 
 
 params = st.builds(
@@ -183,7 +182,7 @@ def test_tokens_are_right_whatever_happens(
         core.add(request)
     while core.has_work:
         output = core.step()
-        check(core)
+        check_integrity(core)
         check_core(draft)
         at += 1
         clock.now += 0.001

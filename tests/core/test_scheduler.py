@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
-from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.plan import StepResult
+from runtime.core.pooling import Pooling
 from runtime.core.scheduler import Scheduler
 from runtime.core.speculation import Speculation
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams, TokenLogprobs
@@ -23,38 +23,23 @@ from tests.support.fake_runner import (
     FixedPacing,
     FixedShare,
     Oracle,
+    check_integrity,
     sequential,
     sequential_scores,
+    sequential_vector,
 )
-
-
-def check(core: EngineCore) -> None:
-    """C1: no block leaked, reference counts match, a slot is in at most one live request."""
-    s = core.scheduler
-    assert s.find_faults() == []
-    held = Counter(b for state in s.running for table in state.tables for b in table)
-    if all(group.window is None for group in (s.info.kv_cache or KVCacheSpec(())).groups):
-        assert 0 not in held
-    del held[0]  # stands where a window has freed a block
-    for block in range(1, s.pool.num_blocks):
-        assert s.pool.refs(block) == held[block]
-    assert s.pool.num_available == s.pool.num_blocks - 1 - len(held)
-    slots = [state.slot for state in s.running]
-    assert len(set(slots)) == len(slots)
-    assert sorted(slots + s.slots._free) == list(range(s.max_num_seqs))
-    assert s.num_waiting == sum(state.slot is None for state in s.requests.values())
-    assert s.waiting.num_tokens == sum(len(state.tokens) for state in s.requests.values() if state.slot is None)
-    assert len(s.running) + s.num_waiting == len(s.requests)
 
 
 def make(**kw) -> tuple[EngineConfig, ModelInfo]:
     blocks, max_len = kw.pop("num_kv_blocks", 40), kw.pop("max_model_len", 64)
-    kv_cache = kw.pop("kv_cache", None)
+    kv_cache, labels = kw.pop("kv_cache", None), kw.pop("num_labels", 0)
     config = EngineConfig(**kw)
     size = max_len if config.kv_layout == "contiguous" else config.block_size
     if config.kv_layout == "contiguous":
         blocks = config.max_num_seqs + 1
-    return config, ModelInfo("f", VOCAB, max_len, (EOS,), blocks, size, "none", "none", kv_cache=kv_cache)
+    pooling = Pooling("last", num_labels=labels)
+    places = {"kv_cache": kv_cache, "pooling": pooling}
+    return config, ModelInfo("f", VOCAB, max_len, (EOS,), blocks, size, "none", "none", **places)
 
 
 STEP_US = ((1, 1.0), (8, 1.2), (64, 4.0))  # a step's time by its tokens
@@ -75,6 +60,7 @@ configs = st.builds(
     share_right=st.sampled_from([None, None, 0.0, 0.5, 0.9, 1.0]),
     fixed=st.sampled_from([None, 1, 3, 7]),
     most_beside=st.sampled_from([None, None, 1, 4]),
+    num_labels=st.sampled_from([0, 1]),  # with some, pooled requests share prefixes
 )
 prefixes = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 11, 11, 11, 11], [5] * 12]
 
@@ -84,8 +70,10 @@ def requests(draw):
     shared = draw(st.sampled_from(prefixes))[: draw(st.integers(0, 12))]
     prompt = shared + draw(st.lists(st.integers(1, VOCAB - 1), min_size=0 if shared else 1, max_size=12))
     prompt_logprobs = draw(st.sampled_from([None, None, None, 0, 2]))
+    pooled = prompt_logprobs is None and draw(st.sampled_from([False, False, False, True]))
     params = SamplingParams(
-        max_tokens=draw(st.integers(1 if prompt_logprobs is None else 0, 30)),
+        pooled=pooled,
+        max_tokens=1 if pooled else draw(st.integers(1 if prompt_logprobs is None else 0, 30)),
         prompt_logprobs=prompt_logprobs,
         ignore_eos=draw(st.sampled_from([True, False, False])),
         stop_token_ids=tuple(draw(st.sampled_from([[], [], [], [3]]))),
@@ -121,6 +109,7 @@ class Session:
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.scores: dict[str, list[TokenLogprobs]] = {}
+        self.vectors: dict[str, bytes] = {}
         self.aborted: set[str] = set()
         self.steps = self.guessed = self.accepted = 0
 
@@ -137,7 +126,7 @@ class Session:
 
     def step(self) -> None:
         output = self.core.step()
-        check(self.core)
+        check_integrity(self.core)
         self.steps += 1
         if output is None:
             return
@@ -152,6 +141,9 @@ class Session:
             assert name not in self.scores
             assert len(self.outputs[name]) == output.states.count(state), "they come with the first tokens"
             self.scores[name] = list(scores.of(state.request.token_ids[1:]))
+        for state, vector in output.pooled:
+            assert state.request.request_id not in self.aborted | self.vectors.keys()
+            self.vectors[state.request.request_id] = vector
         for state, reason in output.finished:
             if reason is FinishReason.ERROR:
                 self.aborted.add(state.request.request_id)
@@ -165,7 +157,7 @@ class Session:
             assert culprit.num_losses >= 3
             self.aborted.add(culprit.request.request_id)
         self.core.recover(self.runner)
-        check(self.core)
+        check_integrity(self.core)
 
     def play(self, history) -> None:
         for kind, value in history:
@@ -182,7 +174,7 @@ class Session:
                 if name in self.added and name not in self.reasons:
                     self.aborted.add(name)
                 self.core.abort(name)
-                check(self.core)
+                check_integrity(self.core)
             elif kind == "fail":
                 self.runner.fails = value
             else:
@@ -199,6 +191,7 @@ class Session:
             if name not in self.aborted:
                 assert (self.outputs[name], self.reasons[name]) == sequential(request, self.core.scheduler.max_len)
                 assert self.scores.get(name, []) == sequential_scores(request)
+                assert self.vectors.get(name) == sequential_vector(request)
                 assert (name in self.scores) == (request.params.prompt_logprobs is not None)
 
 
@@ -222,6 +215,7 @@ def test_any_history_gives_the_sequential_tokens():
         seen["accepted"] += session.accepted
         seen["rejected"] += session.guessed - session.accepted
         seen["scores"] += sum(map(len, session.scores.values()))
+        seen["vectors"] += len(session.vectors)
 
     run()
     assert seen["steps"] >= 10_000, seen
@@ -231,6 +225,7 @@ def test_any_history_gives_the_sequential_tokens():
     assert seen["accepted"] > 1000, seen
     assert seen["rejected"] > 1000, seen
     assert seen["scores"] > 1000, seen
+    assert seen["vectors"] > 300, seen
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -361,7 +356,7 @@ def step_with(session: Session, *tokens: int) -> list[FinishReason]:
     scheduler = session.core.scheduler
     plan = scheduler.schedule().plan
     output = scheduler.commit(StepResult(plan.step_id, np.array(tokens, np.int32)))
-    check(session.core)
+    check_integrity(session.core)
     return [reason for _, reason in output.finished]
 
 

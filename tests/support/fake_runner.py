@@ -12,6 +12,7 @@ import numpy as np
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
+from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.output_length import OutputLengthEstimator
 from runtime.core.plan import StepResult, decode_plan, decode_result, encode_plan, encode_result
 from runtime.core.speculation import Drafter
@@ -36,7 +37,7 @@ def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]
     for token in request.token_ids:
         state = mix(state, token)
     limit = min(request.prompt_len + params.max_tokens, max_len)
-    if not params.max_tokens:
+    if not params.max_tokens or params.pooled:
         return [], FinishReason.LENGTH
     while True:
         token = sample(state)
@@ -105,9 +106,40 @@ def sequential_scores(request: Request) -> list[TokenLogprobs]:
     return scores
 
 
+def sequential_vector(request: Request) -> bytes | None:
+    """The vector that the request must get."""
+    state = 0
+    for token in request.token_ids[: request.prompt_len]:
+        state = mix(state, token)
+    return vector(state).tobytes() if request.params.pooled else None
+
+
+def vector(state: int) -> np.ndarray:
+    return np.array([state % 8191, state % 127], np.float32)
+
+
 def score(state: int, num_top: int) -> tuple[float, int, tuple[tuple[int, float], ...]]:
     """The hash as log-probability, rank and alternatives of the token that follows."""
     return -float(state % 8191), state % 127, tuple((state % 8191 + k, -float(k)) for k in range(num_top))
+
+
+def check_integrity(core: EngineCore) -> None:
+    """C1: no block leaked, reference counts match, a slot is in at most one live request."""
+    s = core.scheduler
+    assert s.find_faults() == []
+    held = Counter(b for state in s.running for table in state.tables for b in table)
+    if all(group.window is None for group in (s.info.kv_cache or KVCacheSpec(())).groups):
+        assert 0 not in held
+    del held[0]  # stands where a window has freed a block
+    for block in range(1, s.pool.num_blocks):
+        assert s.pool.refs(block) == held[block]
+    assert s.pool.num_available == s.pool.num_blocks - 1 - len(held)
+    slots = [state.slot for state in s.running]
+    assert len(set(slots)) == len(slots)
+    assert sorted(slots + s.slots._free) == list(range(s.max_num_seqs))
+    assert s.num_waiting == sum(state.slot is None for state in s.requests.values())
+    assert s.waiting.num_tokens == sum(len(state.tokens) for state in s.requests.values() if state.slot is None)
+    assert len(s.running) + s.num_waiting == len(s.requests)
 
 
 class CheckedCore(EngineCore):
@@ -140,6 +172,7 @@ class FakeRunner:
         self.tokens: dict[int, dict[int, int]] = {}
         self.tables: dict[int, dict[int, int]] = {}
         self.prompts: dict[int, tuple[int, int]] = {}  # slot -> prompt length, alternatives
+        self.pooled: dict[int, bool] = {}  # slot -> whether its prompt becomes a vector
         self.budget = (
             (config.max_num_batched_tokens or info.max_num_batched_tokens) if config.chunked_prefill else 1 << 30
         )
@@ -171,12 +204,13 @@ class FakeRunner:
             assert new.slot not in self.tokens, "a slot is in at most one live request"
             self.tokens[new.slot] = dict(enumerate(new.token_ids.tolist()))
             self.tables[new.slot] = {}
+            self.pooled[new.slot] = new.params.pooled
             if new.params.prompt_logprobs is not None:
                 self.prompts[new.slot] = new.prompt_len, new.params.prompt_logprobs
         for slot, index, block in plan.block_table_writes.T.tolist():
             assert block != 0
             self.tables[slot][index] = block
-        out, scores, num_top = [], [], max((n for _, n in self.prompts.values()), default=0)
+        out, vectors, scores, num_top = [], {}, [], max((n for _, n in self.prompts.values()), default=0)
         assert plan.num_tokens.sum() <= self.budget
         assert len(set(plan.slots.tolist())) == len(plan.slots)
         given, given_ids = plan.draft_lens.tolist() or [0] * len(plan.slots), iter(plan.draft_token_ids.tolist())
@@ -204,11 +238,16 @@ class FakeRunner:
                 if plan.num_steps > 1:
                     tokens |= sampled
             tokens |= sampled
+            if self.pooled[slot] and sampled:
+                assert (samples, plan.num_steps) == (1, 1)
+                vectors[len(out)] = vector(state)
             out += sampled.values()
         self.rows[len(plan.slots)] += 1
         if self.fails is not None and out:
-            out[self.fails % len(out)] = -1
-            self.fails = None
+            at = self.fails % len(out)
+            out[at], self.fails = -1, None
+            if at in vectors:
+                vectors[at] = vectors[at] * np.float32(np.nan)
         top = np.array([top for _, _, top in scores]).reshape(len(scores), num_top, 2)
         result = StepResult(
             plan.step_id,
@@ -217,5 +256,7 @@ class FakeRunner:
             logprobs=np.array([logprob for logprob, _, _ in scores], np.float32),
             top_ids=top[:, :, 0].astype(np.int32),
             top_logprobs=top[:, :, 1].astype(np.float32),
+            pooled_rows=np.array(list(vectors), np.int32),
+            pooled=np.array(list(vectors.values()), np.float32).reshape(len(vectors), 2),
         )
         return decode_result(encode_result(result))

@@ -234,6 +234,7 @@ def main() -> None:
         cache = KVCache(spec.kv_cache(numerics.dtype_name, changed.get("kv_cache_dtype", "auto")), 4096, 16, META)
         steps = GpuSteps(decoder, cache, 256, 16384, (), GrammarState(decoder.spec.vocab_size))
         steps.graph_logits = torch.empty((256, spec.vocab_size), dtype=torch.float32, device=META)
+        steps.graph_hidden = torch.empty((256, spec.hidden_size), dtype=dtype, device=META)
         with torch.inference_mode():
             for rows in batches:
                 case = f"{name}, decode of {rows}"

@@ -83,6 +83,9 @@ def replayed_graphs(steps, *buckets):
     replays = [Replay(steps, shape) for shape in shapes]
     most = max(shape.num_samples for shape in shapes)
     steps.graph_logits = torch.full((most, len(steps.split.own_ids)), torch.nan)
+    steps.graph_hidden = torch.full(
+        (most, steps.decoder.spec.hidden_size), torch.nan, dtype=steps.decoder.numerics.dtype
+    )
     for replay in replays:
         steps.graph_runner.add(CapturedGraph(replay.bucket, replay, replay.token_ids))
     graph_runner, write_input = steps.graph_runner, steps.graph_runner.graph_io.write_input
@@ -91,6 +94,7 @@ def replayed_graphs(steps, *buckets):
         graph_runner.graph_io.input_ring.fill_(GARBAGE)
         graph_runner.rows.fill_(GARBAGE)
         steps.graph_logits.fill_(torch.nan)
+        steps.graph_hidden.fill_(torch.nan)
         for replay in replays:
             replay.token_ids.fill_(GARBAGE)
         return write_input(*args)
