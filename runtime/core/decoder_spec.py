@@ -25,12 +25,13 @@ class RopeSpec:
     factor: float = 1.0  # context is stretched by this much; linear, dynamic, llama3 and yarn
     low_freq_factor: float = 1.0  # llama3: wavelengths above original_positions / this are stretched fully
     high_freq_factor: float = 4.0  # llama3: wavelengths below original_positions / this are kept
-    original_positions: int = 8192  # the context before stretching; all but default and linear
+    original_positions: int = 8192  # the context before stretching; all but default and linear, and for query_beta
     partial: float = 1.0  # share of head_dim that turns, its first dimensions; 0: no rotary positions
     interleaved: bool = False  # in the checkpoint, dimension 2 i turns with 2 i + 1, not i with i + half of them
     attention_factor: float = 1.0  # of cos and sin; yarn and longrope
     beta_fast: float = 32.0  # yarn: dimensions that turn more often than this in the original context are kept
     beta_slow: float = 1.0  # yarn: those that turn less often than this are stretched fully
+    query_beta: float = 0.0  # q is multiplied by 1 + this * ln(1 + position // original_positions)
     truncate: bool = True  # yarn: the edges between are whole dimensions
     short_factor: tuple[float, ...] = ()  # longrope: divisors of the frequencies, up to the original context
     long_factor: tuple[float, ...] = ()  # and beyond it
@@ -75,6 +76,7 @@ class DecoderSpec:
     tied_head: bool = False
     makes_text: bool = True  # False: the checkpoint has no output head, in whose place the embedding stands
     qk_norm: bool = False  # RMSNorm over head_dim of each q and k head, before RoPE
+    qk_norm_all_heads: bool = False  # with qk_norm: over all heads of q at once, and over all of k
     qkv_bias: bool = False
     out_bias: bool = False
     ffn_bias: bool = False
@@ -83,7 +85,8 @@ class DecoderSpec:
     gated: bool = True  # the feed-forward layer has a gate; without, `up` alone is activated
     experts: ExpertsSpec | None = None
     norm: Literal["rms", "layer"] = "rms"  # layer: with the mean subtracted, and a bias
-    post_norms: bool = False  # a norm, too, after attention and the feed-forward layer, before the residual
+    pre_norms: bool = True  # a norm before attention and the feed-forward layer
+    post_norms: bool = False  # and one after each, before the residual
     learned_positions: bool = False  # an embedding of positions is added to that of tokens
     embed_scale: float = 1.0  # of the tokens' embedding, rounded to the model's dtype
     attn_scale: float | None = None  # of attention scores; None: head_dim ** -0.5
@@ -192,11 +195,14 @@ class DecoderSpec:
             shapes["positions"] = (self.max_positions, hidden)
         if not self.tied_head:
             shapes["head"] = (self.vocab_size, hidden)
-        norms = ["attn_norm", "ffn_norm"] + ["post_attn_norm", "post_ffn_norm"] * self.post_norms
+        norms = ["attn_norm", "ffn_norm"] * self.pre_norms + ["post_attn_norm", "post_ffn_norm"] * self.post_norms
         for i in range(self.num_layers):
             for norm in norms:
                 shapes |= self._norm(f"layers.{i}.{norm}")
-            if self.qk_norm:
+            if self.qk_norm_all_heads:
+                shapes[f"layers.{i}.q_heads_norm"] = (self.num_heads * self.head_dim,)
+                shapes[f"layers.{i}.k_heads_norm"] = (self.num_kv_heads * self.head_dim,)
+            elif self.qk_norm:
                 shapes[f"layers.{i}.q_norm"] = shapes[f"layers.{i}.k_norm"] = (self.head_dim,)
             if self.experts:
                 shapes[f"layers.{i}.router.weight"] = (self.experts.num_experts, hidden)

@@ -37,7 +37,7 @@ class Sharding(Enum):
     """The share of a rank; weights of linear maps are [out, in]."""
 
     REPLICATED = "replicated"  # the whole parameter
-    COLUMN = "column"  # some outputs: rows of the weight and of its bias
+    COLUMN = "column"  # some outputs: rows of the weight and of its bias, and of a norm over all of them
     ROW = "row"  # some inputs: columns of the weight. Results are summed over the ranks, then the bias is added once
     VOCABULARY = "vocabulary"  # some tokens: rows of the embedding and of the output head
     EXPERT_INNER = "expert-inner"  # some of each expert's intermediate values: rows of gate and up, columns of down
@@ -51,19 +51,27 @@ class Part(NamedTuple):
     stop: int
 
 
-_DIVIDED_DIM = {"q": 0, "k": 0, "v": 0, "qkv": 0, "gate": 0, "up": 0, "gate_up": 0, "out": 1, "down": 1}
+_DIVIDED_DIM = {
+    "q": 0, "k": 0, "v": 0, "qkv": 0, "gate": 0, "up": 0, "gate_up": 0, "out": 1, "down": 1, "q_heads_norm": 0,
+    "k_heads_norm": 0,
+}  # fmt: skip
 
 
 def sharding_of(parameter: str) -> Sharding:
     """The rule for a parameter of `DecoderSpec.shapes`."""
-    *_, part, kind = ("", *parameter.split("."))
-    if kind in ("embed", "head"):
+    part = _part_of(parameter)
+    if part in ("embed", "head"):
         return Sharding.VOCABULARY
-    if part not in _DIVIDED_DIM or (kind == "bias" and _DIVIDED_DIM[part] == 1):
+    if part not in _DIVIDED_DIM or (parameter.endswith(".bias") and _DIVIDED_DIM[part] == 1):
         return Sharding.REPLICATED
     if ".experts." in parameter:
         return Sharding.EXPERT_INNER
     return Sharding.ROW if _DIVIDED_DIM[part] else Sharding.COLUMN
+
+
+def _part_of(parameter: str) -> str:
+    """q of layers.3.q.weight, q_heads_norm of layers.3.q_heads_norm."""
+    return parameter.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
 def parts_of(spec: DecoderSpec, parameter: str) -> tuple[Part, ...]:
@@ -94,7 +102,6 @@ def leaves_of(spec: DecoderSpec, parameter: str) -> list[Part]:
 def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, range, int]]]:
     """The dimension that ranks divide, and of each map that the parameter has: how much of that dimension is before
     it, the rank's range within it, and its length."""
-    part = parameter.split(".")[-2] if "." in parameter else parameter
     whole, rank, head_dim = spec.whole, spec.shard.rank, spec.head_dim
 
     def own(first: int, count: int, size: int) -> range:
@@ -107,7 +114,7 @@ def _divided(spec: DecoderSpec, parameter: str) -> tuple[int, list[tuple[int, ra
     maps = {
         "q": [heads], "k": [kv_heads], "v": [kv_heads], "qkv": [heads, kv_heads, kv_heads], "out": [heads],
         "gate": [inner], "up": [inner], "gate_up": [inner, inner], "down": [inner],
-        "embed": [tokens], "head": [tokens],
-    }[part]  # fmt: skip
+        "embed": [tokens], "head": [tokens], "q_heads_norm": [heads], "k_heads_norm": [kv_heads],
+    }[_part_of(parameter)]  # fmt: skip
     before = [sum(length for _, length in maps[:i]) for i in range(len(maps))]
-    return _DIVIDED_DIM.get(part, 0), [(at, *one) for at, one in zip(before, maps, strict=True)]
+    return _DIVIDED_DIM.get(_part_of(parameter), 0), [(at, *one) for at, one in zip(before, maps, strict=True)]

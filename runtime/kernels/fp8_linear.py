@@ -242,19 +242,20 @@ class Fp8Linear(QuantizedLinear):
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(fp8_rows_triton(x), x.dtype)
 
-    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         if len(x) == 1:
             return super().normed(x, norm_weight, eps)
-        return self._multiply(normed_fp8_rows(x, norm_weight, eps, self.norm), x.dtype)
+        rows = fp8_rows_triton(x) if norm_weight is None else normed_fp8_rows(x, norm_weight, eps, self.norm)
+        return self._multiply(rows, x.dtype)
 
-    def gated(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return super().gated(x, norm_weight, eps) if len(x) == 1 else self.activate(self.normed(x, norm_weight, eps))
 
     def gated_into(
         self,
         down: Linear,
         residual: torch.Tensor,
-        norm_weight: torch.Tensor,
+        norm_weight: torch.Tensor | None,
         eps: float,
         post_norm: torch.Tensor | None = None,
     ) -> None:

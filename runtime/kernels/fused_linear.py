@@ -36,8 +36,10 @@ class FusedLinear(Linear):
     def _is_skinny(self, x: torch.Tensor) -> bool:
         return len(x) <= MAX_ROWS and not (self.deterministic and x.dtype == torch.float32)
 
-    def _skinny_normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, **options: Any) -> torch.Tensor:
-        if self.norm is rms_norm_triton:
+    def _skinny_normed(
+        self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, **options: Any
+    ) -> torch.Tensor:
+        if norm_weight is None or self.norm is rms_norm_triton:
             return self.skinny_gemm(x, norm_weight=norm_weight, eps=eps, **options)
         return self.skinny_gemm(self.norm(x, norm_weight, eps), **options)
 
@@ -63,12 +65,12 @@ class FusedLinear(Linear):
         else:
             residual.addmm_(x, self.weight.t())
 
-    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         if self._is_skinny(x):
             return self._skinny_normed(x, norm_weight, eps)
         return super().normed(x, norm_weight, eps)
 
-    def gated(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         if not self._is_skinny(x):
             return super().gated(x, norm_weight, eps)
         y = self._skinny_normed(x, norm_weight, eps, activation=self.folded)

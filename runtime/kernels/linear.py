@@ -53,11 +53,11 @@ class Linear:
         else:
             self.norm(self.product(x), post_norm, eps, residual)
 
-    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """linear(norm(x))."""
-        return self.product(self.norm(x, norm_weight, eps))
+    def normed(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        """linear(norm(x)), or linear(x) without the norm's weight."""
+        return self.product(x if norm_weight is None else self.norm(x, norm_weight, eps))
 
-    def gated(self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """activation(gate) * up of the normed input; the weight's rows are the gate's, then the up projection's.
 
         Where there is no gate, activation(up)."""
@@ -67,7 +67,7 @@ class Linear:
         self,
         down: Linear,
         residual: torch.Tensor,
-        norm_weight: torch.Tensor,
+        norm_weight: torch.Tensor | None,
         eps: float,
         post_norm: torch.Tensor | None = None,
     ) -> None:

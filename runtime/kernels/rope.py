@@ -30,6 +30,14 @@ def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.d
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).to(dtype)
 
 
+def query_scale_table(rope: RopeSpec, num_positions: int) -> torch.Tensor | None:
+    """[num_positions, 1, 1] float32: what q of each position is multiplied with (arXiv 2501.19399); None: with 1."""
+    if not rope.query_beta or num_positions <= rope.original_positions:
+        return None
+    periods = torch.arange(num_positions) // rope.original_positions
+    return (1 + rope.query_beta * (1 + periods).log())[:, None, None]
+
+
 def _frequencies(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Tensor:
     """[dim / 2], or [num_positions, dim / 2]: as in transformers' modeling_rope_utils.
 

@@ -34,7 +34,7 @@ _PARAMETERS = {
     "post_ffw_norm": "post_ffn_norm",
 }  # fmt: skip
 # Parameters that a family has in place of those, if its WeightMap does not have them.
-_OTHERWISE = {"post_attn_norm": "ffn_norm"}
+_OTHERWISE = {"post_attn_norm": "ffn_norm", "q_norm": "q_heads_norm", "k_norm": "k_heads_norm"}
 _PARTLY_TURNED = {"phi3", "glm4"}  # architectures in which RoPE turns a part of each head
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}  # of tensors that are not quantized
 _EXPERTS = "_exps"  # ends the name of a tensor of all experts' weights
@@ -107,6 +107,8 @@ def read_gguf_model(file: GgufFile) -> GgufModel:
         )
     if arch_name == "llama" and file.value("llama.expert_count", int, 0):
         arch = _MIXTRAL
+    if arch_name == "olmo2" and "olmo2.attention.sliding_window" in file.metadata:
+        arch = _OLMO_3
     if "token_embd.weight" not in file.tensors:
         raise CallboardError(f"{file.path} has no tensor 'token_embd.weight'; the file is incomplete.")
     sources: dict[str, Source] = {}
@@ -316,6 +318,33 @@ def _seed_oss_config(file: GgufFile) -> dict[str, Any]:
     return _llama_config(file) | {"attention_out_bias": "blk.0.attn_output.bias" in file.tensors}
 
 
+def _mistral3_config(file: GgufFile) -> dict[str, Any]:
+    config = _llama_config(file)
+    if scaling := config.get("rope_scaling"):
+        scaling["llama_4_scaling_beta"] = _decimal(
+            np.float32(file.value("mistral3.attention.temperature_scale", float, 0.0))
+        )
+        if "mistral3.rope.scaling.yarn_log_multiplier" in file.metadata:
+            scaling["mscale"] = 1.0
+            scaling["mscale_all_dim"] = _real(file, "mistral3.rope.scaling.yarn_log_multiplier")
+    return config
+
+
+def _olmo2_config(file: GgufFile) -> dict[str, Any]:
+    config = _llama_config(file)
+    if "rope_scaling" in config and "olmo2.rope.scaling.attn_factor" in file.metadata:
+        config["rope_scaling"]["attention_factor"] = _real(file, "olmo2.rope.scaling.attn_factor")
+    return config
+
+
+def _olmo3_config(file: GgufFile) -> dict[str, Any]:
+    kinds = file.value("olmo2.attention.sliding_window_pattern", list)
+    return _olmo2_config(file) | {
+        "sliding_window": _count(file, "olmo2.attention.sliding_window"),
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in kinds],
+    }
+
+
 def _qwen3moe_config(file: GgufFile) -> dict[str, Any]:
     return _decoder_config(file) | {
         "num_experts": _count(file, "qwen3moe.expert_count"),
@@ -392,7 +421,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture("GPT2LMHeadModel", "gpt2", _gpt2_config),
     "glm4": Architecture("Glm4ForCausalLM", "glm4", _llama_config),
     "granite": Architecture("GraniteForCausalLM", "granite", _granite_config, interleaved=True),
+    "mistral3": Architecture("Ministral3ForCausalLM", "ministral3", _mistral3_config, interleaved=True),
+    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", _olmo2_config),
     "seed_oss": Architecture("SeedOssForCausalLM", "seed_oss", _seed_oss_config),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _llama_config, interleaved=True),
 }
+_OLMO_3 = Architecture("Olmo3ForCausalLM", "olmo3", _olmo3_config)  # an olmo2 file with windows
 _MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", _mixtral_config, interleaved=True)  # a llama file with experts

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
-from runtime.models import gemma, glm, gpt2, granite, llama, mistral, phi, qwen, seed, smollm
+from runtime.models import gemma, glm, gpt2, granite, llama, mistral, olmo, phi, qwen, seed, smollm
 from runtime.models.config_checks import check_config
 from runtime.models.weight_map import WeightMap
 from runtime.quant import asks_for_fp8_kv_cache, parse_schemes
@@ -64,8 +64,23 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         llama.WEIGHT_MAP,
         f"{_RANDOM}; texts and perplexity of SmolLM2-135M-Instruct",
     ),
+    "Ministral3ForCausalLM": Family(
+        "Ministral 3, text alone", "mistralai/Ministral-3-8B-Base-2512", mistral.ministral3_spec, mistral.WEIGHT_MAP
+    ),
+    "MinistralForCausalLM": Family(
+        "Ministral 8B", "mistralai/Ministral-8B-Instruct-2410", mistral.decoder_spec, mistral.WEIGHT_MAP
+    ),
+    "Mistral3ForConditionalGeneration": Family(
+        "Mistral Small 3.1, 3.2; Ministral 3 3B, 8B, 14B, without images",
+        "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+        mistral.image_text_spec,
+        mistral.IMAGE_TEXT_WEIGHT_MAP,
+    ),
     "MistralForCausalLM": Family(
-        "Mistral 7B v0.1-v0.3", "mistralai/Mistral-7B-Instruct-v0.3", mistral.decoder_spec, mistral.WEIGHT_MAP
+        "Mistral 7B v0.1-v0.3, Nemo, Small 3",
+        "mistralai/Mistral-7B-Instruct-v0.3",
+        mistral.decoder_spec,
+        mistral.WEIGHT_MAP,
     ),
     "MixtralForCausalLM": Family(
         "Mixtral 8x7B, 8x22B",
@@ -74,6 +89,8 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         mistral.MOE_WEIGHT_MAP,
         f"{_RANDOM}; a text of SmolLM2-135M-Instruct with copies of its feed-forward layers as experts",
     ),
+    "Olmo2ForCausalLM": Family("OLMo 2", "allenai/OLMo-2-1124-7B-Instruct", olmo.olmo2_spec, olmo.WEIGHT_MAP),
+    "Olmo3ForCausalLM": Family("OLMo 3, 3.1", "allenai/Olmo-3-7B-Instruct", olmo.olmo3_spec, olmo.WEIGHT_MAP),
     "Phi3ForCausalLM": Family(
         "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "microsoft/Phi-4-mini-instruct", phi.decoder_spec, phi.WEIGHT_MAP
     ),

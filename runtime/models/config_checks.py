@@ -31,6 +31,7 @@ _NUMBERS: dict[str, tuple[Bounds, bool]] = {  # the bounds of each, and whether 
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), (_POSITIVE, False)),
     **dict.fromkeys(("attention_multiplier", "logits_scaling"), (_POSITIVE, False)),
     **dict.fromkeys(("no_rope_layer_interval",), (Bounds(1), True)),
+    **dict.fromkeys(("llama_4_scaling_beta",), (Bounds(0), False)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (Bounds(0), False)),
 }
 _MAY_BE_NULL = {

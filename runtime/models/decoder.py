@@ -25,9 +25,10 @@ from runtime.kernels.divided_linear import (
     sum_of_leaves,
 )
 from runtime.kernels.experts import ExpertLayer, Experts
+from runtime.kernels.heads_norm import HeadsNorm, HeadsWeight
 from runtime.kernels.linear import Linear, Product
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.rope import rope_table
+from runtime.kernels.rope import query_scale_table, rope_table
 from runtime.kernels.stored_kv import KVLayer
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.models.weight_map import WeightMap
@@ -53,16 +54,17 @@ class Mlp(NamedTuple):
 class Layer:
     """One block's weights, fused: q, k and v are one linear map, gate and up another."""
 
-    attn_norm: torch.Tensor  # [hidden]; a layer norm's with its bias, [2, hidden]
+    attn_norm: torch.Tensor | None  # [hidden]; a layer norm's with its bias, [2, hidden]; with spec.pre_norms
     post_attn_norm: torch.Tensor | None  # with spec.post_norms
-    q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm
+    q_norm: torch.Tensor | None  # [head_dim], with spec.qk_norm of each head
     k_norm: torch.Tensor | None
+    heads_norm: HeadsNorm | None  # with spec.qk_norm over all heads
     qkv: Linear
     rope: int  # index of its rotary table
     # Of q, the layer's cache, the step's metadata and the cache's scales, with the layer's scale, window and soft cap.
     attention: Callable[[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor | None], torch.Tensor]
     out: Linear
-    ffn_norm: torch.Tensor
+    ffn_norm: torch.Tensor | None
     post_ffn_norm: torch.Tensor | None
     feed_forward: Mlp | ExpertLayer
 
@@ -86,13 +88,15 @@ class Decoder:
         table = partial(rope_table, head_dim=spec.head_dim, num_positions=num_positions, dtype=numerics.dtype)
         self.rope_specs = list(dict.fromkeys(self._rope(i) for i in range(spec.num_layers)))
         self.ropes = [table(rope).to(numerics.device) for rope in self.rope_specs]
+        scales = query_scale_table(spec.rope, num_positions)
+        self.query_scales = None if scales is None else scales.to(numerics.device)
         (self.embed,) = read("embed")
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=numerics.dtype))
         self.position_embed = read("positions")[0] if spec.learned_positions else None
         self.layers = [self._layer(i, read) for i in range(spec.num_layers)]
-        self.final_norm = self._norm("final_norm", read)
+        self.final_norm = self.head_norm = self._norm("final_norm", read)
         if spec.logit_scale != 1.0:  # of what the head is multiplied with, in float32, which norms take too
-            self.final_norm = self.final_norm.float() * spec.logit_scale
+            self.head_norm = self.final_norm.float() * spec.logit_scale
         head = self.format_of("head")
         weight = head.encode(self.embed) if spec.tied_head else read("head")
         self.head = self._columns(["head"], head, weight, None)
@@ -100,12 +104,14 @@ class Decoder:
     def _layer(self, index: int, read: ReadWeight) -> Layer:
         spec, prefix = self.spec, f"layers.{index}."
         sliding = bool(spec.sliding) and spec.sliding[index]
-        attn_norm, ffn_norm = (self._norm(prefix + n, read) for n in ("attn_norm", "ffn_norm"))
-        post_attn_norm = self._norm(prefix + "post_attn_norm", read) if spec.post_norms else None
-        post_ffn_norm = self._norm(prefix + "post_ffn_norm", read) if spec.post_norms else None
-        q_norm, k_norm = (
-            read(prefix + n)[0][rope_permutation(spec)] if spec.qk_norm else None for n in ("q_norm", "k_norm")
+        attn_norm, ffn_norm = (
+            self._norm(prefix + n, read) if spec.pre_norms else None for n in ("attn_norm", "ffn_norm")
         )
+        post_attn_norm, post_ffn_norm = (
+            self._norm(prefix + n, read) if spec.post_norms else None for n in ("post_attn_norm", "post_ffn_norm")
+        )
+        of_each_head = spec.qk_norm and not spec.qk_norm_all_heads
+        q_norm, k_norm = (self._turned(prefix + n, read) if of_each_head else None for n in ("q_norm", "k_norm"))
         qkv, out = (self._linear(prefix, name, read) for name in ("qkv", "out"))
         feed_forward: Mlp | ExpertLayer
         if spec.experts is None:
@@ -123,6 +129,7 @@ class Decoder:
             post_attn_norm=post_attn_norm,
             q_norm=q_norm,
             k_norm=k_norm,
+            heads_norm=self._heads_norm(prefix, read) if spec.qk_norm_all_heads else None,
             qkv=qkv,
             rope=self.rope_specs.index(self._rope(index)),
             attention=attention,
@@ -224,6 +231,19 @@ class Decoder:
         layer = weight_format.experts(spec, router, weights, self.kernels)
         return layer if self.communicator.size == 1 else ReducedExperts(layer, self.communicator)
 
+    def _heads_norm(self, prefix: str, read: ReadWeight) -> HeadsNorm:
+        by_leaves, weights = self.numerics.rank_invariant, []
+        for name in (f"{prefix}q_heads_norm", f"{prefix}k_heads_norm"):
+            weight = self._turned(name, read)
+            leaves = [leaf.stop - leaf.start for leaf in leaves_of(self.spec, name)] if by_leaves else [len(weight)]
+            weights.append(HeadsWeight(weight, leaves))
+        norm = None if by_leaves or self.communicator.size > 1 else self.kernels.norm
+        return HeadsNorm(weights, self.spec.norm_eps, norm, self.communicator)
+
+    def _turned(self, name: str, read: ReadWeight) -> torch.Tensor:
+        """The weight of a norm of q or k, in the order that `rope_table` needs."""
+        return read(name)[0].view(-1, self.spec.head_dim)[:, rope_permutation(self.spec)].flatten()
+
     def _norm(self, name: str, read: ReadWeight) -> torch.Tensor:
         (weight,) = read(name)
         return weight if self.spec.norm == "rms" else torch.stack((weight, *read(f"{name}_bias")))
@@ -269,20 +289,26 @@ class Decoder:
         spec, kernels = self.spec, self.kernels
         eps, heads = spec.norm_eps, (len(batch.token_ids), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
         ropes = [kernels.rope_rows(table, batch.positions) for table in self.ropes]
+        query_scales = None if self.query_scales is None else self.query_scales.index_select(0, batch.positions)
         h = self._embedded(batch.token_ids)
         if self.embed_scale != 1.0:
             h.mul_(self.embed_scale)
         if self.position_embed is not None:
             h.add_(F.embedding(batch.positions, self.position_embed))
         for layer, (kv, scales) in zip(self.layers, caches, strict=True):
-            qkv = layer.qkv.normed(h, layer.attn_norm, eps).view(heads)
+            qkv = layer.qkv.normed(h, layer.attn_norm, eps)
+            if layer.heads_norm is not None:
+                layer.heads_norm(qkv)
             norms = layer.q_norm, layer.k_norm
-            q = kernels.rope_store_kv(qkv, ropes[layer.rope], kv, batch.kv_index, *norms, eps, scales)
+            q = kernels.rope_store_kv(qkv.view(heads), ropes[layer.rope], kv, batch.kv_index, *norms, eps, scales)
+            if query_scales is not None:
+                q.mul_(query_scales)
             layer.out.add_to(h, layer.attention(q, kv, batch.attention, scales), layer.post_attn_norm, eps)
             if isinstance(layer.feed_forward, Mlp):
                 gate_up, down = layer.feed_forward
                 gate_up.gated_into(down, h, layer.ffn_norm, eps, layer.post_ffn_norm)
             else:
+                assert layer.ffn_norm is not None  # which all families with experts have
                 layer.feed_forward.add_to(h, layer.ffn_norm, eps)
         return h
 
@@ -302,7 +328,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[n, hidden] of `forward` -> [n, vocab], of a rank those of its `spec.token_ids`; in `out`, float32, if given
         (Triton backend)."""
-        logits, cap = self.head.logits(hidden, self.final_norm, self.spec.norm_eps, out), self.spec.logit_soft_cap
+        logits, cap = self.head.logits(hidden, self.head_norm, self.spec.norm_eps, out), self.spec.logit_soft_cap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
 

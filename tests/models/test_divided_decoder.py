@@ -40,6 +40,7 @@ SPECS = {
         BASE, rope=RopeSpec(partial=0.5, interleaved=True), no_rope=(False, True), qkv_bias=True, fused_gate_up=True,
         post_norms=True, logit_scale=0.5, num_kv_heads=2,
     ),
+    "olmo": replace(BASE, pre_norms=False, post_norms=True, qk_norm=True, qk_norm_all_heads=True),
     "phi": replace(BASE, fused_qkv=True, fused_gate_up=True, rope=RopeSpec(partial=0.5), num_kv_heads=1),
 }  # fmt: skip
 
@@ -88,7 +89,9 @@ def all_logits(spec: DecoderSpec, size: int, **settings) -> torch.Tensor:
     return torch.cat(on_ranks(size, run, tree=config.rank_invariant), 1)
 
 
-@pytest.mark.parametrize(("family", "size"), [*((family, 2) for family in SPECS), ("gemma", 4), ("phi", 8)])
+@pytest.mark.parametrize(
+    ("family", "size"), [*((family, 2) for family in SPECS), ("gemma", 4), ("olmo", 8), ("phi", 8)]
+)
 def test_ranks_together_have_the_logits_of_one(family, size):
     want = all_logits(SPECS[family], 1)
     assert want.std() > 0.1

@@ -95,7 +95,9 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case, deterministic,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["mistral, window", "mixtral", "gemma2", "gemma3", "phi4-mini", "granite", "gpt2"])
+@pytest.mark.parametrize(
+    "case", ["mistral, window", "mixtral", "gemma2", "gemma3", "phi4-mini", "granite", "olmo3", "gpt2"]
+)
 def test_bfloat16_is_as_close_to_fp32_as_transformers_is(case, tmp_path):
     theirs, tokens = (
         save_model(tmp_path, case),
@@ -157,6 +159,11 @@ def test_variants_that_are_not_supported_are_refused():
             "GraniteMoeHybridForCausalLM",
             base | {"layer_types": ["attention", "mamba"], "num_local_experts": 0},
             r"0 experts and layers of kind \['mamba'\]",
+        ),
+        (
+            "Mistral3ForConditionalGeneration",
+            base | {"model_type": "mistral4"},
+            "text_config is of type 'mistral4'; supported are mistral, ministral3",
         ),
         ("MixtralForCausalLM", base | {"num_local_experts": 0, "num_experts_per_tok": 2}, "0 experts, of which a tok"),
         ("MistralForCausalLM", base | {"hidden_act": "relu"}, "hidden_act is 'relu'; supported is silu"),
@@ -221,6 +228,38 @@ def test_variants_that_are_not_supported_are_refused():
              "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 151552},
             9.400,
             {"rope": RopeSpec(1e4, partial=0.5, interleaved=True), "qkv_bias": False, "post_norms": True},
+        ),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": {
+                "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+                "max_position_embeddings": 262144, "model_type": "ministral3", "num_attention_heads": 32,
+                "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_parameters": {
+                    "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+                    "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+                    "rope_type": "yarn", "type": "yarn"},
+                "sliding_window": None, "vocab_size": 131072}},
+            8.490,
+            {"rope": RopeSpec(1e6, "yarn", 16.0, original_positions=16384, query_beta=0.1), "tied_head": False,
+             "max_positions": 262144, "sliding": ()},
+        ),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": {
+                "head_dim": 128, "hidden_size": 5120, "intermediate_size": 32768, "model_type": "mistral",
+                "num_hidden_layers": 40, "rope_theta": 1000000000.0, "vocab_size": 131072}},
+            23.57,
+            {"rope": RopeSpec(1e9), "num_heads": 32, "num_kv_heads": 8, "tied_head": False, "max_positions": 131072},
+        ),
+        (
+            {"architectures": ["Olmo3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+             "max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 32,
+             "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_theta": 500000, "sliding_window": 4096,
+             "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
+                              "factor": 8.0, "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+             "tie_word_embeddings": False, "vocab_size": 100278},
+            7.298,
+            {"rope": RopeSpec(5e5, "yarn", 8.0, original_positions=8192, attention_factor=1.2079441541679836),
+             "local_rope": RopeSpec(5e5), "window": 4096, "sliding": (True, True, True, False) * 8,
+             "max_positions": 65536},
         ),
     ],
 )  # fmt: skip

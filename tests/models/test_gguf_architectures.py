@@ -38,6 +38,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 GEMMA = SMALL | {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -51,8 +52,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama-yarn": (
         "llama",
         "llama",
-        SMALL | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                                     "original_max_position_embeddings": 16}},
+        SMALL | {"rope_parameters": YARN},
         {"llama.rope.freq_base": 10000.0, "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
          "llama.rope.scaling.original_context_length": 16},
     ),
@@ -108,6 +108,26 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
                  "logits_scaling": 8.0},
         {"granite.attention.scale": 0.2, "granite.embedding_scale": 12.0, "granite.residual_scale": 0.22,
          "granite.logit_scale": 8.0},
+    ),
+    "mistral3": (
+        "mistral3",
+        "ministral3",
+        SMALL | {"head_dim": 16, "rope_parameters": YARN | {
+            "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"mistral3.rope.freq_base": 10000.0, "mistral3.rope.scaling.type": "yarn",
+         "mistral3.rope.scaling.factor": 4.0, "mistral3.rope.scaling.original_context_length": 16,
+         "mistral3.rope.scaling.yarn_log_multiplier": 1.0, "mistral3.attention.temperature_scale": 0.1},
+    ),
+    "olmo2": ("olmo2", "olmo2", SMALL, {}),
+    "olmo3": (
+        "olmo2",
+        "olmo3",
+        SMALL | {"sliding_window": 8, "num_hidden_layers": 4, "rope_parameters": {
+            "full_attention": YARN | {"rope_theta": 500000.0, "attention_factor": 1.2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}},
+        {"olmo2.attention.sliding_window": 8, "olmo2.attention.sliding_window_pattern": [True, True, True, False],
+         "olmo2.rope.freq_base": 500000.0, "olmo2.rope.scaling.type": "yarn", "olmo2.rope.scaling.factor": 4.0,
+         "olmo2.rope.scaling.original_context_length": 16, "olmo2.rope.scaling.attn_factor": 1.2},
     ),
     "seed_oss": ("seed_oss", "seed_oss", SMALL | {"head_dim": 16, "attention_bias": True}, {}),
     "smollm3": ("smollm3", "smollm3", SMALL | {"num_hidden_layers": 5}, {"smollm3.rope.freq_base": 2e6}),

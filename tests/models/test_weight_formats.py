@@ -42,6 +42,7 @@ CONFIGS = {
     "llama": LLAMA | {"attention_bias": True, "mlp_bias": True},
     "mixtral": LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2},
     "phi": LLAMA | {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5},
+    "olmo2": LLAMA | {"architectures": ["Olmo2ForCausalLM"]},
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "vocab_size": 101, "n_embd": 48, "n_layer": 2, "n_head": 6,
         "n_positions": 128, "tie_word_embeddings": False,
@@ -195,6 +196,7 @@ def test_every_parameter_has_a_sharding_rule():
     names = {
         "embed": Sharding.VOCABULARY, "head": Sharding.VOCABULARY, "final_norm": Sharding.REPLICATED,
         "positions": Sharding.REPLICATED, "layers.1.q_norm": Sharding.REPLICATED,
+        "layers.1.k_heads_norm": Sharding.COLUMN,
         "layers.0.attn_norm_bias": Sharding.REPLICATED, "layers.0.router.weight": Sharding.REPLICATED,
         "layers.0.k.weight": Sharding.COLUMN, "layers.0.k.bias": Sharding.COLUMN, "layers.0.out.weight": Sharding.ROW,
         "layers.0.out.bias": Sharding.REPLICATED, "layers.0.down.weight": Sharding.ROW,

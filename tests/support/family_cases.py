@@ -31,6 +31,7 @@ _BASE = {
 _GPT2 = {"vocab_size": 101, "n_embd": 60, "n_layer": 3, "n_head": 6, "n_positions": 192, "eos_token_id": 2}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": CONTEXT}
 _LONG = {"short_factor": [1.0, 1.1, 1.3, 1.4, 2.0], "long_factor": [1.0, 1.5, 3.0, 5.5, 7.0]}
+_LOCAL = {"rope_type": "default", "rope_theta": 500.0}
 _MULTIPLIERS = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
@@ -45,14 +46,16 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_WITH_IMAGES: dict[str, dict[str, Any]] = {"Gemma3Config": {}, "Mistral3Config": {"model_type": "mistral"}}
 
 
 def _rope(kind: str, theta: float = 1000.0, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **parameters}}
 
 
-def _yarn(**parameters: Any) -> dict[str, Any]:
-    return _rope("yarn", factor=4.0, original_max_position_embeddings=CONTEXT, **parameters)
+def yarn(original: int = CONTEXT, **parameters: Any) -> dict[str, Any]:
+    """The part of a config that asks for this rope type."""
+    return _rope("yarn", factor=4.0, original_max_position_embeddings=original, **parameters)
 
 
 def _longrope(original: int, **config: Any) -> dict[str, Any]:
@@ -69,10 +72,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("LlamaConfig", _rope("linear", factor=2.0)),
     "dynamic": ("LlamaConfig", _rope("dynamic", factor=4.0) | {"max_position_embeddings": CONTEXT}),
     "llama3": ("LlamaConfig", _rope("llama3", factor=8.0, **_LLAMA3)),
-    "yarn": ("LlamaConfig", _yarn()),
-    "yarn, scaled": ("LlamaConfig", _yarn(mscale=0.8, mscale_all_dim=0.5, beta_fast=8.0, truncate=False)),
+    "yarn": ("LlamaConfig", yarn()),
+    "yarn, scaled": ("LlamaConfig", yarn(mscale=0.8, mscale_all_dim=0.5, beta_fast=8.0, truncate=False)),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral, window": ("MistralConfig", {"sliding_window": 13}),
+    "mistral, some windows": (
+        "MinistralConfig",
+        {"sliding_window": 13, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "mistral, with a vision tower": ("Mistral3Config", {"sliding_window": None}),
+    "ministral3": ("Ministral3Config", yarn(llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0)),
+    "ministral3, with a vision tower": (
+        "Mistral3Config",
+        {"model_type": "ministral3", "tie_word_embeddings": True} | yarn(llama_4_scaling_beta=0.1),
+    ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral, window": (
         "MixtralConfig",
@@ -107,7 +120,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_key_value_heads": 1,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": _LOCAL,
             },
         },
     ),
@@ -118,6 +131,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi4-mini": (
         "Phi3Config",
         _longrope(CONTEXT, head_dim=12, hidden_size=72, partial_rotary_factor=0.84, tie_word_embeddings=True),
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {
+            "sliding_window": 13,
+            "num_hidden_layers": 4,
+            "rope_parameters": {"full_attention": yarn()["rope_parameters"], "sliding_attention": _LOCAL},
+        },
     ),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "smollm3, window": (
@@ -143,8 +165,8 @@ def spec_of(case: str, **changes: Any) -> DecoderSpec:
     """The spec, without the checkpoint: from a config as transformers would write it but for its defaults."""
     kind, own = CASES[case]
     names = {"GPT2Config": "GPT2LMHeadModel", "Gemma3TextConfig": "Gemma3ForCausalLM"}
-    names["Gemma3Config"] = "Gemma3ForConditionalGeneration"
-    architecture = names.get(kind) or kind.replace("Config", "ForCausalLM")
+    ending = "ForConditionalGeneration" if kind in _WITH_IMAGES else "ForCausalLM"
+    architecture = names.get(kind) or kind.replace("Config", ending)
     base = _GPT2 if kind == "GPT2Config" else _BASE
     return load_spec({**base, **own, **changes, "architectures": [architecture]})[0]
 
@@ -155,11 +177,10 @@ def save_model(folder: Path, case: str) -> PreTrainedModel:
 
     kind, changes = CASES[case]
     config_class = getattr(transformers, kind)
-    if kind == "Gemma3Config":
-        config = config_class(
-            text_config=_BASE | changes, vision_config=_VISION, mm_tokens_per_image=4, tie_word_embeddings=True
-        )
-        model_class = transformers.Gemma3ForConditionalGeneration
+    if kind in _WITH_IMAGES:
+        text, tied = _WITH_IMAGES[kind] | _BASE | changes, changes.get("tie_word_embeddings", False)
+        config = config_class(text_config=text, vision_config=_VISION, mm_tokens_per_image=4, tie_word_embeddings=tied)
+        model_class = getattr(transformers, kind.replace("Config", "ForConditionalGeneration"))
     else:
         config = config_class(**(_GPT2 if kind == "GPT2Config" else _BASE) | changes, initializer_range=0.15)
         model_class = transformers.AutoModelForCausalLM._model_mapping[config_class]

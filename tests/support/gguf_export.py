@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-INTERLEAVED = {"llama", "granite", "smollm3"}  # whose converter is a LlamaModel, which permutes q and k
+INTERLEAVED = {"llama", "granite", "mistral3", "smollm3"}  # whose converter is a LlamaModel, which permutes q and k
 _ARCH = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
 
 

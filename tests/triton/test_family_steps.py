@@ -15,7 +15,7 @@ from runtime.kernels.linear import Linear
 from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
-from tests.support.family_cases import spec_of
+from tests.support.family_cases import spec_of, yarn
 from tests.support.family_steps import logits_of
 from tests.support.runner_driver import Driver
 from tests.support.triton_engine import replayed_graphs
@@ -28,6 +28,8 @@ KERNEL_CASES = {  # those whose kernels differ -> what makes them shorter
     "gemma3": {"num_hidden_layers": 2, "sliding_window": 7},
     "phi4-mini": {"num_hidden_layers": 1},
     "gpt2": {"n_layer": 1},
+    "ministral3": {"num_hidden_layers": 1, **yarn(9, llama_4_scaling_beta=0.3)},
+    "olmo3": {"num_hidden_layers": 1},
 }
 
 

@@ -95,6 +95,7 @@ def test_a_layer_is_near_its_dense_numbers_and_goes_row_by_row():
     separate = h.clone()  # each verb on its own: the activation is rounded to bfloat16 between
     layers[1].add_to(separate, layers[0].gated(h, norm, 1e-5))
     assert (got.float() - separate.float()).norm() < 0.02 * (want - h.float()).norm()
+    assert torch.equal(layers[0].normed(h, None, 1e-5), layers[0].product(h))
     others = torch.cat((torch.randn(ROWS - 1, hidden).half() * 100, h[-1:]))
     layers[0].gated_into(layers[1], others, norm, 1e-5)
     assert torch.equal(others[-1], got[-1])
