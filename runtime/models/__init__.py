@@ -109,7 +109,7 @@ def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple
 
     Raises CallboardError if the architecture, or a variant that the config asks for, is not supported."""
     stored = str((config.get("architectures") or [None])[0])
-    name = _WITHOUT_HEAD.sub("ForCausalLM", stored)
+    name = stored if stored in FAMILIES else _WITHOUT_HEAD.sub("ForCausalLM", stored)  # GPT2LMHeadModel ends so, too
     if name not in FAMILIES:
         raise CallboardError(f"The model's architecture is {stored}; supported are {', '.join(sorted(FAMILIES))}.")
     family = FAMILIES[name]
