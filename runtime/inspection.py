@@ -20,6 +20,7 @@ from runtime.quant import METHODS
 from runtime.quant.at_load import quantized_at_load
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
+from runtime.text.tool_calls import FORMATS
 
 if TYPE_CHECKING:
     from runtime.kernels.numerics import Numerics
@@ -79,7 +80,7 @@ def check_model(config: EngineConfig) -> None:
     spec, _ = load_spec(folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config)
     spec.check(config)
     quantized_at_load(spec, config)
-    load_tokenizer(path, config.chat_template)
+    load_tokenizer(path, config.chat_template, config.tool_call_parser)
     SamplingDefaults.load(path, config.generation_config)
 
 
@@ -155,7 +156,7 @@ def _kv_cache(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, check
 
 def _text(config: EngineConfig, path: Path) -> list[str]:
     """The tokenizer, how requests are sampled that do not say, and the chat template as it is."""
-    tokenizer = load_tokenizer(path, config.chat_template)
+    tokenizer = load_tokenizer(path, config.chat_template, config.tool_call_parser)
     ends = ", ".join(f"{i} {tokenizer.id_to_token(i)}" for i in tokenizer.eos_token_ids) or "none"
     begin = "none" if tokenizer.bos_token_id is None else f"{tokenizer.bos_token_id}"
     lines = [_line("tokenizer", f"{tokenizer.vocab_size} tokens; begin of text {begin}; ends {ends}")]
@@ -163,7 +164,8 @@ def _text(config: EngineConfig, path: Path) -> list[str]:
     if tokenizer.chat_template is None:
         return [*lines, _line("chat template", "none: this model completes texts")]
     form = ChatTemplate.of(tokenizer).tool_format
-    tools = "with tool calls" if form else "without tool calls, or in a format that is not known here"
+    names = [name for name, each in FORMATS.items() if each is form]
+    tools = f"with tool calls ({names[0]})" if names else "without tool calls, or in a format that is not known here"
     return [*lines, _line("chat template", f"{tools}:"), tokenizer.chat_template.rstrip()]
 
 

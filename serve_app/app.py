@@ -174,7 +174,7 @@ class Front:
 
     async def _connect(self, config: EngineConfig) -> None:
         path = await asyncio.to_thread(resolve, config.model, config.revision)
-        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.chat_template)
+        tokenizer = await asyncio.to_thread(load_tokenizer, path, config.chat_template, config.tool_call_parser)
         defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config)
         await self._engines.start()
         self._service.start(tokenizer, defaults)

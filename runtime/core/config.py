@@ -56,6 +56,21 @@ class EngineConfig:
         "the vector that embeddings and scores make of a prompt: auto as sentence-transformers' files beside the model "
         "or its classifier say; of the last token, the mean of all, or how likely yes is against no, as the next word",
     )
+    tool_call_parser: Literal[
+        "auto",
+        "hermes",
+        "llama3_json",
+        "mistral",
+        "mistral_v11",
+        "pythonic",
+        "qwen3_coder",
+        "glm45",
+        "deepseek_v3",
+        "deepseek_v31",
+        "harmony",
+    ] = setting(
+        "auto", "the format in which the model writes tool calls; auto is the one that its chat template writes"
+    )
     quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
         "auto",
         "weights of linear maps on the device: auto as the file has them, none as plain numbers; else those of a file "

@@ -15,7 +15,8 @@ from runtime.output.tools import with_calls
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import HERMES, LLAMA3
+from runtime.text.tool_calls import ToolFormat
+from runtime.text.tool_calls.harmony import FINAL, HARMONY, START
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,7 @@ class ChatPrompter:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises CallboardError if the model has no chat template, or one that cannot be used."""
-        self._template = ChatTemplate.of(tokenizer)
-        marks = (reasoning.OPEN, reasoning.CLOSE, HERMES.mark, HERMES.end_mark, LLAMA3.mark)
-        self._mark_ids = tokenizer.special_ids.intersection(map(tokenizer.token_to_id, marks))
+        self._template, self._tokenizer = ChatTemplate.of(tokenizer), tokenizer
         self._close_is_special = tokenizer.token_to_id(reasoning.CLOSE) in tokenizer.special_ids
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
@@ -41,7 +40,11 @@ class ChatPrompter:
         template, tools, forced = self._template, options.offered_tools(), options.forced_call()
         form = template.tool_format if tools else None
         if tools and form is None:
-            raise invalid("tools", "cannot be used: this model has no template with a known format of calls")
+            raise invalid(
+                "tools",
+                "cannot be used: this model's chat template does not tell of them, or in no format of calls that is "
+                "known; see --chat-template and --tool-call-parser",
+            )
         try:
             text = template.render(
                 messages,
@@ -52,24 +55,39 @@ class ChatPrompter:
             )
         except CallboardError as e:
             raise FieldError("messages", str(e)) from e
+        if template.has_channels:
+            form = HARMONY
         if form is None and not template.thinks:
             return ChatPrompt(text, None)
         in_reasoning = template.thinks and _in_reasoning(messages, options, text)
+        special_marks, begun = self._special_marks(form), ""
         if form is not None and forced is not None:
+            form = form.for_call_of(forced.name, special_marks)
             if in_reasoning:
                 text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
             text += form.opening(forced.name)
+        elif template.has_channels:
+            if options.requested_grammar() is not None and not options.continue_final_message:
+                text += FINAL  # it binds this message, and no header
+            begun = text.rpartition(START)[2]
         message_format = MessageFormat(
             thinks=template.thinks and forced is None,
             in_reasoning=in_reasoning,
             shows_reasoning=options.include_reasoning,
             tools=form,
-            function_names=options.function_names if forced is None else None,
+            functions=options.functions,
             most_calls=options.most_calls(),
             forced=forced,
-            kept_special_ids=self._mark_ids,
+            kept_special_ids=frozenset(special_marks.values()),
+            begun=begun,
         )
         return ChatPrompt(text, message_format)
+
+    def _special_marks(self, form: ToolFormat | None) -> dict[str, int]:
+        """The marks of reasoning and calls that are special tokens, and their ids."""
+        marks = (reasoning.OPEN, reasoning.CLOSE, *(() if form is None else form.marks))
+        ids = {mark: self._tokenizer.token_to_id(mark) for mark in marks}
+        return {mark: i for mark, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
 
     def grammar(self, options: ChatOptions, form: MessageFormat | None) -> RequestedGrammar | None:
         """The grammar of the output, counted from where its prompt ends, by its format; None if it is free."""
@@ -80,8 +98,9 @@ class ChatPrompter:
             if self._close_is_special:
                 raise invalid(grammar.field, "cannot follow reasoning of this model; turn its reasoning off")
             grammar = replace(grammar, spec=replace(grammar.spec, after=reasoning.CLOSE))
+        special_marks = self._special_marks(form.tools)
         return with_calls(
-            grammar, options.offered_tools(), form.tools, form.forced, form.most_calls, not self._mark_ids
+            grammar, options.offered_tools(), form.tools, form.forced, form.most_calls, special_marks.keys()
         )
 
 

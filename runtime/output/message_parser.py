@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from runtime.text.reasoning import ReasoningSplitter
-from runtime.text.tool_calls import CallDelta, ForcedCall, ToolCallParser, ToolFormat
+from runtime.text.tool_calls import CallDelta, ForcedCall, ToolFormat
+from runtime.text.tool_calls.harmony import HarmonyParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +19,11 @@ class MessageFormat:
     in_reasoning: bool  # the prompt ends within reasoning
     shows_reasoning: bool
     tools: ToolFormat | None  # None: no calls are read
-    function_names: Set[str] | None  # that may be called; None: any
+    functions: Mapping[str, Any]  # that may be called, with the JSON Schemas of their arguments
     most_calls: int | None
     forced: ForcedCall | None  # the prompt ends with its opening
     kept_special_ids: frozenset[int]  # tokens that mark reasoning and calls
+    begun: str = ""  # the part of a turn in channels that the prompt ends with
 
 
 class ParsedMessage(NamedTuple):
@@ -40,17 +42,22 @@ class MessageParser:
         self._splitter = ReasoningSplitter(form.in_reasoning) if form.thinks else None
         self._calls = None
         if form.tools is not None:
-            self._calls = ToolCallParser(form.tools, form.function_names, form.most_calls, form.forced)
+            self._calls = form.tools.parser(form.tools, form.functions, form.most_calls, form.forced)
+        self._channels = self._calls if isinstance(self._calls, HarmonyParser) else None
+        if self._channels is not None and form.begun:
+            self._channels.read_prompt(form.begun)
+        self._reasoning = self._channels or self._splitter  # who tells it apart
         self.has_called = False
-        self._ends: list[int] | None = [] if form.thinks else None  # of tokens that may be reasoning; None: none may
+        # The ends of tokens that may be reasoning; None: none may.
+        self._ends: list[int] | None = None if self._reasoning is None else []
 
     def num_reasoning_tokens(self, ends: list[int], is_last: bool) -> int:
         """How many more tokens are certainly reasoning, now that text was pushed which is whole up to `ends`."""
-        if self._ends is None or self._splitter is None:
+        if self._ends is None or self._reasoning is None:
             return 0
         self._ends += ends
-        num_before, num_chars = len(self._ends), self._splitter.num_reasoning_chars
-        if not self._splitter.is_open:
+        num_before, num_chars = len(self._ends), self._reasoning.num_reasoning_chars
+        if not self._reasoning.is_open:
             ends, self._ends = self._ends, None
             return sum(end <= num_chars for end in ends)
         self._ends = [] if is_last else [end for end in self._ends if end > num_chars]
@@ -70,4 +77,6 @@ class MessageParser:
         if self._calls is not None:
             text, calls = self._calls.push(text, is_last)
             self.has_called = self.has_called or bool(calls)
+        if self._channels is not None:
+            reasoning = self._channels.new_reasoning()
         return ParsedMessage(text, reasoning if self._shows_reasoning else "", calls)

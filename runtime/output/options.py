@@ -61,12 +61,13 @@ class ChatOptions(OutputOptions):
             return
         if not self.tools:
             raise invalid("tool_choice", "is only allowed when there are tools")
-        if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in self.function_names:
+        if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in self.functions:
             raise invalid("tool_choice.function.name", f"is {shown(self.tool_choice.function.name)}, which no tool has")
 
-    @property
-    def function_names(self) -> set[str]:
-        return {tool.function.name for tool in self.tools or ()}
+    @cached_property
+    def functions(self) -> dict[str, dict[str, Any]]:
+        """The JSON Schemas of the functions' arguments."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools or ()}
 
     @cached_property
     def template_tools(self) -> list[dict[str, Any]] | None:
@@ -83,8 +84,8 @@ class ChatOptions(OutputOptions):
             case ChosenTool(function=function):
                 return ForcedCall(function.name)
             case "required":
-                names = self.function_names
-                return ForcedCall(names.pop() if len(names) == 1 else None)
+                names = list(self.functions)
+                return ForcedCall(names[0] if len(names) == 1 else None)
         return None
 
     def most_calls(self) -> int | None:

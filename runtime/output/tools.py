@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,6 +12,7 @@ from runtime.core.types import GrammarSpec
 from runtime.output.fields import Options, invalid
 from runtime.output.response_format import RequestedGrammar
 from runtime.structured.grammar import Calls
+from runtime.text import reasoning
 from runtime.text.tool_calls import ForcedCall, ToolFormat
 
 
@@ -62,18 +64,25 @@ def with_calls(
     form: ToolFormat | None,
     forced: ForcedCall | None,
     most_calls: int | None,
-    marks_are_text: bool,
+    special_marks: Collection[str],
 ) -> RequestedGrammar | None:
     """The grammar of an output that may hold calls, where `answer` is that of its content; None: all is free.
 
     Calls are bound from the opening on with which the prompt ends, or, where the model may choose and some function
     is strict, from any mark on that it writes; beside an answer in JSON, they are all that it may write instead.
-    Arguments fit their schema; without `strict` any object will do where the schema is not supported."""
+    Arguments fit their schema; without `strict` any object will do where the schema is not supported. No grammar can
+    write `special_marks`, which are tokens and no text: what has to follow one is left out."""
     strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
     if not tools or (forced is None and strict is None and answer is None):
         return answer
     assert form is not None, "tools that the model has no format for are refused before"
-    has_marks = marks_are_text and not form.is_bare
+
+    def is_text(*texts: str) -> bool:
+        return not any(mark in text for mark in special_marks for text in texts)
+
+    thinks_in_text = is_text(reasoning.OPEN, reasoning.CLOSE)
+    has_marks = not form.is_bare and bool(form.mark) and form.to_arguments != ""
+    has_marks = has_marks and thinks_in_text and is_text(form.begin, form.to_arguments, form.end, form.close)
     if forced is not None:
         answer = None  # there is no content
     elif answer is not None and not (has_marks and answer.spec.kind == "json"):
@@ -89,20 +98,22 @@ def with_calls(
     name = None if forced is None else forced.name
     functions = [tool.function for tool in tools if name in (None, tool.function.name)]
     nothing = {"type": "object", "additionalProperties": False}
-    again = ("; " if form.is_bare else "\n") + form.opening(name)
+    again = form.again if name is None else f"{form.again}{name}{form.to_arguments}"
+    end = form.end if is_text(form.end) else form.end.partition("\n")[0]
     calls = Calls(
         functions={f.name: nothing if f.parameters is None else f.parameters for f in functions},
         lenient=[f.name for f in functions if not f.strict],
         named=name is not None,
-        to_arguments=f'", "{form.arguments}":',
-        end="\n" + form.end_mark if form.end_mark and marks_are_text else "",
-        again=again if marks_are_text and most_calls is None else "",
+        to_arguments=form.to_arguments,
+        end=end,
+        again=again if form.again and is_text(form.end, again) and most_calls is None else "",
+        close=form.close if is_text(form.end, form.close) else "",
     )
     after, free = "", False
     if answer is not None:
         calls.begin, calls.answer, after = form.opening(None), answer.spec.text, answer.spec.after
     elif forced is None:
-        calls.begin, after, free = form.opening(None).removeprefix(form.mark).strip(), form.mark, True
+        calls.begin, after, free = form.begin.removeprefix(form.mark).strip(), form.mark, True
     strictness = None if answer is None else answer.spec.strict
     spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, free, strictness)
     return RequestedGrammar(spec, "tools" if answer is None else answer.field)

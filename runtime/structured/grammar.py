@@ -54,8 +54,9 @@ class Calls(msgspec.Struct):
     lenient: list[str]  # functions that take any object where their schema is not supported
     named: bool  # the opening names the (only) function
     to_arguments: str  # what is between a function's name and its arguments
-    end: str  # what follows a call
+    end: str  # what follows a call's arguments
     again: str  # how another call begins, as far as the first is begun; "": there is just one
+    close: str  # what follows the last call
     begin: str = ""  # the rest of the opening
     answer: str = ""  # a JSON Schema: the output may be such a value instead
 
@@ -127,15 +128,18 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
             found = schema.rules_of({}, terms, arguments, f"f{i}")
         written |= found
         opening = terminal(literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?")
-        bodies.append(sequence(opening, Name(f"f{i}start"), terminal(literal_text("}" + calls.end))))
+        bodies.append(sequence(opening, Name(f"f{i}start"), _text(calls.end)))
     written["call"] = choice(bodies)
-    more = Repeat(sequence(terminal(literal_text(calls.again)), Name("call")), 0, None) if calls.again else NOTHING
-    begin = terminal(literal_text(calls.begin)) if calls.begin else NOTHING
-    start = sequence(begin, Name("call"), more)
+    more = Repeat(sequence(_text(calls.again), Name("call")), 0, None) if calls.again else NOTHING
+    start = sequence(_text(calls.begin), Name("call"), more, _text(calls.close))
     if calls.answer:
         written |= schema.rules_of(schema.read(calls.answer), terms, None, "a", answer_strict, ignored)
         start = choice([start, Name("astart")])
     return {"start": start, **written}
+
+
+def _text(text: str) -> Rule:
+    return terminal(literal_text(text)) if text else NOTHING
 
 
 class _Terms(Terms):

@@ -16,7 +16,8 @@ from runtime.child import ChildPool, Overrun
 from runtime.core.types import CallboardError
 from runtime.text import reasoning, sandbox
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import HERMES, LLAMA3, CallDelta, ToolCallParser, ToolFormat
+from runtime.text.tool_calls import FORMATS, CallDelta, ToolFormat
+from runtime.text.tool_calls.harmony import HARMONY, START
 
 MAX_PROMPT_CHARS = 4 << 20
 MAX_SECONDS = 1.0  # of CPU time, for one rendering; a long conversation takes milliseconds
@@ -41,6 +42,7 @@ class ChatTemplate:
         for text in (source, self._tool_source):
             _run(sandbox.check, text, self._special_tokens, MAX_SECONDS)
         self.thinks = reasoning.CLOSE in source  # whether the model may write reasoning before its answer
+        self.has_channels = START in source  # the model writes messages in channels (harmony.py)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
@@ -49,34 +51,45 @@ class ChatTemplate:
             raise CallboardError("This model has no chat template; use /v1/completions with a plain prompt instead.")
         template = cls(tokenizer.chat_template, tokenizer.special_tokens, tokenizer.tool_template)
         template.thinks = template.thinks or tokenizer.token_to_id(reasoning.CLOSE) is not None
+        if tokenizer.tool_call_parser != "auto":
+            template.tool_format = FORMATS[tokenizer.tool_call_parser]
+            template.has_channels = template.tool_format is HARMONY
         return template
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
         """How the model writes tool calls: the format that reads back the one that its template writes.
 
-        None if the template writes none, or in a format that is not known here."""
+        None if the template tells of no tools, or writes calls in no format that is known here."""
+        return self._probed[0]
+
+    @cached_property
+    def _probed(self) -> tuple[ToolFormat | None, bool]:
+        """What a call shows that the template is given: its format, and whether its arguments have to be a text."""
         name, arguments = "callboard_probe", {"n": 1}
-        # Mistral's ids have nine letters.
-        call = {"id": "callboard", "type": "function", "function": {"name": name, "arguments": arguments}}
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "Go."},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-        ]
         schema = {"type": "object", "properties": {"n": {"type": "integer", "description": "A number."}}}
         function = {"name": name, "description": "Tells the format.", "parameters": schema}
         tools = [{"type": "function", "function": function}]
-        try:
-            before = self.render(messages[:1], tools=tools)
-            after = self.render(messages, add_generation_prompt=False, tools=tools)
-        except CallboardError:
-            return None
-        written = after.removeprefix(before)
-        for form in (HERMES, LLAMA3):
-            pieces = ToolCallParser(form, {name}).push(written)[1]
-            if [piece.index for piece in pieces if piece.name] == [0] and _is_json(pieces, arguments):
-                return form
-        return None
+        for are_text in (False, True):
+            called = {"name": name, "arguments": json.dumps(arguments) if are_text else arguments}
+            # Mistral's ids have nine letters.
+            call = {"id": "callboard", "type": "function", "function": called}
+            messages: list[dict[str, Any]] = [
+                {"role": "user", "content": "Go."},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+            ]
+            try:
+                before = self._rendered(messages[:1], {"tools": tools, "add_generation_prompt": True})
+                after = self._rendered(messages, {"tools": tools, "add_generation_prompt": False})
+            except CallboardError:
+                continue
+            written = after.removeprefix(before)
+            for form in FORMATS.values() if name in before else ():
+                pieces = form.parser(form, {name: schema}).push(written)[1]
+                if [piece.index for piece in pieces if piece.name] == [0] and _is_json(pieces, arguments):
+                    return form, are_text
+            return None, are_text
+        return None, False
 
     def render(
         self,
@@ -97,18 +110,25 @@ class ChatTemplate:
         if continue_final_message:
             add_generation_prompt = False
             messages = _with_end_marked(messages)
-        values = {"documents": None, **kwargs, "messages": messages, "tools": tools}
-        values["add_generation_prompt"] = add_generation_prompt
-        source = self._tool_source if tools else self._source
-        text = _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
+        if any(message.get("tool_calls") for message in messages) and self._probed[1]:
+            messages = [_with_arguments_as_text(message) for message in messages]
+        own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        text = self._rendered(messages, {**kwargs, **own})
         return _cut_at_mark(text) if continue_final_message else text
 
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        source = self._tool_source if values["tools"] else self._source
+        values = {"documents": None, **values, "messages": messages}
+        return _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
 
-def load_tokenizer(path: Path, template_file: str | None = None) -> Tokenizer:
-    """The tokenizer of a model folder or of a .gguf file, with the chat template of a file in place of its own.
+
+def load_tokenizer(path: Path, template_file: str | None = None, tool_call_parser: str = "auto") -> Tokenizer:
+    """The tokenizer of a model folder or of a .gguf file, with the chat template of a file in place of its own, whose
+    model writes calls in a format of this name (auto: the one that its template writes).
 
     Raises CallboardError if there is none that is known, or if that file holds no template."""
     tokenizer = Tokenizer.load(path)
+    tokenizer.tool_call_parser = tool_call_parser
     if template_file is not None:
         try:
             tokenizer.chat_template, tokenizer.tool_template = Path(template_file).read_text("utf-8"), None
@@ -119,6 +139,16 @@ def load_tokenizer(path: Path, template_file: str | None = None) -> Tokenizer:
         except CallboardError as e:
             raise CallboardError(f"The chat template {template_file!r} cannot be used: {e}") from e
     return tokenizer
+
+
+def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def as_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [as_text(call) for call in calls]} if calls else message
 
 
 def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -43,6 +43,7 @@ class Tokenizer:
         self.special_tokens = special_tokens
         self.chat_template = chat_template
         self.tool_template = tool_template  # of conversations with tools, where it is another one
+        self.tool_call_parser = "auto"  # or the name of the format in which the model writes calls
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.pieces: Pieces = pieces_of(backend)

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from runtime.core.types import CallboardError
 from runtime.text.chat import ChatTemplate
 from runtime.text.tool_calls import HERMES, LLAMA3
+from runtime.text.tool_calls.mistral import MISTRAL
 from tests.support.fake_engine import byte_tokenizer
 
 TEMPLATES = {
@@ -86,7 +87,15 @@ def test_prompts_are_those_of_transformers(name: str, conversation: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("qwen2.5", HERMES), ("qwen3", HERMES), ("llama3.2", LLAMA3), ("gemma3", None), ("phi3", None)]
+    ("name", "form"),
+    [
+        ("qwen2.5", HERMES),
+        ("qwen3", HERMES),
+        ("llama3.2", LLAMA3),
+        ("mistral-v0.3", MISTRAL),
+        ("gemma3", None),
+        ("phi3", None),
+    ],
 )
 def test_the_format_of_tool_calls_is_read_off_the_template(name: str, form: object):
     assert ChatTemplate(TEMPLATES[name], SPECIAL).tool_format is form

@@ -8,23 +8,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.text.reasoning import MAX_SPACES
-from runtime.text.tool_calls import HERMES, LLAMA3, ForcedCall, ToolCallParser, ToolFormat
+from runtime.text.tool_calls import FORMATS, HERMES, LLAMA3, ForcedCall, ToolCallParser, ToolFormat
 
-NAMES = {"f", "get_weather"}
+NAMES = {"f": {}, "get_weather": {}}
+
 CALL = '{"name": "f", "arguments": {"a": [1, "}<tool_call>\\""]}}'
 ARGUMENTS = '{"a": [1, "}<tool_call>\\""]}'
 
 
+def parser_of(form: ToolFormat, functions: dict | None, *options, **more_options) -> ToolCallParser:
+    return form.parser(form, functions, *options, **more_options)
+
+
 def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple[str, str]]]:
     """Content and (name, arguments) of the calls; checks that the pieces come as a stream wants them."""
-    parser = ToolCallParser(form, **{"names": NAMES, **options})
+    parser = parser_of(form, **{"functions": NAMES, **options})
     content, calls = "", []
     for new_content, pieces in [*map(parser.push, parts), parser.push("", is_last=True)]:
         content += new_content
         for piece in pieces:
             if piece.name:
                 assert piece.index == len(calls)
-                assert piece.id.startswith("call_")
+                assert len(piece.id) == 9 if form.has_short_ids else piece.id.startswith("call_")
                 assert piece.arguments == ""
                 calls.append((piece.name, ""))
             else:
@@ -163,7 +168,12 @@ def cut(text: str, at: list[int]) -> list[str]:
     text=TEXTS,
     at=st.lists(st.integers(0, 10_000), max_size=20),
     options=st.sampled_from(
-        [{}, {"most": 1}, {"forced": ForcedCall("f"), "names": None}, {"forced": ForcedCall(None), "names": None}]
+        [
+            {},
+            {"most": 1},
+            {"forced": ForcedCall("f"), "functions": None},
+            {"forced": ForcedCall(None), "functions": None},
+        ]
     ),
 )
 def test_any_cut_gives_the_same(form: ToolFormat, text: str, at: list[int], options: dict):
@@ -181,20 +191,20 @@ ARGS = st.dictionaries(TEXT, JSON | st.dictionaries(TEXT, JSON, max_size=2), max
 
 @settings(max_examples=100, deadline=None)
 @given(
-    st.sampled_from([HERMES, LLAMA3]),
+    st.sampled_from([form for form in FORMATS.values() if form.again]),
     st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGS, st.booleans()), min_size=1, max_size=4),
     st.lists(st.integers(0, 10_000), max_size=20),
 )
 def test_any_calls_are_read_back(form: ToolFormat, calls: list, at: list[int]):
     written = [(name, json.dumps(arguments, ensure_ascii=ascii)) for name, arguments, ascii in calls]
-    objects = [f'{{"name": "{name}", "{form.arguments}": {arguments}}}' for name, arguments in written]
-    text = "; ".join(objects) if form.is_bare else "".join(f"<tool_call>\n{o}\n</tool_call>" for o in objects)
+    texts = [f"{name}{form.to_arguments} {arguments}{form.end}" for name, arguments in written]
+    text = form.begin + form.again.join(texts) + form.close
     assert read(form, cut(text, at)) == ("", written)
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA3])
 def test_arguments_grow_as_they_come(form: ToolFormat):
-    parser = ToolCallParser(form, NAMES)
+    parser = parser_of(form, NAMES)
     parser.push(form.opening("f"))
     (begin, first) = parser.push(' {"city"')[1]
     assert (begin.name, first.arguments) == ("f", '{"city"')
@@ -203,7 +213,7 @@ def test_arguments_grow_as_they_come(form: ToolFormat):
 
 
 def test_text_that_cannot_be_a_mark_is_not_held_back():
-    parser = ToolCallParser(HERMES, NAMES)
+    parser = parser_of(HERMES, NAMES)
     assert [parser.push(part)[0] for part in ("Hello", " ", "<", "b>", "{", "<tool_", "x")] == [
         *("Hello", "", "", " <b>", "{", "", "<tool_x"),
     ]
@@ -220,17 +230,17 @@ def test_text_that_cannot_be_a_mark_is_not_held_back():
     ],
 )
 def test_a_call_that_the_prompt_has_begun(form: ToolFormat, text: str, arguments: str):
-    assert read(form, list(text), forced=ForcedCall("f"), names=None, most=1) == ("", [("f", arguments)])
+    assert read(form, list(text), forced=ForcedCall("f"), functions=None, most=1) == ("", [("f", arguments)])
 
 
 def test_a_call_that_the_prompt_has_begun_without_a_name():
     text = 'any", "arguments": {"a": 1}}</tool_call>'
-    assert read(HERMES, list(text), forced=ForcedCall(None), names=None) == ("", [("any", '{"a": 1}')])
-    assert read(HERMES, ["any"], forced=ForcedCall(None), names=None) == ('<tool_call>\n{"name": "any', [])
+    assert read(HERMES, list(text), forced=ForcedCall(None), functions=None) == ("", [("any", '{"a": 1}')])
+    assert read(HERMES, ["any"], forced=ForcedCall(None), functions=None) == ('<tool_call>\n{"name": "any', [])
 
 
 def test_after_the_last_call_allowed_nothing_is_read():
-    parser = ToolCallParser(HERMES, NAMES, most=1)
+    parser = parser_of(HERMES, NAMES, most=1)
     parser.push(f"<tool_call>{CALL[:-1]}")
     assert not parser.done
     parser.push("}")
@@ -250,7 +260,7 @@ def test_after_the_last_call_allowed_nothing_is_read():
     ],
 )
 def test_white_space_without_end_takes_linear_time(form: ToolFormat, begin: str):
-    parser = ToolCallParser(form, NAMES)
+    parser = parser_of(form, NAMES)
     parser.push(begin)
     started = time.thread_time()
     for _ in range(60_000):

@@ -1,0 +1,25 @@
+"""Calls of GLM 4.5 and later: `<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`."""
+
+from __future__ import annotations
+
+import re
+
+from runtime.text.tool_calls.json_objects import HERMES
+from runtime.text.tool_calls.parser import ToolFormat
+from runtime.text.tool_calls.tagged import TaggedParser
+
+
+class GlmParser(TaggedParser):
+    head = re.compile(r"\s*([\w-]+)\s*(?=<)")
+    key_mark, key = "<arg_key>", re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+    value_ends = ("</arg_value>",)
+    value_end = re.compile(r"</arg_value>")
+    ends = ("</tool_call>",)
+
+
+GLM45 = ToolFormat(
+    GlmParser,
+    mark="<tool_call>",
+    marks=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    json_form=HERMES,
+)

@@ -1,0 +1,135 @@
+"""Calls as JSON objects.
+
+HERMES   <tool_call>\n{"name": "f", "arguments": {…}}\n</tool_call>   any number, anywhere       (Hermes, Qwen)
+LLAMA3   {"name": "f", "parameters": {…}}; {…}                      the text begins so, or after <|python_tag|>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from runtime.text.reasoning import MAX_SPACES
+from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, JsonValue, ToolCallParser, ToolFormat
+
+_HEAD = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_FIRST_KEY = re.compile(r'\{\s*(?:"([a-z]*)([^a-z])|[^"\s])')
+_KEYS = {"name", "type", "id", "arguments", "parameters"}
+_SPACES, _SPACES_AND_BRACKET = re.compile(r"\s*"), re.compile(r"\s*(?:\[\s*)?")
+
+
+class JsonObjectParser(ToolCallParser):
+    """Reads calls of any order of keys; in the usual one, the arguments are given as they come."""
+
+    def _opening(self, final: bool) -> bool:
+        """Where an object must begin for the text to be a call."""
+        form, text = self._form, self._held
+        lead = (_SPACES_AND_BRACKET if form.close else _SPACES).match(text, self._at)
+        assert lead is not None, "it matches the empty text"
+        num_before, start = lead.end() - lead.start(), lead.end()
+        if num_before <= MAX_SPACES and text[start : start + 1] == "{":
+            self._at = self._scanned = start
+            self._value = JsonValue()
+            self._state = self._object
+            return True
+        if final and self.num_calls and text.strip() == form.separator:
+            self._held = ""
+        if final or start < len(text) or num_before > MAX_SPACES:
+            return self._give_back(self._at)
+        return False
+
+    def _object(self, final: bool) -> bool:
+        """In an object that may be a call."""
+        text, start = self._held, self._at
+        head_end = start + MAX_HEAD_CHARS
+        if (head := _HEAD.match(text, start, head_end)) and self._may_call(head[1]):
+            self._begin(head[1])
+            self._held = text[head.end() :]
+            self._state = self._begun_arguments
+            return True
+        key = _FIRST_KEY.match(text, start, head_end)
+        if (len(text) >= head_end) if key is None else (key[1] not in _KEYS or key[2] != '"'):
+            return self._give_back(start + 1)
+        self._scanned, ended = self._value.read(text, self._scanned)
+        if not ended:
+            return self._give_back(len(text)) if final else False
+        if self._value.depth or (call := self._whole(text[start : self._scanned])) is None:
+            return self._give_back(self._scanned)
+        self._begin(call[0])
+        self._give(call[1])
+        self._held = text[self._scanned :]
+        return self._end(self._after_object)
+
+    def _after_arguments(self, final: bool) -> bool:
+        text = self._held = self._held.lstrip()
+        if not text:
+            return False
+        if text[0] == ",":
+            self._value = JsonValue(depth=1)
+            self._state = self._other_keys
+            return True
+        self._held = text.removeprefix("}")
+        return self._end(self._after_object)
+
+    def _other_keys(self, final: bool) -> bool:
+        """In what an object has after a call's arguments (a `"type"` or an `"id"`): nobody asks for it."""
+        end, ended = self._value.read(self._held, 0)
+        self._held = self._held[end:]
+        return self._end(self._after_object) if ended else False
+
+    def _after_object(self, final: bool) -> bool:
+        """Where an end mark may be, which models forget."""
+        if self._skips(self._form.end.removeprefix("}").lstrip(), final) is None:
+            return False
+        self._state = self._after_call
+        return True
+
+    def _after_call(self, final: bool) -> bool:
+        self._held = self._held.lstrip()
+        if not self._held:
+            return False
+        first, separator = self._held[0], self._form.separator
+        if self._form.close and first == self._form.close:
+            self._held = self._held[1:]
+            return True
+        self._state = self._outside
+        if separator and first in (separator, "{"):
+            self._at = int(first == separator)
+            self._state = self._opening
+        return True
+
+    def _whole(self, text: str) -> tuple[str, str] | None:
+        """Name and arguments of a call whose keys came in another order than the usual one; None if it is no call."""
+        try:
+            call = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        arguments = call.get("arguments", call.get("parameters")) or {}
+        if not self._may_call(call.get("name")):
+            return None
+        return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+_BEGIN = '{"name": "'
+HERMES = ToolFormat(
+    JsonObjectParser,
+    mark="<tool_call>",
+    marks=("<tool_call>", "</tool_call>"),
+    begin="<tool_call>\n" + _BEGIN,
+    to_arguments='", "arguments":',
+    end="}\n</tool_call>",
+    again="\n<tool_call>\n" + _BEGIN,
+)
+LLAMA3 = ToolFormat(
+    JsonObjectParser,
+    mark="<|python_tag|>",
+    marks=("<|python_tag|>",),
+    is_bare=True,
+    begin=_BEGIN,
+    to_arguments='", "parameters":',
+    end="}",
+    again="; " + _BEGIN,
+    separator=";",
+)

@@ -1,0 +1,45 @@
+"""Calls of Mistral's models, whose template and tokenizer have the same version.
+
+MISTRAL      [TOOL_CALLS] [{"name": "f", "arguments": {…}}, {…}]        up to v7
+MISTRAL_V11  [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]g[CALL_ID]…[ARGS]{…}     from v11 on: Small 3.2, Devstral, Magistral
+"""
+
+from __future__ import annotations
+
+import re
+
+from runtime.text.tool_calls.json_objects import JsonObjectParser
+from runtime.text.tool_calls.name_first import NameFirstParser
+from runtime.text.tool_calls.parser import ToolFormat
+
+_MARK, _BEGIN = "[TOOL_CALLS]", '{"name": "'
+
+
+class MistralV11Parser(NameFirstParser):
+    """A call begins with the mark of the first one."""
+
+    head = re.compile(r"\s*([\w-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+MISTRAL = ToolFormat(
+    JsonObjectParser,
+    mark=_MARK,
+    marks=(_MARK,),
+    begin=f"{_MARK} [{_BEGIN}",
+    to_arguments='", "arguments":',
+    end="}",
+    again=", " + _BEGIN,
+    close="]",
+    separator=",",
+    has_short_ids=True,
+)
+MISTRAL_V11 = ToolFormat(
+    MistralV11Parser,
+    mark=_MARK,
+    marks=(_MARK, "[CALL_ID]", "[ARGS]"),
+    begin=_MARK,
+    to_arguments="[ARGS]",
+    again=_MARK,
+    json_form=MISTRAL,
+    has_short_ids=True,
+)

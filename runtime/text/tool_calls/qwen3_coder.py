@@ -1,0 +1,21 @@
+"""Calls of Qwen3-Coder: `<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>`."""
+
+from __future__ import annotations
+
+import re
+
+from runtime.text.tool_calls.json_objects import HERMES
+from runtime.text.tool_calls.parser import ToolFormat
+from runtime.text.tool_calls.tagged import TaggedParser
+
+
+class Qwen3CoderParser(TaggedParser):
+    head = re.compile(r"\s*<function=([\w-]+)>")
+    key_mark, key = "<parameter=", re.compile(r"<parameter=([^>\n]+)>")
+    # A value has lines of its own. Its end mark may be forgotten.
+    value_ends = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
+    value_end = re.compile(r"\n?</parameter>|(?=\n<parameter=)|(?=\n</function>)")
+    ends = ("</function>", "</tool_call>")
+
+
+QWEN3_CODER = ToolFormat(Qwen3CoderParser, mark="<tool_call>", marks=("<tool_call>", "</tool_call>"), json_form=HERMES)

@@ -1,0 +1,61 @@
+"""Values of arguments that a model writes as plain text, which the schema of its function tells apart."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+
+_TYPES = {
+    type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"
+}  # fmt: skip
+_LITERALS = {"True": "true", "False": "false", "None": "null"}  # some templates write Python's names
+
+
+def json_text(text: str) -> str:
+    """A text as JSON, without the quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def types_of(parameters: object, name: str) -> frozenset[str]:
+    """The JSON types that a parameter may have; none if its schema does not tell."""
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    return _types(properties.get(name)) if isinstance(properties, Mapping) else frozenset()
+
+
+def _types(schema: object) -> frozenset[str]:
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    of = schema.get("type")
+    if isinstance(of, str | list):
+        names = frozenset([of] if isinstance(of, str) else map(str, of))
+        return names if names <= {*_TYPES.values()} else frozenset()
+    for name in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(name), list):
+            parts = [_types(option) for option in options]
+            return frozenset[str]().union(*parts) if all(parts) else frozenset()
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return frozenset(_TYPES[type(value)] for value in values) if isinstance(values, list) else frozenset()
+
+
+def as_json(text: str, types: frozenset[str]) -> str:
+    """The JSON of a value, as it stands if it is one of a type that its parameter may have; else it is a string."""
+    text_of_json = _LITERALS.get(text.strip(), text.strip())
+    try:
+        value = json.loads(text_of_json, parse_constant=lambda _: "")  # NaN is no JSON
+    except (ValueError, RecursionError):
+        return f'"{json_text(text)}"'
+    kind = _TYPES[type(value)]
+    fits = not types or kind in types or (kind == "integer" and "number" in types)
+    fits = fits or (kind == "number" and "integer" in types and value.is_integer())
+    return text_of_json if fits and kind != "string" else f'"{json_text(text)}"'
+
+
+def json_of_literal(text: str) -> str:
+    """The JSON of a literal of Python, or of JSON; of another expression, its text as a string."""
+    for read in (ast.literal_eval, json.loads):
+        try:
+            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return f'"{json_text(text)}"'

@@ -1,0 +1,157 @@
+"""Tool calls of all formats over HTTP: forced ones by an engine that writes what their grammar allows, and one answer
+through each of the three APIs."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from runtime.text.tokenizer import Tokenizer
+from tests.serve.test_chat_api import QWEN
+from tests.serve.test_chat_api import TOOLS as CHAT_TOOLS
+from tests.serve.test_forced_calls import NAMED, TOOLS, GrammarEngine
+from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of, events_of
+
+pytestmark = pytest.mark.usefixtures("shared_compiler")
+HARMONY = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_MARKS = ["<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"]
+MISTRAL_MARKS = ["[TOOL_CALLS]", "[ARGS]"]
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+
+
+def tokenizer_of(name: str, special: list[str]) -> Tokenizer:
+    """The marks in `special` are special tokens, as in the models' own vocabularies."""
+    backend = byte_tokenizer()._backend
+    backend.add_special_tokens(special)
+    template = HARMONY if name == "harmony" else QWEN
+    tokenizer = Tokenizer(backend, bos_token_id=None, eos_token_ids=(256,), special_tokens={}, chat_template=template)
+    tokenizer.tool_call_parser = name
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "choice", "opening", "may_be_many"),
+    [
+        ("mistral", MISTRAL_MARKS[:1], "required", '[TOOL_CALLS] [{"name": "', True),
+        ("mistral_v11", MISTRAL_MARKS, "required", '[TOOL_CALLS] [{"name": "', True),  # [ARGS] is nothing to write
+        ("mistral_v11", MISTRAL_MARKS, NAMED, "[TOOL_CALLS]add[ARGS]", False),
+        ("deepseek_v3", [], "required", f"{DEEPSEEK}function<｜tool▁sep｜>", True),
+        ("deepseek_v31", [], NAMED, f"{DEEPSEEK}add<｜tool▁sep｜>", False),
+        ("qwen3_coder", [], "required", '<tool_call>\n{"name": "', True),
+        ("pythonic", [], NAMED, '{"name": "add", "parameters":', False),
+        (
+            *("harmony", HARMONY_MARKS, NAMED),
+            *("<|channel|>commentary to=functions.add <|constrain|>json<|message|>", False),
+        ),
+        ("harmony", HARMONY_MARKS, "required", '<|channel|>commentary<|message|>{"name": "', False),
+    ],
+)
+async def test_forced_calls_arrive(name: str, special: list[str], choice: Any, opening: str, may_be_many: bool):
+    tokenizer, most = tokenizer_of(name, special), 0
+    for seed in range(4):
+        engine = GrammarEngine(seed)
+        async with client_of(engine, tokenizer) as http:
+            client = openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http)
+            messages: Any = [{"role": "user", "content": "hi"}]
+            answer = await client.chat.completions.create(
+                model=MODEL, messages=messages, tools=TOOLS, tool_choice=choice
+            )
+        assert (
+            tokenizer.decode(engine.requests[0].token_ids, skip_special_tokens=False).endswith("assistant" + opening)
+            or name != "harmony"
+        )
+        assert tokenizer.decode(engine.requests[0].token_ids, skip_special_tokens=False).endswith(opening)
+        message = answer.choices[0].message
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+        assert len(calls) == engine.text.count('"a"')
+        assert all(called in ("add", "add_all", "sub") for called, _ in calls)
+        assert all(arguments in ({"a": 1}, {"a": "}"}) for _, arguments in calls)
+        assert (message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
+        most = max(most, len(calls))
+    assert (most > 1) == may_be_many
+
+
+CITY = {"city": "Zürich"}
+ANSWERS = {
+    "qwen3_coder": (
+        "I see.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich"}}]',
+    "harmony": (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I see.<|end|>"
+        "<|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Zürich"}'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_the_three_apis_read_the_same(name: str):
+    content, thoughts = "I see." if "I see." in ANSWERS[name] else None, "Hm." if name == "harmony" else None
+    tokenizer = tokenizer_of(name, HARMONY_MARKS if name == "harmony" else [])
+    script = tokenizer.encode(ANSWERS[name], add_special_tokens=False)
+    functions = [tool["function"] for tool in CHAT_TOOLS]
+
+    async def post(path: str, group: int, **fields: Any) -> Any:
+        engine = FakeEngine(group=group, max_model_len=4096)
+        engine.script = [*script, 256]
+        async with client_of(engine, tokenizer) as client:
+            return await client.post(path, json={"model": MODEL, **fields})
+
+    hi = [{"role": "user", "content": "hi"}]
+    plain = (await post("/v1/chat/completions", 1, messages=hi, tools=CHAT_TOOLS)).json()
+    message = plain["choices"][0]["message"]
+    assert (message["content"], message.get("reasoning_content")) == (content, thoughts)
+    assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [CITY]
+    assert (len(message["tool_calls"][0]["id"]) == 9) == (name == "mistral")
+    for group in (1, 3):
+        response = await post("/v1/chat/completions", group, messages=hi, tools=CHAT_TOOLS, stream=True)
+        deltas = [choice["delta"] for event in events_of(response) for choice in event["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == (content or "")
+        calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+        assert json.loads("".join(call["arguments"] for call in calls)) == CITY
+
+    tools = [{"type": "function", "strict": False, **function} for function in functions]
+    output = (await post("/v1/responses", 1, input="hi", tools=tools)).json()["output"]
+    assert [item["type"] for item in output] == [
+        *(["reasoning"] if thoughts else []), *(["message"] if content else []), "function_call",
+    ]  # fmt: skip
+    assert json.loads(output[-1]["arguments"]) == CITY
+    tools = [{"name": f["name"], "input_schema": f["parameters"]} for f in functions]
+    blocks = (await post("/v1/messages", 1, max_tokens=400, messages=hi, tools=tools)).json()["content"]
+    assert [block["type"] for block in blocks] == [
+        *(["thinking"] if thoughts else []), *(["text"] if content else []), "tool_use",
+    ]  # fmt: skip
+    assert blocks[-1]["input"] == CITY
+
+
+async def test_channels_are_read_without_tools_too():
+    tokenizer = tokenizer_of("harmony", HARMONY_MARKS)
+    engine = FakeEngine(max_model_len=4096)
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi!"
+    engine.script = [*tokenizer.encode(text, add_special_tokens=False), 256]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+    async with client_of(engine, tokenizer) as client:
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        message = answer["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("Hi!", "Hm.")
+        answer = (await client.post("/v1/responses", json={"model": MODEL, "input": "hi"})).json()
+        assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == len("analysisHm.") + 3
+        engine.script = [*b'{"a":1}', 256]  # a grammar binds a final message, which the prompt has begun
+        form = {"type": "json_object"}
+        answer = (await client.post("/v1/chat/completions", json=body | {"response_format": form})).json()
+    assert answer["choices"][0]["message"]["content"] == '{"a":1}'
+    prompt = tokenizer.decode(engine.requests[-1].token_ids, skip_special_tokens=False)
+    assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>")
+
+
+async def test_tools_that_the_template_does_not_tell_of_are_refused():
+    async with client_of(FakeEngine(), byte_tokenizer(QWEN.replace("tools | tojson", "''"))) as client:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": CHAT_TOOLS}
+        error = (await client.post("/v1/chat/completions", json=body)).json()["error"]
+    assert error["param"] == "tools"
+    assert "--tool-call-parser" in error["message"]
