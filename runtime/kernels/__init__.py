@@ -33,7 +33,12 @@ from runtime.kernels.prefill_attention import prefill_attention
 from runtime.kernels.quantized_experts import QuantizedExperts
 from runtime.kernels.quantized_linear import QuantizedLinear
 from runtime.kernels.quantized_weight import QuantizedWeight
-from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.rms_norm import (
+    rms_norm_in_place_torch,
+    rms_norm_in_place_triton,
+    rms_norm_torch,
+    rms_norm_triton,
+)
 from runtime.kernels.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
 
 
@@ -90,6 +95,7 @@ class Kernels:
     """The operations that a decoder is written with; signatures are those of the torch references."""
 
     norm: Norm
+    norm_in_place: Callable[[torch.Tensor, torch.Tensor, float], None]  # an RMS norm of x with a weight and an epsilon
     activate: Activate  # of the feed-forward layer
     linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]  # of a dense weight [out, in] and a bias [out]
     experts: DenseExperts
@@ -108,6 +114,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         around: dict[str, Any] = {"activation": activation, "gated": gated, "norm": norm}
         return Kernels(
             norm,
+            rms_norm_in_place_triton,
             partial(gated_activation_triton, activation=activation, gated=gated),
             partial(FusedLinear, deterministic=deterministic, **around),
             partial(GroupedExperts, activation=activation, deterministic=deterministic),
@@ -127,6 +134,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
 
     return Kernels(
         norm,
+        rms_norm_in_place_torch,
         activate,
         lambda weight, bias: Linear(product(weight, bias), norm, activate),
         partial(Experts, product=product, activate=activate),

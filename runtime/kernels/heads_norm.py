@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from runtime.kernels.all_reduce import sum_partials_torch
 from runtime.kernels.communicator import Communicator
-from runtime.kernels.linear import Norm
 
 
 class HeadsWeight(NamedTuple):
@@ -22,14 +21,14 @@ class HeadsWeight(NamedTuple):
 class HeadsNorm:
     """The norms of q and k in the product of their map, in place.
 
-    One rank norms each with the family's own norm. More, of which each has as many heads as any other, add up their
+    One rank norms each by itself. More, of which each has as many heads as any other, add up their
     sums of squares, those of q and k at once."""
 
     def __init__(
         self,
         weights: Sequence[HeadsWeight],  # of q and of k
         eps: float,
-        norm: Norm | None,
+        norm: Callable[[torch.Tensor, torch.Tensor, float], None] | None,  # in place
         communicator: Communicator,
     ) -> None:
         self.weights, self.eps, self.communicator = weights, eps, communicator
@@ -41,7 +40,7 @@ class HeadsNorm:
         parts = qkv[:, :q_width], qkv[:, q_width : q_width + k_width]
         if self.norm is not None:
             for part, (weight, _) in zip(parts, self.weights, strict=True):
-                part.copy_(self.norm(part, weight, self.eps))
+                self.norm(part, weight, self.eps)
             return
         pairs = [(part, *own) for part, own in zip(parts, self.weights, strict=True)]
         squares = [[leaf.float().square().sum(1) for leaf in part.split(leaves, 1)] for part, _, leaves in pairs]

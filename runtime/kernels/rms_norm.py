@@ -20,12 +20,18 @@ def rms_norm_torch(
     return y if residual is None else residual.add_(y)
 
 
+def rms_norm_in_place_torch(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """x = norm(x) * weight; the rows of x [num_tokens, hidden] may be strided."""
+    x.copy_(rms_norm_torch(x, weight, eps))
+
+
 @jit
 def _rms_norm_kernel(
     x_ptr,  # [num_tokens, hidden], rows x_stride apart
     weight_ptr,  # [hidden]
-    out_ptr,  # [num_tokens, hidden] contiguous
+    out_ptr,  # [num_tokens, hidden], rows out_stride apart; perhaps x
     x_stride,
+    out_stride,
     hidden,
     eps,
     RESIDUAL: tl.constexpr,  # out is added to
@@ -43,20 +49,29 @@ def _rms_norm_kernel(
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / hidden + eps)
     out = x * scale * weight
     if RESIDUAL:
-        out += tl.load(out_ptr + row * hidden + cols, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * hidden + cols, out.to(out_ptr.dtype.element_ty), mask=inside)
+        out += tl.load(out_ptr + row * out_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * out_stride + cols, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`rms_norm_torch` as one kernel, a program a row; x's rows may be strided."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
+    _launch(x, weight, eps, out, residual is not None)
+    return out
+
+
+def rms_norm_in_place_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """`rms_norm_in_place_torch`, likewise."""
+    _launch(x, weight, eps, x, False)
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, adds: bool) -> None:
     num_tokens, hidden = x.shape
-    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device) if residual is None else residual
     if num_tokens:
         block, pdl = next_power_of_2(hidden), use_pdl(x)
         _rms_norm_kernel[(num_tokens,)](
-            x, weight, out, x.stride(0), hidden, eps,
-            RESIDUAL=residual is not None, BLOCK=block, PDL=pdl, num_warps=min(max(block // 256, 1), 8), launch_pdl=pdl,
+            x, weight, out, x.stride(0), out.stride(0), hidden, eps,
+            RESIDUAL=adds, BLOCK=block, PDL=pdl, num_warps=min(max(block // 256, 1), 8), launch_pdl=pdl,
         )  # fmt: skip
-    return out

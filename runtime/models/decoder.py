@@ -237,7 +237,7 @@ class Decoder:
             weight = self._turned(name, read)
             leaves = [leaf.stop - leaf.start for leaf in leaves_of(self.spec, name)] if by_leaves else [len(weight)]
             weights.append(HeadsWeight(weight, leaves))
-        norm = None if by_leaves or self.communicator.size > 1 else self.kernels.norm
+        norm = None if by_leaves or self.communicator.size > 1 else self.kernels.norm_in_place
         return HeadsNorm(weights, self.spec.norm_eps, norm, self.communicator)
 
     def _turned(self, name: str, read: ReadWeight) -> torch.Tensor:

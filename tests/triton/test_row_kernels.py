@@ -5,7 +5,7 @@ import torch
 
 from runtime.core.decoder_spec import RopeSpec
 from runtime.kernels.gated_activation import gated_activation_torch, gated_activation_triton
-from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.rms_norm import rms_norm_in_place_triton, rms_norm_torch, rms_norm_triton
 from runtime.kernels.rope import (
     rope_rows_torch,
     rope_rows_triton,
@@ -31,6 +31,9 @@ def test_rms_norm(dtype):
         got, want = rms_norm_triton(x, weight, 1e-5), rms_norm_torch(x, weight, 1e-5)
         assert got.dtype == dtype
         torch.testing.assert_close(got, want)
+        beside = wide[:, hidden:].clone()
+        rms_norm_in_place_triton(x, weight, 1e-5)
+        assert torch.equal(wide, torch.cat((got, beside), 1))
 
 
 @dtypes
