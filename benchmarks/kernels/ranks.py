@@ -2,7 +2,8 @@
 
     python -m benchmarks.kernels.ranks --gpus 2 --out OUT.jsonl
     python -m benchmarks.kernels.ranks --gpus 2 --masked        # each process sees its own GPU alone
-    python -m benchmarks.kernels.ranks --streams --soak 10000   # and a million sums whose totals are checked
+    python -m benchmarks.kernels.ranks --gpus 2 --soak 10000    # and a million sums whose totals are checked
+    python -m benchmarks.kernels.ranks --streams --soak 10000
 
 Bfloat16 is added to a residual by graphs of several launches back to back; medians of the replays, the slowest rank's.
 Beside it NCCL in such a graph (--nccl). On two streams both ranks write into the one GPU's memory, by fewer programs:
@@ -15,6 +16,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
 
@@ -150,6 +152,19 @@ def captured_pair(
     return graphs
 
 
+def soak(num_gpus: int, num_replays: int) -> None:
+    """Replays of graphs of 100 sums, after random delays; AssertionError where a total is wrong."""
+    from tests.support.communicator_processes import answer_of, communicator_processes
+    from tests.support.gpu_ranks import make_apart, replay_in_processes, replay_on_streams
+
+    if not num_gpus:
+        replay_on_streams(num_replays, 100)
+        return
+    replay = partial(replay_in_processes, num_replays=num_replays, num_sums=100)
+    with communicator_processes(num_gpus, make_apart, replay) as ranks:
+        assert [answer_of(rank) for rank in ranks] == ["equal"] * num_gpus
+
+
 def main() -> None:
     parser = new_parser(__doc__, model=False)
     parser.add_argument("--gpus", type=int, default=0, help="ranks, each on a GPU")
@@ -166,10 +181,8 @@ def main() -> None:
     if args.streams:
         on_streams([size for size in args.sizes if size <= 256 << 10], results)
     if args.soak:
-        from tests.support.gpu_ranks import replay_on_streams
-
         start = time.perf_counter()
-        replay_on_streams(args.soak, 100)
+        soak(args.gpus, args.soak)
         us = (time.perf_counter() - start) / args.soak / 100 * 1e6
         results.add(kernel="all-reduces that were checked", cell=100 * args.soak, us=us)
 

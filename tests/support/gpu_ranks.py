@@ -104,6 +104,12 @@ class Replays:
         assert self.sum_of_keys.tolist() == [i * self.num_replays for i in range(8)]
 
 
+def make_apart(rank: int, size: int) -> PeerMemory:
+    """A process's rank on a GPU that no other rank sees."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    return make(rank, size)
+
+
 def replay_in_processes(ranks: PeerMemory, num_replays: int = 100, num_sums: int = 10) -> str:
     replays, delays = Replays(ranks, num_sums), random.Random(ranks.rank)
     replays.run()
