@@ -57,6 +57,11 @@ class ModelRunnerActor(ModelActor):
         self._log.note("ready")
         return info
 
+    def load_adapter(self, index: int, path: str) -> None:
+        """Make the adapter in a folder the one that rows with `index` have; steps go on meanwhile. Raises
+        CallboardError if it cannot be served."""
+        self._runner.load_adapter(index, path)
+
     def attach(self, address: Address) -> None:
         """Connect to the engine and serve its steps until it goes away; then this process ends."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)

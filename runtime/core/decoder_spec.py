@@ -170,6 +170,10 @@ class DecoderSpec:
     def check(self, config: EngineConfig) -> None:
         """Raises CallboardError if `config` asks what this model cannot do; no weight is needed to know."""
         self.whole.of_rank(Shard(0, config.tensor_parallel_size))
+        if config.rank_invariant and config.max_loras:
+            raise CallboardError(
+                f"max_loras is {config.max_loras}; with rank_invariant it must be 0: adapters' sums have no leaves."
+            )
         if config.max_model_len is not None and config.max_model_len > self.max_positions:
             raise CallboardError(
                 f"max_model_len is {config.max_model_len}; the model's context is {self.max_positions} tokens at most."

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.kernels.adapters import AddAdapters, add_adapters_torch, add_adapters_triton
 from runtime.kernels.attention import attention_exact, attention_torch
 from runtime.kernels.decode_attention import decode_attention
 from runtime.kernels.experts import ExpertLayer, Experts, GroupedExperts
@@ -102,6 +103,7 @@ class Kernels:
     rope_rows: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # of rotary table, positions
     rope_store_kv: RopeStoreKV
     attention: Attention
+    add_adapters: AddAdapters
     quantized_linear: Callable[[QuantizedWeight, torch.Tensor | None], Linear] | None = None  # on a GPU
     quantized_experts: QuantizedMixture | None = None
 
@@ -121,6 +123,7 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
             rope_rows_triton,
             rope_store_kv_triton,
             partial(_attend, deterministic=deterministic),
+            partial(add_adapters_triton, deterministic=deterministic),
             partial(_quantized_linear, deterministic=deterministic, dtype=numerics.dtype, **around),
             partial(_quantized_experts, activation=activation, deterministic=deterministic, dtype=numerics.dtype),
         )
@@ -141,6 +144,10 @@ def select(numerics: Numerics, spec: DecoderSpec) -> Kernels:
         rope_rows_torch,
         rope_store_kv_torch,
         partial(attention_exact, by_head=numerics.rank_invariant) if deterministic else attention_torch,
+        # Matrices of so few numbers are packed for each call, as the reference would otherwise not be batch-invariant.
+        partial(add_adapters_torch, multiply=lambda x, weight: product(weight)(x))
+        if deterministic
+        else add_adapters_torch,
     )
 
 

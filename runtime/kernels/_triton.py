@@ -34,6 +34,7 @@ ROW_ARRAYS = [
     "slots_ptr",
     "starts_ptr",
     "own_counts_ptr",
+    "adapters_ptr",
     "q_starts_ptr",
     "positions_ptr",
     "kv_index_ptr",

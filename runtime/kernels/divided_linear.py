@@ -13,7 +13,7 @@ import torch
 from runtime.kernels.all_reduce import sum_partials_torch
 from runtime.kernels.communicator import Communicator
 from runtime.kernels.experts import ExpertLayer, Experts
-from runtime.kernels.linear import Linear, Product
+from runtime.kernels.linear import Add, Linear, Product
 
 
 class ReducedLinear(Linear):
@@ -31,6 +31,10 @@ class ReducedLinear(Linear):
             self.communicator.add_reduced(residual, partial)
         else:
             self.norm(self.communicator.reduced(partial).to(x.dtype), post_norm, eps, residual)
+
+    def with_adapters(self, add: Add) -> Linear:
+        """Adapters' matrices are divided as the weight is: what a rank adds is part of the sum, too."""
+        return ReducedLinear(super().with_adapters(add), self.communicator)
 
 
 class ReducedExperts:

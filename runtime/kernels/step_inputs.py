@@ -8,7 +8,7 @@ from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
 
 _TILE = 128  # tokens of a program: of 128 rows in a decode step, of one row in a long one
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def build_inputs_torch(
@@ -21,10 +21,12 @@ def build_inputs_torch(
     num_tokens: int,
     max_count: int,  # most tokens of a row
     own_counts: torch.Tensor | None = None,  # [num_rows] int32: the rest of a row's tokens are nobody's
+    adapters: torch.Tensor | None = None,  # [num_slots + 1] int32, as far apart as rows of tokens
 ) -> Inputs:
-    """token ids, positions and kv_index (block * block_size + offset) of the step's tokens, each [num_tokens] int32.
+    """token ids, positions and kv_index (block * block_size + offset) of the step's tokens, and the index of each one's
+    adapter, if wanted; each [num_tokens] int32.
 
-    Nobody's tokens have id 0, and keys and values in the null block."""
+    Nobody's tokens have id 0, keys and values in the null block, and no adapter."""
     counts = q_starts.diff()
     row_of = torch.repeat_interleave(torch.arange(len(slots), device=slots.device), counts, output_size=num_tokens)
     step = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
@@ -35,7 +37,9 @@ def build_inputs_torch(
     if own_counts is not None:
         is_own = step - q_starts[row_of] < own_counts[row_of]
         token_ids, kv_index = token_ids * is_own, kv_index * is_own
-    return token_ids, positions, kv_index
+    if adapters is None:
+        return token_ids, positions, kv_index, None
+    return token_ids, positions, kv_index, adapters[slot_of] * (1 if own_counts is None else is_own)
 
 
 @jit(do_not_specialize=["num_rows", "num_tokens"], do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -46,7 +50,8 @@ def _build_inputs_kernel(
     tokens_ptr,  # [num_slots + 1, max_model_len], rows stride apart
     tables_ptr,  # [num_slots + 1, max_blocks], rows stride apart
     own_counts_ptr,  # [num_rows]; read with OWN_COUNTS
-    out_ptr,  # [3, num_tokens]
+    adapters_ptr,  # [num_slots + 1], stride apart; read with ADAPTERS
+    out_ptr,  # [3, num_tokens], or [4, num_tokens]
     stride,
     num_rows,
     num_tokens,
@@ -54,6 +59,7 @@ def _build_inputs_kernel(
     ROWS: tl.constexpr,  # rows of a program
     TOKENS: tl.constexpr,  # tokens of each
     OWN_COUNTS: tl.constexpr,
+    ADAPTERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -78,6 +84,9 @@ def _build_inputs_kernel(
     tl.store(out, token_ids, mask=own)
     tl.store(out + num_tokens, positions, mask=own)
     tl.store(out + 2 * num_tokens, kv_index, mask=own)
+    if ADAPTERS:
+        adapters = tl.load(adapters_ptr + slots * stride, mask=inside[:, None], other=0)
+        tl.store(out + 3 * num_tokens, tl.where(known, adapters, 0), mask=own)
 
 
 def build_inputs(
@@ -90,15 +99,18 @@ def build_inputs(
     num_tokens: int,
     max_count: int,
     own_counts: torch.Tensor | None = None,
+    adapters: torch.Tensor | None = None,
 ) -> Inputs:
     """`build_inputs_torch` as one kernel, whose grid depends on the host's ints alone."""
     num_rows = len(slots)
-    out = torch.empty((3, num_tokens), dtype=torch.int32, device=slots.device)
+    out = torch.empty((3 if adapters is None else 4, num_tokens), dtype=torch.int32, device=slots.device)
     per_row = 1 if max_count == 1 else 8 if max_count <= 8 else _TILE
     pdl = use_pdl(out)
     _build_inputs_kernel[(-(-num_rows * per_row // _TILE), -(-max_count // per_row))](
-        slots, starts, q_starts, tokens, tables, slots if own_counts is None else own_counts, out,
+        slots, starts, q_starts, tokens, tables, slots if own_counts is None else own_counts,
+        slots if adapters is None else adapters, out,
         tokens.stride(0), num_rows, num_tokens, block_size,
-        ROWS=_TILE // per_row, TOKENS=per_row, OWN_COUNTS=own_counts is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        ROWS=_TILE // per_row, TOKENS=per_row, OWN_COUNTS=own_counts is not None,
+        ADAPTERS=adapters is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
-    return out[0], out[1], out[2]
+    return out[0], out[1], out[2], None if adapters is None else out[3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.core.sharding import leaves_of
 from runtime.kernels import select
+from runtime.kernels.adapters import Adapters
 from runtime.kernels.communicator import Communicator, OneRank
 from runtime.kernels.divided_linear import (
     ColumnLeaves,
@@ -30,6 +31,7 @@ from runtime.kernels.linear import Linear, Product
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.rope import query_scale_table, rope_table
 from runtime.kernels.stored_kv import KVLayer
+from runtime.models.adapters import LayerAdapters
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import ReadWeight, draw, read_from
@@ -94,6 +96,7 @@ class Decoder:
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=numerics.dtype))
         self.position_embed = read("positions")[0] if spec.learned_positions else None
         self.layers = [self._layer(i, read) for i in range(spec.num_layers)]
+        self.adapters: list[LayerAdapters] = []  # of each layer, where there are any
         self.final_norm = self.head_norm = self._norm("final_norm", read)
         if spec.logit_scale != 1.0:  # of what the head is multiplied with, in float32, which norms take too
             self.head_norm = self.final_norm.float() * spec.logit_scale
@@ -171,14 +174,14 @@ class Decoder:
         parts, has_bias = self.spec.linears()[name]
         if not has_bias:
             return None
-        bias = DENSE.join([read(f"{prefix}{part}.bias") for part in parts], self._row_order(name))[0]
+        bias = DENSE.join([read(f"{prefix}{part}.bias") for part in parts], self.row_order(name))[0]
         return None if name in _SUMS and self.spec.shard.rank else bias  # the first rank's is added
 
     def _weight(self, prefix: str, name: str, read: ReadWeight) -> tuple[WeightFormat, Weight]:
         """The weight of a fused linear map, and its format."""
         names = [f"{prefix}{part}.weight" for part in self.spec.linears()[name][0]]
         weight_format = self.format_of(names[0])
-        return weight_format, weight_format.join([read(name) for name in names], self._row_order(name))
+        return weight_format, weight_format.join([read(name) for name in names], self.row_order(name))
 
     def _columns(
         self, names: list[str], weight_format: WeightFormat, weight: Weight, bias: torch.Tensor | None
@@ -208,7 +211,7 @@ class Decoder:
             for leaf, weight, bias in zip(leaves, weights, biases, strict=True)
         ]
 
-    def _row_order(self, name: str) -> torch.Tensor | None:
+    def row_order(self, name: str) -> torch.Tensor | None:
         """The order of the rows of q and k that `rope_table` needs, if it is not the checkpoint's."""
         if name != "qkv" or not self.spec.rope.reorders_heads:
             return None
@@ -295,7 +298,8 @@ class Decoder:
             h.mul_(self.embed_scale)
         if self.position_embed is not None:
             h.add_(F.embedding(batch.positions, self.position_embed))
-        for layer, (kv, scales) in zip(self.layers, caches, strict=True):
+        layers = self.layers if batch.adapters is None else self._adapted_layers(batch.adapters)
+        for layer, (kv, scales) in zip(layers, caches, strict=True):
             qkv = layer.qkv.normed(h, layer.attn_norm, eps)
             if layer.heads_norm is not None:
                 layer.heads_norm(qkv)
@@ -311,6 +315,22 @@ class Decoder:
                 assert layer.ffn_norm is not None  # which all families with experts have
                 layer.feed_forward.add_to(h, layer.ffn_norm, eps)
         return h
+
+    def _adapted_layers(self, rows: torch.Tensor) -> list[Layer]:
+        """The layers for a step whose rows have these adapters, by their indices [num_tokens]."""
+        add = self.kernels.add_adapters
+
+        def adapted(linear: Linear, adapters: Adapters) -> Linear:
+            return linear.with_adapters(lambda y, x: add(y, x, rows, adapters))
+
+        layers = []
+        for layer, of in zip(self.layers, self.adapters, strict=True):
+            ffn = layer.feed_forward
+            if isinstance(ffn, Mlp):
+                ffn = Mlp(adapted(ffn.gate_up, of["gate_up"]), adapted(ffn.down, of["down"]))
+            qkv, out = adapted(layer.qkv, of["qkv"]), adapted(layer.out, of["out"])
+            layers.append(replace(layer, qkv=qkv, out=out, feed_forward=ffn))
+        return layers
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden], which the rank has that has the token."""

@@ -23,3 +23,6 @@ class ForwardBatch:
     positions: torch.Tensor  # [num_tokens]
     kv_index: torch.Tensor  # [num_tokens] where each token's k and v go: block * block_size + offset
     attention: AttentionMetadata
+    adapters: torch.Tensor | None = (
+        None  # [num_tokens] the index of each token's adapter, 0 for none; None: no row has one
+    )

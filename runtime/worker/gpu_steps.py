@@ -7,12 +7,15 @@ to tokens, whose input and output pass through graph_io.py; others are launched 
 The state of a slot is one row of int32, and the last row belongs to the padding of a graph's batch: its table and its
 parameters stay zero, so that padded rows compute into the null block.
 
-    state[slot] = [ token ids: max_model_len | block table: max_blocks | sampling parameters: NUM_PARAMS ]
+    state[slot] = [ token ids: max_model_len | block table: max_blocks | sampling parameters: NUM_PARAMS | adapter ]
+
+A step none of whose rows has an adapter knows nothing of them: it has graphs, and launches, of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,13 +66,16 @@ class GpuSteps:
         self.device, self.block_size = cache.device, cache.block_size
         self.max_blocks = -(-max_model_len // self.block_size)
         self.table_at, self.params_at = max_model_len, max_model_len + self.max_blocks
-        self.stride = -(-(self.params_at + NUM_PARAMS) // 4) * 4
+        self.stride = -(-(self.params_at + NUM_PARAMS + 1) // 4) * 4
         self.state = torch.zeros((num_slots + 1, self.stride), dtype=torch.int32, device=self.device)
         self.tokens = self.state[:, :max_model_len]
         self.tables = self.state[:, self.table_at : self.params_at]
         self.params = self.state[:, self.params_at : self.params_at + NUM_PARAMS]
+        self.adapters = self.state[:, self.params_at + NUM_PARAMS]
+        self.adapter_of = np.zeros(num_slots, np.int32)  # the same on the host
         self.transfers = Transfers(self.device)
         self.graph_runner = GraphRunner(self.state.view(-1), num_slots, max_model_len, self.block_size)
+        self.adapter_graphs = self.graph_runner.beside()  # of steps whose rows have adapters
         self.graph_logits = torch.empty(0, device=self.device)  # [num_tokens, own_ids], of the last replay
         self.graph_hidden = torch.empty(0, device=self.device)  # [num_samples, hidden], of the last one with prompts
         self.row_numbers = torch.arange(self.graph_runner.max_rows + 1, dtype=torch.int32, device=self.device)
@@ -79,6 +85,7 @@ class GpuSteps:
     def reset(self) -> None:
         """Forget all requests."""
         self.state.zero_()
+        self.adapter_of[:] = 0
         self.sampler.clear()
         self.scorer = PromptScorer(self.decoder, self.num_slots, self.split)
         self.pooler = Pooler(self.decoder, self.num_slots, self.pooling, self.classifier)
@@ -175,8 +182,9 @@ class GpuSteps:
         for new in plan.new:
             row = new.slot * self.stride
             places += (row, row + self.params_at)
-            lengths += (len(new.token_ids), NUM_PARAMS)
-            values += (new.token_ids, self.sampler.add(new))
+            lengths += (len(new.token_ids), NUM_PARAMS + 1)
+            values += (new.token_ids, self.sampler.add(new), np.array([new.adapter], np.int32))
+            self.adapter_of[new.slot] = new.adapter
             self.scorer.add(new)
             self.pooler.add(new)
         given = np.flatnonzero(plan.draft_lens)
@@ -184,6 +192,9 @@ class GpuSteps:
             places += (plan.slots * self.stride + plan.ends - plan.draft_lens)[given].tolist()
             lengths += plan.draft_lens[given].tolist()
         return [np.array([len(places), *places, *lengths], np.int32), *values, plan.draft_token_ids]
+
+    def _has_adapters(self, plan: StepPlan) -> bool:
+        return bool(self.adapter_of[plan.slots].any())
 
     def _apply_writes(self, writes: list[Int32s]) -> None:
         if num_writes := int(writes[0][0]):
@@ -198,7 +209,7 @@ class GpuSteps:
         log-probabilities of prompts."""
         shape = StepShape.of(plan)
         rows = self.transfers.upload(shape.pack(plan, self.num_slots))
-        hidden = self._forward(shape, rows)
+        hidden = self._forward(shape, rows, self._has_adapters(plan))
         last = token_offsets(plan) + plan.ends - 1
         self.pooler.accumulate(hidden, plan, last)
         scored, prompts = self.scorer.find(plan, last, self.stride), None
@@ -212,11 +223,14 @@ class GpuSteps:
         state = self.tokens, self.params
         return self.sampler.sample(logits, slots, positions, *state, filters, penalties), logits, hidden, prompts
 
-    def _forward(self, shape: StepShape, rows: torch.Tensor) -> torch.Tensor:
+    def _forward(self, shape: StepShape, rows: torch.Tensor, has_adapters: bool) -> torch.Tensor:
         """The hidden states of a step's tokens, [num_tokens, hidden]."""
         slots, starts, q_starts, *_ = shape.split(rows)
         num_tokens, num_short, num_long, _, max_count, max_len = shape
-        inputs = build_inputs(slots, starts, q_starts, self.tokens, self.tables, self.block_size, num_tokens, max_count)
+        inputs = build_inputs(
+            slots, starts, q_starts, self.tokens, self.tables, self.block_size, num_tokens, max_count, None,
+            self.adapters if has_adapters else None,
+        )  # fmt: skip
         attending = []
         for first, size, tokens, most in ((0, num_short, num_short, 1), (num_short, num_long, num_tokens, max_count)):
             if size:
@@ -225,7 +239,8 @@ class GpuSteps:
                 attending.append(
                     PagedRows(slots[part], starts[part], q_starts_of_part, self.tables, size, tokens, most, max_len)
                 )
-        return self.decoder.forward(ForwardBatch(*inputs, PagedBatch(num_tokens, attending)), self.cache.layers)
+        batch = ForwardBatch(*inputs[:3], PagedBatch(num_tokens, attending), inputs[3])
+        return self.decoder.forward(batch, self.cache.layers)
 
     # ---- as graphs ------------------------------------------------------------------------------------------------
 
@@ -240,20 +255,24 @@ class GpuSteps:
         shape, dtype = (shape[0], self.decoder.spec.hidden_size), self.decoder.numerics.dtype
         self.graph_hidden = torch.empty(shape, dtype=dtype, device=self.device)
         self.graph_runner.capture(buckets, self.step)
+        if self.decoder.adapters:
+            self.adapter_graphs.capture(buckets, partial(self.step, has_adapters=True))
 
-    def step(self, bucket: Bucket | StepShape, rows: torch.Tensor) -> torch.Tensor:
+    def step(self, bucket: Bucket | StepShape, rows: torch.Tensor, has_adapters: bool = False) -> torch.Tensor:
         """The step of a graph: from the rows of its input to the token ids of its samples."""
-        return self.decode(bucket, rows) if isinstance(bucket, Bucket) else self.prefill(bucket, rows)
+        if isinstance(bucket, Bucket):
+            return self.decode(bucket, rows, has_adapters)
+        return self.prefill(bucket, rows, has_adapters)
 
-    def prefill(self, shape: StepShape, graph_rows: torch.Tensor) -> torch.Tensor:
+    def prefill(self, shape: StepShape, graph_rows: torch.Tensor, has_adapters: bool = False) -> torch.Tensor:
         """Prompts and decoding rows together, as `_run` has them."""
         *_, sampled, slots, positions = shape.split(graph_rows)
-        hidden = self._forward(shape, graph_rows)
+        hidden = self._forward(shape, graph_rows, has_adapters)
         hidden = torch.index_select(hidden, 0, sampled, out=self.graph_hidden[: shape.num_samples])
         logits = self.decoder.logits(hidden, out=self.graph_logits[: shape.num_samples])
         return self.sampler.sample(logits, slots, positions, self.tokens, self.params)
 
-    def decode(self, bucket: Bucket, graph_rows: torch.Tensor) -> torch.Tensor:
+    def decode(self, bucket: Bucket, graph_rows: torch.Tensor, has_adapters: bool = False) -> torch.Tensor:
         """A token after each token of the rows of a graph's input."""
         (count, size), num_tokens = bucket, bucket.num_tokens
         slots, own_counts, sample_slots, starts, _, positions = bucket.split(graph_rows)
@@ -261,14 +280,19 @@ class GpuSteps:
         firsts = firsts if count == 1 else firsts * count
         inputs = build_inputs(
             slots, starts, firsts, self.tokens, self.tables, self.block_size, num_tokens, count,
-            None if count == 1 else own_counts,
+            None if count == 1 else own_counts, self.adapters if has_adapters else None,
         )  # fmt: skip
         rows = PagedRows(
             slots, starts, firsts, self.tables, size, num_tokens, count, self.max_model_len, prefix_ready=True
         )
-        hidden = self.decoder.forward(ForwardBatch(*inputs, PagedBatch(num_tokens, [rows])), self.cache.layers)
+        batch = ForwardBatch(*inputs[:3], PagedBatch(num_tokens, [rows]), inputs[3])
+        hidden = self.decoder.forward(batch, self.cache.layers)
         logits = self.decoder.logits(hidden, out=self.graph_logits[:num_tokens])
         return self.sampler.sample(logits, sample_slots, positions, self.tokens, self.params)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.graph_runner) + len(self.adapter_graphs)
 
     def graphs_for(self, plan: StepPlan) -> list[tuple[CapturedGraph, StepPlan]]:
         """The graphs that compute the plan one after another, each with its part of it; none: it is launched.
@@ -281,9 +305,10 @@ class GpuSteps:
         read again for each."""
         if self.scorer.is_wanted(plan) or self.pooler.wants_all(plan):
             return []
-        if not plan.new and not self.pooler.find(plan).size and (graph := self.graph_runner.find(plan)) is not None:
+        graph_runner = self.adapter_graphs if self._has_adapters(plan) else self.graph_runner
+        if not plan.new and not self.pooler.find(plan).size and (graph := graph_runner.find(plan)) is not None:
             return [(graph, plan)]
-        graphs = self.graph_runner.find_prefill(plan) if plan.num_steps == 1 else []
+        graphs = graph_runner.find_prefill(plan) if plan.num_steps == 1 else []
         return graphs if len(graphs) == 1 or self.decoder.spec.experts is None else []
 
     def _replay_all(

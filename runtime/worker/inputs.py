@@ -46,6 +46,7 @@ def build_input(plan: StepPlan, slots: Slots, shape: AttentionShape) -> StepInpu
         positions=torch.from_numpy(positions).to(shape.device),
         kv_index=torch.from_numpy(kv_index).to(shape.device),
         attention=plan_attention(slots.tables[rows], starts, counts, shape),
+        adapters=torch.from_numpy(slots.adapters[slot_of]).to(shape.device) if slots.adapters[rows].any() else None,
     )
     return StepInput(
         batch,

@@ -17,6 +17,7 @@ from runtime.core.types import CallboardError
 from runtime.kernels.attention import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.penalties import NUM_TABLES
+from runtime.models.adapters import adapter_bytes
 from runtime.quant.formats import weight_bytes, widened_bytes
 from runtime.worker.graph_runner import MAX_VERIFIED
 from runtime.worker.prompt_scorer import MIN_SLICE
@@ -35,6 +36,7 @@ class MemoryPlan:
     kv_cache: KVCacheSpec
     working: int  # activations, logits and gathered KV of the largest step
     graphs: int  # the same of the largest step that is a CUDA graph, whose memory no other step uses
+    adapters: int  # room for max_loras of them
     available: int
     block_size: int  # tokens
     num_kv_blocks: int  # block 0, the null block, included
@@ -44,13 +46,14 @@ class MemoryPlan:
     largest_context: int  # tokens that one request could have in what is left beside the weights
 
     def __str__(self) -> str:
-        total = self.weights + self.kv + self.working + self.graphs
+        total = self.weights + self.kv + self.working + self.graphs + self.adapters
         graphs = f"+ CUDA graphs {_gib(self.graphs)} (prefill_graph_tokens) " if self.graphs else ""
+        adapters = f"+ adapters {_gib(self.adapters)} (max_loras, max_lora_rank) " if self.adapters else ""
         return (
             f"memory plan: weights {_gib(self.weights)} + KV cache {_gib(self.kv)} ({self.num_kv_blocks} blocks of "
             f"{self.block_size} tokens, num_kv_blocks or kv_cache_memory) + working memory {_gib(self.working)} "
-            f"(max_num_batched_tokens, max_num_seqs) {graphs}= {_gib(total)} of {_gib(self.available)} available; "
-            f"context {self.max_model_len} tokens (max_model_len), at most {self.largest_context} would fit"
+            f"(max_num_batched_tokens, max_num_seqs) {graphs}{adapters}= {_gib(total)} of {_gib(self.available)} "
+            f"available; context {self.max_model_len} tokens (max_model_len), at most {self.largest_context} would fit"
         )
 
     def with_blocks(self, num_kv_blocks: int) -> MemoryPlan:
@@ -80,7 +83,8 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
         num_gathered = spec.whole.vocab_size if spec.shard.size > 1 else 0  # filters take the logits of all ranks
         graph_logits = max(max_num_seqs, MAX_VERIFIED) * (spec.vocab_size + num_gathered) * 4
         graphs = _LIBRARY_BYTES + _activation_bytes(spec, numerics, graph_tokens) + graph_logits
-    room = available - weights - working - graphs
+    adapters = adapter_bytes(spec, numerics, config.max_loras, config.max_lora_rank, num_tokens)
+    room = available - weights - working - graphs - adapters
     budget = max(room, 0) if numerics.device.type == "cuda" else int(_DEFAULT_CPU_KV * _GIB) // spec.shard.size
     if config.kv_cache_memory is not None:
         budget = int(config.kv_cache_memory * _GIB)
@@ -103,12 +107,14 @@ def plan_memory(config: EngineConfig, spec: DecoderSpec, numerics: Numerics, ava
     capacity = block_size if config.kv_layout == "contiguous" else (num_blocks - 1) * block_size
     largest = max(min(spec.max_positions, room // token_bytes - block_size), 0)
     limits = max_num_seqs, max_num_tokens, max_model_len
-    plan = MemoryPlan(weights, kv, kv_cache, working, graphs, available, block_size, num_blocks, *limits, largest)
-    if weights + working + graphs + kv > available:
+    sizes = weights, kv, kv_cache, working, graphs, adapters, available
+    plan = MemoryPlan(*sizes, block_size, num_blocks, *limits, largest)
+    missing = weights + working + graphs + adapters + kv - available
+    if missing > 0:
         lower = "num_kv_blocks" if config.num_kv_blocks else flag
         raise CallboardError(
             f"Too little memory; lower {lower}, max_num_seqs or max_model_len, or take a narrower dtype: {plan}; "
-            f"{_gib(weights + working + graphs + kv - available)} are missing."
+            f"{_gib(missing)} are missing."
         )
     if max_model_len < 2 or capacity < max_model_len:
         raise CallboardError(
@@ -142,7 +148,7 @@ def resize_kv(plan: MemoryPlan, config: EngineConfig, room: int) -> MemoryPlan:
     context_blocks = -(-plan.max_model_len // plan.block_size)
     num_blocks = plan.num_kv_blocks if fixed else min(fits, plan.max_num_seqs * context_blocks + 1)
     plan = replace(plan, num_kv_blocks=num_blocks, kv=num_blocks * block_bytes,
-                   working=plan.available - plan.weights - room)  # fmt: skip
+                   working=plan.available - plan.weights - plan.adapters - room)  # fmt: skip
     if num_blocks > fits or num_blocks <= context_blocks:
         raise CallboardError(
             f"Too little GPU memory is left after the largest step; lower max_num_batched_tokens, max_num_seqs or "

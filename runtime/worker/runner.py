@@ -28,6 +28,7 @@ from runtime.kernels.numerics import Numerics
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.formats import check_products, format_names, forms_on_device
 from runtime.quant.report import weight_report
+from runtime.worker.adapters import RunnerAdapters
 from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState
@@ -86,6 +87,7 @@ class ModelRunner:
         if forms_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
         self.decoder = self._source.load(spec, numerics, self.memory.max_model_len, group.communicator)
+        self.adapters = RunnerAdapters(self.decoder, self._source.weight_map, config.max_loras, config.max_lora_rank)
         self.grammar_state = GrammarState(spec.whole.vocab_size, self.is_draft, self.shard)
         self.pooling = self._source.pooling(config.pooling)
         self.classifier = self._source.classifier(config.pooling, numerics.device)
@@ -175,7 +177,7 @@ class ModelRunner:
         steps.capture_graphs(self._counts(), min(self.config.prefill_graph_tokens, self.memory.max_num_batched_tokens))
         size = (free - torch.cuda.mem_get_info()[0]) / (1 << 30)
         seconds = time.perf_counter() - start
-        logger.info("CUDA graphs: %d captured in %.1f s, %.2f GiB", len(steps.graph_runner), seconds, size)
+        logger.info("CUDA graphs: %d captured in %.1f s, %.2f GiB", steps.num_graphs, seconds, size)
 
     def _counts(self) -> tuple[int, ...]:
         """Tokens that each row of a step may have besides one, often: guesses, or what a draft has not guessed."""
@@ -193,6 +195,11 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget all requests, as after an engine's restart; the cache's contents are nobody's."""
         self.steps.reset()
+
+    def load_adapter(self, index: int, path: str) -> None:
+        """Make the adapter in a folder the one that rows with `index` have, while steps of other rows go on. Raises
+        CallboardError if it cannot be served."""
+        self.adapters.load(index, path)
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start a step; the answer waits for its result. On a CPU the step itself waits until then."""

@@ -9,7 +9,7 @@ from runtime.core.plan import Int32s, NewSlot, StepPlan, last_tokens
 
 
 class Slots:
-    """Token ids and block tables. A sampled token is written at its position, so that a row's input is always
+    """Token ids, block tables and adapters. A sampled token is written at its position, so that a row's input is always
     `tokens[slot, start : start + count]` and no plan has to carry it."""
 
     def __init__(self, num_slots: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
@@ -17,11 +17,12 @@ class Slots:
         self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
         self.flat_tokens = self.tokens.view(-1)
         self.tables = np.zeros((num_slots, max_blocks), np.int32)  # on the host, where gather indices are made
+        self.adapters = np.zeros(num_slots, np.int64)
 
     def add(self, new: NewSlot) -> None:
         """A request enters: its known tokens; its blocks come with the plan's table writes."""
         self.tokens[new.slot, : len(new.token_ids)] = torch.tensor(new.token_ids, dtype=torch.int32)
-        self.tables[new.slot] = 0
+        self.tables[new.slot], self.adapters[new.slot] = 0, new.adapter
 
     def write_tables(self, writes: Int32s) -> None:
         """writes: [3, n] slot, index in its table, block id."""

@@ -18,9 +18,10 @@ from runtime.kernels.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling
-from runtime.models import CLASSIFIER, load_spec
+from runtime.models import CLASSIFIER, load_spec, phi
 from runtime.models.decoder import Decoder
 from runtime.models.kv_scales import read_kv_scales
+from runtime.models.weight_map import WeightMap
 from runtime.structured.vocabulary import Vocabulary
 from runtime.text.tokenizer import Tokenizer
 
@@ -30,6 +31,10 @@ class ModelSource(Protocol):
 
     @property
     def spec(self) -> DecoderSpec: ...
+
+    @property
+    def weight_map(self) -> WeightMap:
+        """How adapters for the model name its linear maps."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
@@ -120,6 +125,7 @@ class DummySource:
     eos_token_ids: tuple[int, ...] = ()
     vocabulary: Vocabulary | None = None
     num_labels: int = 0  # of a classifier
+    weight_map: WeightMap = phi.WEIGHT_MAP  # which has names for fused maps and for those of Llama
 
     @property
     def fingerprint(self) -> str:

@@ -42,17 +42,20 @@ class WarmUp:
         self.steps, self.max_num_tokens = steps, memory.max_num_batched_tokens
         self.most_rows = min(memory.max_num_seqs, self.max_num_tokens)
         self.longest_prompt = min(self.max_num_tokens, memory.max_model_len - 1)
+        self.adapter = int(memory.adapters > 0)  # of the first row of a step that shall have one, if there is room
 
     def run_largest_steps(self) -> None:
         """As many rows and tokens as a step may have, in many prompts and in one."""
-        self._run_prompts([min(self.max_num_tokens // self.most_rows, self.longest_prompt)] * self.most_rows)
-        self._run_prompts([self.longest_prompt])
+        lengths = [min(self.max_num_tokens // self.most_rows, self.longest_prompt)] * self.most_rows
+        self._run_prompts(lengths, adapter=self.adapter)
+        self._run_prompts([self.longest_prompt], adapter=self.adapter)
 
     def build_kernels(self, on_gpu: bool) -> None:
         """Rows of one token, of a few and of many: libraries load and build every kernel that a step may need, so that
         no request waits for a compiler."""
         for length in _PROMPT_LENS if on_gpu else _CPU_PROMPT_LENS:
-            self._run_prompts([min(length, self.longest_prompt)])
+            for adapter in range(self.adapter + 1):
+                self._run_prompts([min(length, self.longest_prompt)], adapter=adapter)
         for params in (SamplingParams(grammar=_FAILING), SamplingParams(repetition_penalty=1.1)):
             self._run_prompts([1], params)
         if self.steps.pooling is not None:
@@ -77,10 +80,10 @@ class WarmUp:
         latency_us = max(0.0, latency_us) if self.steps.asynchronous else 0.0
         return tuple(zip(sizes, rising, strict=True)), latency_us
 
-    def _run_prompts(self, lengths: list[int], params: SamplingParams = _EVERYTHING) -> None:
-        """A step of prompts, all but the first of which are sampled plainly."""
+    def _run_prompts(self, lengths: list[int], params: SamplingParams = _EVERYTHING, adapter: int = 0) -> None:
+        """A step of prompts, all but the first of which are sampled plainly and have no adapter."""
         slots, zeros = np.arange(len(lengths), dtype=np.int32), np.zeros(len(lengths), np.int32)
-        new = [NewSlot(0, np.zeros(1, np.int32), lengths[0], 0, params)]
+        new = [NewSlot(0, np.zeros(1, np.int32), lengths[0], 0, params, adapter)]
         counts = np.array(lengths, np.int32)
         plan = StepPlan(0, new=new, slots=slots, num_computed=zeros, num_tokens=counts, num_samples=zeros + 1)
         self.steps.launch(plan)()

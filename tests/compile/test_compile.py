@@ -62,6 +62,8 @@ def test_nothing_spills_beyond_its_budget(compiled):
         ("_quantized_tile_kernel", ["mma"]),
         ("_quantized_product_kernel", ["wgmma"]),
         ("_few_choices_kernel", ["mma"]),
+        ("_shrink_tile_kernel", ["mma"]),
+        ("_expand_tile_kernel", ["mma"]),
         ("_many_choices_kernel", ["wgmma"]),
     ],
 )

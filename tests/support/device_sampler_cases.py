@@ -147,11 +147,12 @@ def check_inputs(device: torch.device = CPU) -> None:
         rows = [torch.from_numpy(x).to(device) for x in (slots, starts, edges)]
         args = (*rows, state[:, :max_len], tables, block_size, int(edges[-1]), max(counts))
         own_counts = torch.tensor([1 + 5 * i % c for i, c in enumerate(counts)], dtype=torch.int32, device=device)
-        for got, want in zip(build_inputs(*args, own_counts), build_inputs_torch(*args, own_counts), strict=True):
-            assert torch.equal(got, want)
-        for got, want in zip(build_inputs(*args), build_inputs_torch(*args), strict=True):
-            assert got.dtype == torch.int32
-            assert torch.equal(got, want)
+        adapters = state[:, max_len + 26]
+        for more in ((own_counts, adapters), (None, adapters)):
+            for got, want in zip(build_inputs(*args, *more), build_inputs_torch(*args, *more), strict=True):
+                assert got.dtype == torch.int32
+                assert torch.equal(got, want)
+        assert build_inputs(*args)[3] is None
 
 
 def make_state(num_slots: int, temperatures: list[float], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,7 @@ from runtime.core.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
 from runtime.kernels import _triton, fp8_linear  # noqa: E402
+from runtime.kernels.adapters import add_adapters_triton, make_adapters  # noqa: E402
 from runtime.kernels.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
@@ -48,6 +49,7 @@ from runtime.kernels.quantized_experts import QuantizedExperts  # noqa: E402
 from runtime.kernels.quantized_linear import QuantizedLinear  # noqa: E402
 from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, quantized_weight  # noqa: E402
 from runtime.kernels.sample import NUM_PARAMS  # noqa: E402
+from runtime.kernels.step_inputs import build_inputs  # noqa: E402
 from runtime.models.decoder import Decoder  # noqa: E402
 from runtime.worker.device_sampler import DeviceSampler  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402
@@ -163,6 +165,19 @@ def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield name, partial(mixture.add_to, inputs(rows, hidden), inputs(1, hidden)[0], 1e-5)
 
 
+def adapters() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What adapters add to the maps of Llama-3.2-1B and 8B: rows one by one, and tiles of them."""
+    rows_of = partial(torch.empty, dtype=torch.int32, device=META)
+    for rank, sizes, size_in in ((16, (2048, 512, 512), 2048), (16, (8192, 8192), 2048), (64, (4096,), 14336)):
+        stacks = make_adapters(sizes, size_in, 8, rank, torch.bfloat16, META)
+        for rows in (1, 64, 1024):
+            add = partial(add_adapters_triton, inputs(rows, sum(sizes)), inputs(rows, size_in), rows_of(rows), stacks)
+            yield f"rank {rank}, {sizes} of {size_in} torch.bfloat16, {rows} rows", add
+    state, row = rows_of((65, 512)), rows_of(64)
+    args = row, row, rows_of(65), state, state, 16, 64, 1, None, row
+    yield "rows with adapters", partial(build_inputs, *args)
+
+
 def split_samplers() -> Iterator[tuple[str, Callable[[], Any]]]:
     """The captured pass of a rank of eight, with filters and penalties in its graph, and without."""
     vocab, n = 128_256, 64
@@ -263,7 +278,7 @@ def main() -> None:
             case = f"{name} torch.bfloat16, {rows} rows"
             layer.normed(inputs(rows, size_in), norm, 1e-5)
 
-    for case, run in (*fp8_products(), *mixtures(), *split_samplers(), *ranks()):  # noqa: B007
+    for case, run in (*fp8_products(), *mixtures(), *adapters(), *split_samplers(), *ranks()):  # noqa: B007
         run()
 
 

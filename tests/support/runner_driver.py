@@ -50,11 +50,12 @@ class Driver:
 
     def open(
         self, slot: int, tokens: list[int], params: SamplingParams = GREEDY, *, prompt_len: int | None = None,
-        seed: int = 0, shared: list[int] | None = None, room: int = 40,
+        seed: int = 0, shared: list[int] | None = None, room: int = 40, adapter: int = 0,
     ) -> None:  # fmt: skip
         """Enter a request in the next step; its first blocks may be another's (a prefix hit). It may grow by
         `room` tokens."""
-        self.plan.new.append(NewSlot(slot, np.array(tokens, np.int32), prompt_len or len(tokens), seed, params))
+        known = np.array(tokens, np.int32)
+        self.plan.new.append(NewSlot(slot, known, prompt_len or len(tokens), seed, params, adapter))
         size = self.runner.info.block_size
         num_blocks = -(-min(len(tokens) + room, self.runner.info.max_model_len) // size)
         table = list(shared or [])

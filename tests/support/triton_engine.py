@@ -66,28 +66,29 @@ GARBAGE = 1 << 30  # as an index it faults
 class Replay:
     """In a CUDA graph's place: computes what it would have captured, on what is in the buffers now."""
 
-    def __init__(self, steps, bucket):
-        self.steps, self.bucket = steps, bucket
+    def __init__(self, steps, bucket, has_adapters):
+        self.steps, self.bucket, self.step = steps, bucket, partial(steps.step, has_adapters=has_adapters)
         self.token_ids = torch.zeros(bucket.num_samples, dtype=torch.int32)
         self.count = 0
 
     def replay(self):
-        self.token_ids.copy_(self.steps.graph_runner.run(self.bucket, self.steps.step))
+        self.token_ids.copy_(self.steps.graph_runner.run(self.bucket, self.step))
         self.count += 1
 
 
-def replayed_graphs(steps, *buckets):
+def replayed_graphs(steps, *buckets, has_adapters=False):
     """Graphs of these buckets (tokens of a row and number of rows, or the shape of a step with prompts); their replays,
     which count. What an earlier replay left in their buffers is garbage, as what it leaves between must not matter."""
     shapes = [bucket if isinstance(bucket, StepShape) else Bucket(*bucket) for bucket in buckets]
-    replays = [Replay(steps, shape) for shape in shapes]
+    replays = [Replay(steps, shape, has_adapters) for shape in shapes]
     most = max(shape.num_samples for shape in shapes)
     steps.graph_logits = torch.full((most, len(steps.split.own_ids)), torch.nan)
     steps.graph_hidden = torch.full(
         (most, steps.decoder.spec.hidden_size), torch.nan, dtype=steps.decoder.numerics.dtype
     )
     for replay in replays:
-        steps.graph_runner.add(CapturedGraph(replay.bucket, replay, replay.token_ids))
+        graph_runner = steps.adapter_graphs if has_adapters else steps.graph_runner
+        graph_runner.add(CapturedGraph(replay.bucket, replay, replay.token_ids))
     graph_runner, write_input = steps.graph_runner, steps.graph_runner.graph_io.write_input
 
     def write_on_garbage(*args):

@@ -1,0 +1,57 @@
+"""RunnerAdapters: the adapters that a runner holds, read from files while steps go on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from runtime.core.types import CallboardError
+from runtime.loading.adapters import AdaptedMap, read_adapter
+from runtime.models.adapters import Matrices, check_place, make_layer_adapters, places_of, short_name, write_adapter
+from runtime.models.decoder import Decoder
+from runtime.models.weight_map import WeightMap
+
+logger = logging.getLogger(__name__)
+
+
+class RunnerAdapters:
+    """Room for `max_loras` adapters beside a decoder's weights. One thread at a time loads; steps run meanwhile, as no
+    row of theirs has an index that is being written (core/adapters.py)."""
+
+    def __init__(self, decoder: Decoder, weight_map: WeightMap, max_loras: int, max_rank: int) -> None:
+        self._decoder, self._weight_map, self._max_loras, self._max_rank = decoder, weight_map, max_loras, max_rank
+        decoder.adapters = make_layer_adapters(decoder.spec, decoder.numerics, max_loras, max_rank)
+        self._on_gpu = decoder.numerics.device.type == "cuda"
+        # Copies wait for no step, and no step for them.
+        self._stream = torch.cuda.Stream(decoder.numerics.device) if self._on_gpu else None
+
+    @torch.inference_mode()
+    def load(self, index: int, path: str) -> None:
+        """Make the adapter in a folder number `index`, from 1. Raises CallboardError, before anything has changed, if
+        it is damaged, asks for what is not supported, or belongs to another model."""
+        start, spec = time.perf_counter(), self._decoder.spec
+        if not 1 <= index <= self._max_loras:
+            raise CallboardError(f"There is room for adapters 1 to {self._max_loras} (max_loras), none for {index}.")
+        adapter = read_adapter(path)
+        adapter.check_rank(self._max_rank)
+        places, found = places_of(spec, self._weight_map), {}
+        for module, one in adapter.maps.items():
+            place = places.get(short_name(module))
+            found[check_place(place, module, (one.size_out, one.size_in), spec)] = one
+        with safe_open(adapter.weights, "pt") as file, self._copying():
+            matrices = {place: partial(_read, file, one) for place, one in found.items()}
+            write_adapter(self._decoder.adapters, spec, index, matrices, self._decoder.row_order("qkv"))
+        logger.info("adapter %d: %s (rank %d) read in %.2f s", index, path, adapter.rank, time.perf_counter() - start)
+
+    def _copying(self) -> Any:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def _read(file: Any, one: AdaptedMap) -> Matrices:
+    return file.get_tensor(one.a), file.get_tensor(one.b).float() * one.scale

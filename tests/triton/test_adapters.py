@@ -1,0 +1,86 @@
+"""What adapters add, by kernels: against the torch twin, and in steps that are launched and that are graphs."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.kernels import adapters
+from runtime.kernels.adapters import add_adapters_torch, add_adapters_triton, make_adapters
+from runtime.worker.runner import ModelRunner
+from tests.support.adapters import modules_of, save_adapter
+from tests.support.runner_driver import Driver, tiny_runner
+from tests.support.triton_engine import SHALLOW, replayed_graphs
+
+ROWS = torch.tensor([2, 0, 1, 2, 0, 3, 3], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("sizes", "size_in"), [((40, 24, 8), 72), ((130,), 33)])
+def test_kernels(dtype, sizes, size_in, monkeypatch):
+    torch.manual_seed(0)
+    stacks = make_adapters(sizes, size_in, 3, 5, dtype, torch.device("cpu"))
+    for index in (1, 2, 3):
+        parts = [(torch.randn(3, size_in) * size_in**-0.5, torch.randn(size, 3)) for size in sizes]
+        stacks.write(index, [None if index == 3 and i else part for i, part in enumerate(parts)], None)
+    x, y = torch.randn(len(ROWS), size_in + 7)[:, :size_in].to(dtype), torch.randn(len(ROWS), sum(sizes)).to(dtype)
+    wide = stacks._replace(a=stacks.a.double(), b=stacks.b.double())
+    want = y.double()
+    add_adapters_torch(want, x.double(), ROWS, wide)
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-2}[dtype]
+    by_rows = y.clone()
+    add_adapters_triton(by_rows, x, ROWS, stacks)
+    torch.testing.assert_close(by_rows.double(), want, rtol=tolerance, atol=tolerance)
+    assert torch.equal(by_rows[ROWS == 0], y[ROWS == 0])
+    for i in range(len(ROWS)):
+        alone = y[i : i + 1].clone()
+        add_adapters_triton(alone, x[i : i + 1], ROWS[i : i + 1], stacks)
+        assert torch.equal(alone[0], by_rows[i])
+    monkeypatch.setattr(adapters, "MAX_SINGLE_ROWS", 0)
+    for num_rows in (len(ROWS), 40):  # one tile, and two of which the second begins within a request
+        rows, many, out = (t.repeat(-(-num_rows // len(ROWS)), *[1] * (t.ndim - 1))[:num_rows] for t in (ROWS, x, y))
+        out = out.clone()
+        add_adapters_triton(out, many, rows, stacks)
+        repeated = want.repeat(-(-num_rows // len(ROWS)), 1)[:num_rows]
+        torch.testing.assert_close(out.double(), repeated, rtol=tolerance, atol=tolerance)
+
+
+def test_steps_and_graphs(tmp_path, monkeypatch):
+    """Logits are those of the torch path, whether steps are launched or graphs, and a step without adapters has graphs
+    of its own."""
+    spec = replace(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
+    # Products of few rows, and what is run before the first step, are other tests' matter.
+    monkeypatch.setattr("runtime.kernels.fused_linear.MAX_ROWS", 0)
+    monkeypatch.setattr(ModelRunner, "_warm_up", lambda self: None)
+    prompts = [np.random.default_rng(i).integers(0, 131, 5 + i).tolist() for i in range(3)]
+    runners = {}
+    for backend in ("torch", "triton"):
+        config = {"kernel_backend": backend, "num_kv_blocks": 24, "max_num_seqs": 4, "max_model_len": 96}
+        runners[backend] = tiny_runner(spec, dtype="float32", max_loras=2, max_lora_rank=4, **config)
+        for index in (1, 2):
+            save_adapter(tmp_path / str(index), modules_of(spec), index, size=0.5)
+            runners[backend].load_adapter(index, str(tmp_path / str(index)))
+
+    def logits_of(driver: Driver) -> list[torch.Tensor]:
+        for slot, prompt in enumerate(prompts):
+            driver.open(slot, prompt, adapter=slot)
+        driver.step(*((slot, 0, len(prompt), 1) for slot, prompt in enumerate(prompts)))
+        found = [driver.logits]
+        for rows in ((0, 1, 2), (2, 0)):
+            driver.step(*((slot, len(prompts[slot]) + len(found) - 1, 1, 1) for slot in rows))
+            found.append(driver.logits)
+        return found
+
+    want = logits_of(Driver(runners["torch"]))
+    assert float((want[0][0] - want[0][1]).abs().max()) > 0.1
+    runner = runners["triton"]
+    launched = logits_of(Driver(runner))
+    replays = replayed_graphs(runner.steps, (1, 4), has_adapters=True) + replayed_graphs(runner.steps, (1, 4))
+    driver = Driver(runner)
+    for got in (launched, logits_of(driver)):
+        for logits, expected in zip(got, want, strict=True):
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    assert [replay.count for replay in replays] == [2, 0]
+    driver.step((0, len(prompts[0]) + 2, 1, 1))
+    assert [replay.count for replay in replays] == [2, 1]
