@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from runtime.output.fields import invalid, read_options
+from runtime.output.fields import FieldError, invalid, read_options
 from serve_app.requests.chat import ChatRequest
 from serve_app.requests.shapes import RequestModel, only, text_or_list
 
@@ -201,12 +201,13 @@ class Metadata(RequestModel):
 # Fields of a chat that Anthropic's requests say otherwise, or whose answer has no place in theirs.
 _FIELDS_OF_CHATS = """n stop logprobs top_logprobs prompt_logprobs return_token_ids stream_options response_format
     include_reasoning max_completion_tokens parallel_tool_calls continue_final_message add_generation_prompt"""
+FIELDS_OF_CHATS = frozenset(_FIELDS_OF_CHATS.split())
 
 
 def _of_this_route(extra: dict[str, Any]) -> dict[str, Any]:
-    for name in extra.keys() & set(_FIELDS_OF_CHATS.split()):
+    for name in extra.keys() & FIELDS_OF_CHATS:
         if extra[name] is not None:
-            raise invalid(name, "is no field of Anthropic's requests; send it to /v1/chat/completions")
+            raise FieldError(name, f"Anthropic's requests have no field {name}; send it to /v1/chat/completions.")
     return extra
 
 

@@ -29,19 +29,21 @@ _INSTEAD = {
         kv_transfer_params={} ec_transfer_params={} vllm_xargs={} session_params={} images_config={}
         separate_reasoning=true stream_reasoning=true parse_tool_calls=true xtc_probability=0 n_indent=0 penalty_alpha=0
         modalities=["text"] verbosity="medium" truncation_side="left" thinking_token_budget=-1 reasoning_budget=-1
-        reasoning_format="auto"|"deepseek" min_keep=0|1 mcp_servers=[] container""",
+        image enable_response_messages=false reasoning_format="auto"|"deepseek" min_keep=0|1 mcp_servers=[]
+        container""",
     "send it to /v1/chat/completions": """
         messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false""",
-    "send it to /v1/completions": "prompt echo=false",
+    "send it to /v1/completions": "prompt echo=false return_draft_spans=false",
+    "send it to /v1/responses": "background=false",
     "send n": "best_of=1",
     "send max_tokens": """
         max_completion_tokens max_output_tokens max_new_tokens n_predict=-1 t_max_predict_ms=0|-1 num_predict=-1
         max_tokens_to_sample""",
     "send logprobs": "top_logprobs=0 logprob_token_ids=[] top_n_tokens=0 n_probs=0",
-    "send messages or prompt": "input",
+    "send messages or prompt": "input previous_input_messages=[]",
     "send a message of the role system": 'instructions tool_prompt="" system="" safe_prompt=false',
-    "send the whole conversation as messages": "previous_response_id",
-    "send response_format": 'text={} format=""',
+    "send the whole conversation as messages": "previous_response_id conversation context_management=[]",
+    "send response_format": 'text={} format="" output_config={}',
     "send truncate_prompt_tokens": 'truncation="disabled" truncate',
     "use tools, tool_choice and tool_calls instead of OpenAI's old fields": 'functions=[] function_call=[]|"none"',
     "send what the model's template knows, such as chat_template_kwargs.enable_thinking": """
@@ -88,3 +90,31 @@ def refused_fields(instead: dict[str, str]) -> dict[str, Refused]:
 
 
 UNSUPPORTED_FIELDS = refused_fields(_INSTEAD)
+
+# Fields that ask for nothing that an answer could show here, by the reason. They are named like all that nobody knows.
+_IGNORED = {
+    "a hint to caches; equal prefixes are found without it": """
+        prompt_cache_key prompt_cache_options prompt_cache_retention cache_control cache_prompt session_id extra_key
+        n_keep num_keep n_discard id_slot keep_alive""",
+    "who asks, for the operator of another service": """
+        safety_identifier metadata user_profile_id workspace_id custom_labels rid usage provider""",
+    "a tariff or a place of another service": "service_tier inference_geo speed access_programs route models",
+    "only /v1/responses and fronts of OpenAI's store answers": "store background_options",
+    "there are no tools that the server itself calls": "max_tool_calls",
+    "there are no tools in a completion": "parallel_tool_calls",
+    "a completion is not read for reasoning": "include_reasoning",
+    "no template is used": "add_generation_prompt",
+    "a part of what is refused": """
+        custom_params mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
+        xtc_threshold dynatemp_exponent routed_experts_start_len routed_experts_prompt_start ngram_corpus_id""",
+    "there are no images and no sounds": """
+        mm_processor_kwargs media_io_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video return_mm_kwargs""",
+    "the one engine of grammars takes all": "guided_decoding_backend",
+    "every token is spelled as its tokenizer does": "spaces_between_special_tokens",
+    "where to compute: the front's router decides": """
+        bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank num_ctx
+        num_batch num_gpu num_thread""",
+    "a hint, which changes no token": "prediction stream_interval",
+    "a report that no answer here has": "details timings_per_token return_progress diagnostics return_token_offsets",
+}
+IGNORED_FIELDS = {name: why for why, names in _IGNORED.items() for name in names.split()}

@@ -25,7 +25,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Fields of other requests than this one, and those of this one that are not supported.
 _INSTEAD = {
-    "send input": "messages prompt",
+    "send input": "messages previous_input_messages=[]",
     "send max_output_tokens": "max_tokens max_completion_tokens",
     "send include and top_logprobs": "logprobs",
     "send the whole conversation as input, or previous_response_id": "conversation",

@@ -33,6 +33,7 @@ def only(*harmless: Any, says: LiteralString = "this field is not supported yet;
             raise PydanticCustomError("not_supported", says)
         return value
 
+    check.says = says  # type: ignore[attr-defined]  # for the page of all fields
     return AfterValidator(check)
 
 

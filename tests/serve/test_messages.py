@@ -281,7 +281,7 @@ def user(*blocks: Any) -> dict[str, Any]:
         ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type is"),
         ({"extra_body": {"temperature": -1}}, "temperature is -1"),
-        ({"extra_body": {"n": 2}}, "n is no field"),
+        ({"extra_body": {"n": 2}}, "have no field n"),
         ({"extra_body": {"mcp_servers": [{"url": "u"}]}}, "mcp_servers is"),
         ({"messages": [*HI, {"role": "assistant", "content": [TOOL_USE]}]}, "messages.1 is a tool_use"),
         ({"max_tokens": 5000}, "maximum context length"),

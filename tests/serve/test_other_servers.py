@@ -7,43 +7,17 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from serve_app import api_page
 from serve_app.requests import ChatRequest, CompletionRequest
-from serve_app.requests.other_servers import UNSUPPORTED_FIELDS
+from serve_app.requests.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS
 from tests.serve.test_http import assert_error
 from tests.support.fake_engine import FakeEngine, chat, client_of, post
 
 PATHS = {"/v1/completions": {"prompt": "a"}, "/v1/chat/completions": chat()}
 KINDS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
-# Fields that mean nothing here: hints, fields of what is refused below, and of what there is not (images, routing).
-_IGNORED = """
-    parallel_tool_calls include_reasoning add_generation_prompt prediction metadata store service_tier safety_identifier
-    prompt_cache_key prompt_cache_options prompt_cache_retention guided_decoding_backend mm_processor_kwargs
-    media_io_kwargs spaces_between_special_tokens session_id custom_params custom_labels rid extra_key ngram_corpus_id
-    routed_experts_start_len max_dynamic_patch min_dynamic_patch use_audio_in_video bootstrap_host bootstrap_port
-    bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank details mirostat_tau mirostat_eta dry_base
-    dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_threshold dynatemp_exponent n_keep n_discard
-    cache_prompt id_slot timings_per_token return_progress keep_alive num_ctx num_keep num_batch num_gpu num_thread
-    provider models route usage
-"""
-IGNORED_FIELDS = frozenset(_IGNORED.split())
 DOCUMENTED = {  # as their documentation lists them, without those that OpenAI has too
-    "vLLM": """
-        best_of use_beam_search top_k min_p repetition_penalty length_penalty stop_token_ids include_stop_str_in_output
-        ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side
-        prompt_logprobs logprob_token_ids allowed_token_ids bad_words echo add_generation_prompt continue_final_message
-        add_special_tokens documents chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs
-        structured_outputs guided_json guided_regex guided_choice guided_grammar structural_tag guided_decoding_backend
-        guided_whitespace_pattern priority request_id session_id logits_processors return_tokens_as_token_ids
-        return_token_ids return_prompt_text cache_salt kv_transfer_params ec_transfer_params vllm_xargs prompt_embeds
-        include_reasoning thinking_token_budget repetition_detection watermarking""",
-    "SGLang": """
-        top_k min_p min_tokens regex ebnf json_schema repetition_penalty stop_token_ids stop_regex no_stop_trim
-        ignore_eos continue_final_message skip_special_tokens lora_path session_id session_params separate_reasoning
-        stream_reasoning chat_template_kwargs max_dynamic_patch min_dynamic_patch use_audio_in_video images_config
-        custom_logit_processor custom_params input_ids rid extra_key cache_salt ngram_corpus_id priority bootstrap_host
-        bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank custom_labels
-        return_hidden_states return_routed_experts routed_experts_start_len return_cached_tokens_details
-        return_prompt_token_ids return_token_ids return_meta_info reasoning task""",
+    "vLLM": api_page.VLLM,
+    "SGLang": api_page.SGLANG,
     "TGI": """
         adapter_id best_of decoder_input_details details do_sample frequency_penalty grammar max_new_tokens
         repetition_penalty return_full_text seed stop temperature top_k top_n_tokens top_p truncate typical_p watermark
@@ -100,6 +74,27 @@ async def test_what_each_of_them_does(path: str):
                 fields = [{name: value} for value in refused.harmless]
                 answers = [await client.post(path, json={**PATHS[path], **field}) for field in fields]
                 assert all(answer.status_code == 200 for answer in answers), name
+
+
+def test_the_page_of_fields_is_what_the_models_say():
+    assert api_page.PAGE.read_text() == api_page.page(), "run python -m serve_app.api_page"
+    for name in api_page.names():
+        for route, kind in api_page.ROUTES.items():
+            fate = api_page.fate(kind, name)
+            assert fate.why or fate.kind == "**works**", f"{name} needs a reason in {route}"
+
+
+async def test_the_page_tells_what_the_routes_do():
+    bodies = {"responses": {"input": "a"}, "messages": {"messages": chat()["messages"], "max_tokens": 9}}
+    async with client_of(FakeEngine()) as client:
+        for route, body in bodies.items():
+            for name in api_page.names():
+                fate = api_page.fate(api_page.ROUTES[route], name)
+                if fate.kind != "**works**":
+                    answer = await client.post(f"/v1/{route}", json={**body, name: "something"})
+                    assert answer.status_code == (200 if fate.kind == "ignored" else 400), (route, name)
+                    told = answer.headers.get("x-callboard-ignored-fields", answer.text)
+                    assert name in told, (route, name)
 
 
 @pytest.mark.parametrize(
