@@ -30,12 +30,18 @@ def finite(logprob: float) -> float:
     return max(logprob, -9999.0)  # JSON has no infinity
 
 
-def logprob_entry(tokenizer: Tokenizer, logprobs: TokenLogprobs) -> dict[str, Any]:
+def token_id_text(token_id: int) -> str:
+    """A token as vLLM's `return_tokens_as_token_ids` shows it."""
+    return f"token_id:{token_id}"
+
+
+def logprob_entry(tokenizer: Tokenizer, as_ids: bool | None, logprobs: TokenLogprobs) -> dict[str, Any]:
     """One position of OpenAI's log-probabilities of chats and responses."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.token_bytes(token_id)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(piece)}
+        text = token_id_text(token_id) if as_ids else piece.decode("utf-8", "replace")
+        return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
 
     top = [entry(token_id, value) for token_id, value in logprobs.top]
     return {**entry(logprobs.token_id, logprobs.logprob), "top_logprobs": top}

@@ -19,7 +19,7 @@ from serve_app.errors import ApiError, error_response
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.settings import HttpSettings
 
-_PROBES = frozenset({"/health", "/ready"})
+_PROBES = frozenset({"/health", "/ping", "/ready"})
 # Load balancers have no key, and the page must be there before its reader can enter one; it holds nothing secret.
 _OPEN_PATHS = _PROBES | {route.path for route in PAGE_ROUTES}
 _MAX_ID_CHARS = 128

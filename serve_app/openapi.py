@@ -41,6 +41,8 @@ Detokenized = _answer("Detokenized", prompt=str)
 TokenizerInfo = _answer("TokenizerInfo", tokenizer_class=str, chat_template=str | None, model_max_length=int)
 Health = _answer("Health", status=Literal["ok"], phase=(str | None, None))  # only where there is no engine
 Ready = _answer("Ready", status=Literal["ready"], phase=(str | None, None))
+Load = _answer("Load", server_load=int)
+ServerInfo = _answer("ServerInfo", version=str, model=str, max_model_len=int, dtype=str, system_fingerprint=str)
 Version = _answer("Version", version=str)
 Document = _answer("Document", openapi=str)
 
@@ -50,6 +52,9 @@ ModelCard = _answer(
     object=Literal["model"],
     created=int,
     owned_by=str,
+    root=str,
+    parent=str | None,
+    permission=list[dict[str, Any]],
     max_model_len=int,
     weights=str,
     draft=str | None,
@@ -216,6 +221,10 @@ _OPERATIONS = (
     _Operation("/tokenizer_info", "The tokenizer's settings", TokenizerInfo, errors=(503,)),
     _Operation("/health", "Whether requests can be served now", Health, unready=Unhealthy, open=True),
     _Operation("/ready", "Whether the start is complete", Ready, unready=NotReady, open=True),
+    _Operation("/ping", "The same, for SageMaker", Health, unready=Unhealthy, open=True),
+    _Operation("/ping", "The same, for SageMaker", Health, unready=Unhealthy, open=True, method="post"),
+    _Operation("/load", "How many requests this front answers now", Load),
+    _Operation("/server_info", "The model, and how it computes", ServerInfo, errors=(503,)),
     _Operation("/metrics", "All metrics of the application, for Prometheus", None),
     _Operation("/version", "The version of Callboard", Version),
     _Operation("/openapi.json", "This page", Document),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict, replace
+from importlib.metadata import version
 from itertools import count
 from typing import Any
 from urllib.parse import quote
@@ -33,6 +34,14 @@ from serve_app.metrics import RequestContext, RequestRecord, ServiceMetrics
 from serve_app.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.requests import SamplingFields
 
+_PERMISSION = {  # as OpenAI's models once had it, and vLLM's have
+    "object": "model_permission",
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+    **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True),
+    **dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning"), False),
+}
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
 _REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, and when to come back
@@ -58,6 +67,7 @@ class Service:
         self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
         self.grammars = GrammarCompiler()
+        self.num_live = 0  # requests that are answered now
         self._tokenizer: Tokenizer | None = None
         if tokenizer is not None:
             self.start(tokenizer)
@@ -104,6 +114,12 @@ class Service:
                 code="model_not_found",
             )
 
+    def description(self) -> dict[str, Any]:
+        """The model and how it computes; raises the 503 while the service is loading."""
+        model = self.served
+        facts = asdict(model.info) | {"model": self.model, "draft": self.draft, "version": version("callboard")}
+        return facts | {"system_fingerprint": model.fingerprint}
+
     def model_card(self) -> dict[str, Any]:
         """OpenAI's model object; raises the 503 while the service is loading."""
         info = self.served.info
@@ -112,6 +128,9 @@ class Service:
             "object": "model",
             "created": self._created,
             "owned_by": "callboard",
+            "root": self.model,
+            "parent": None,
+            "permission": [{**_PERMISSION, "id": f"modelperm-{self.model}", "created": self._created}],
             "max_model_len": info.max_model_len,
             "weights": info.weight_formats,
             "draft": self.draft,
@@ -153,7 +172,10 @@ class Service:
 
         Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
         are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
-        with self.metrics.request(prepared.id, context or RequestContext(), prepared.num_choices) as record:
+        with (
+            self._counted(),
+            self.metrics.request(prepared.id, context or RequestContext(), prepared.num_choices) as record,
+        ):
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
             if (grammar := prepared.prompts.grammar) is not None:
@@ -174,6 +196,14 @@ class Service:
                 raise
             except CallboardError as e:
                 raise ApiError(500, str(e), code="engine_error") from e
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.num_live += 1
+        try:
+            yield
+        finally:
+            self.num_live -= 1
 
     async def _merged(self, prepared: PreparedRequest[Any], record: RequestRecord) -> AsyncGenerator[list[Delta], None]:
         """All choices side by side."""

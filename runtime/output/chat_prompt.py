@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,8 @@ from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
 from runtime.text.tool_calls import ToolFormat
 from runtime.text.tool_calls.harmony import FINAL, HARMONY, START
+
+_SWITCH = re.compile(r"\benable_thinking\b|\bthinking is\b")  # of reasoning, in a template
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,14 @@ class ChatPrompter:
                 "cannot be used: this model's chat template does not tell of them, or in no format of calls that is "
                 "known; see --chat-template and --tool-call-parser",
             )
+        kwargs = self._effort(options) | (options.chat_template_kwargs or {})
         try:
             text = template.render(
                 messages,
                 options.add_generation_prompt is not False,
                 options.template_tools,
                 options.continue_final_message,
-                **options.chat_template_kwargs or {},
+                **kwargs,
             )
         except CallboardError as e:
             raise FieldError("messages", str(e)) from e
@@ -88,6 +92,20 @@ class ChatPrompter:
         marks = (reasoning.OPEN, reasoning.CLOSE, *(() if form is None else form.marks))
         ids = {mark: self._tokenizer.token_to_id(mark) for mark in marks}
         return {mark: i for mark, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
+
+    def _effort(self, options: ChatOptions) -> dict[str, Any]:
+        """What `reasoning_effort` means to the template; raises FieldError if it means nothing."""
+        source, effort = self._template.source, options.reasoning_effort
+        if effort is None:
+            return {}
+        if "reasoning_effort" in source:
+            return {"reasoning_effort": effort}
+        if _SWITCH.search(source):
+            return {"enable_thinking": effort != "none", "thinking": effort != "none"}
+        if effort == "none" and reasoning.CLOSE not in source:
+            return {}
+        problem = f"is {effort!r}, but this model's template reads neither reasoning_effort nor enable_thinking"
+        raise invalid("reasoning_effort", f"{problem}; leave it out, or send what it reads as chat_template_kwargs")
 
     def grammar(self, options: ChatOptions, form: MessageFormat | None) -> RequestedGrammar | None:
         """The grammar of the output, counted from where its prompt ends, by its format; None if it is free."""

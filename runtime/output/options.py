@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from runtime.core.types import GrammarSpec
 from runtime.output.fields import Options, invalid, shown
 from runtime.output.response_format import RequestedGrammar, ResponseFormat, StructuredOutputs, requested_grammar
-from runtime.output.tools import ChosenTool, Tool, ToolChoice
+from runtime.output.tools import AllowedFunctions, AllowedTools, ChosenTool, Tool, ToolChoice
 from runtime.text.tool_calls import ForcedCall
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _NOT_KWARGS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 
 
@@ -47,6 +48,7 @@ class ChatOptions(OutputOptions):
     parallel_tool_calls: bool | None = None
 
     include_reasoning: bool = True
+    reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -57,12 +59,14 @@ class ChatOptions(OutputOptions):
             raise invalid("add_generation_prompt", "begins another message than continue_final_message; send one")
         for name in _NOT_KWARGS & (self.chat_template_kwargs or {}).keys():
             raise invalid(f"chat_template_kwargs.{name}", "is nothing that a request can hand to the template")
-        if self.tool_choice in (None, "none"):
+        if self.tool_choice in (None, "none") or (self.tool_choice == "auto" and self.tools is not None):
             return
         if not self.tools:
             raise invalid("tool_choice", "is only allowed when there are tools")
         if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in self.functions:
             raise invalid("tool_choice.function.name", f"is {shown(self.tool_choice.function.name)}, which no tool has")
+        if isinstance(self.tool_choice, AllowedTools) and (unknown := self.tool_choice.names - self.functions.keys()):
+            raise invalid("tool_choice.allowed_tools.tools", f"has {shown(min(unknown))}, which no tool has")
 
     @cached_property
     def functions(self) -> dict[str, dict[str, Any]]:
@@ -76,15 +80,17 @@ class ChatOptions(OutputOptions):
 
     def offered_tools(self) -> list[Tool]:
         """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        if isinstance(choice := self.tool_choice, AllowedTools):
+            return [tool for tool in self.tools or () if tool.function.name in choice.names]
+        return [] if choice == "none" else self.tools or []
 
     def forced_call(self) -> ForcedCall | None:
         """The call that the answer must begin with; None if none is asked for."""
         match self.tool_choice:
             case ChosenTool(function=function):
                 return ForcedCall(function.name)
-            case "required":
-                names = list(self.functions)
+            case "required" | AllowedTools(allowed_tools=AllowedFunctions(mode="required")):
+                names = [tool.function.name for tool in self.offered_tools()]
                 return ForcedCall(names[0] if len(names) == 1 else None)
         return None
 

@@ -48,12 +48,43 @@ class ChosenTool(Options):
     function: ChosenFunction
 
 
+class AllowedFunctions(Options):
+    """The tools that the model is told of, and whether it must call one."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedTools(Options):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+    @property
+    def names(self) -> set[str]:
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
+def _kind_of_choice(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    if isinstance(value, AllowedTools) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
+        return "<allowed>"
+    return "<tool>" if isinstance(value, dict | ChosenTool) else None
+
+
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[ChosenTool, Tag("<tool>")],
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")]
+    | Annotated[ChosenTool, Tag("<tool>")]
+    | Annotated[AllowedTools, Tag("<allowed>")],
     Discriminator(
-        lambda value: "<text>" if isinstance(value, str) else "<tool>" if isinstance(value, dict) else None,
+        _kind_of_choice,
         custom_error_type="tool_choice_shape",
-        custom_error_message="it should be 'none', 'auto', 'required' or an object that names a function",
+        custom_error_message="it should be 'none', 'auto', 'required', or an object that names a function or "
+        "allowed_tools",
     ),
 ]
 

@@ -37,7 +37,7 @@ class ChatTemplate:
         """Raises CallboardError if a source is not a valid template; `special_tokens` are visible to it by name.
 
         `tool_source` is a template of its own for conversations with tools, as some models have."""
-        self._source, self._tool_source = source, source if tool_source is None else tool_source
+        self.source, self._tool_source = source, source if tool_source is None else tool_source
         self._special_tokens = dict(special_tokens)
         for text in (source, self._tool_source):
             _run(sandbox.check, text, self._special_tokens, MAX_SECONDS)
@@ -117,7 +117,7 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-        source = self._tool_source if values["tools"] else self._source
+        source = self._tool_source if values["tools"] else self.source
         values = {"documents": None, **values, "messages": messages}
         return _run(sandbox.render, source, self._special_tokens, values, MAX_SECONDS, MAX_PROMPT_CHARS)
 

@@ -51,7 +51,8 @@ class ChatRenderer(ChoiceRenderer):
     """Renders one choice of a chat."""
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        entry = partial(logprob_entry, self._prepared.model.tokenizer)
+        as_ids = self._prepared.request.return_tokens_as_token_ids
+        entry = partial(logprob_entry, self._prepared.model.tokenizer, as_ids)
         return {"content": listed(delta.logprobs, entry), "refusal": None} if delta.logprobs else None
 
 
@@ -69,7 +70,7 @@ class ChatStream(ChunkStream):
         """The roles of the choices."""
         content = b"null" if self._is_read else b'""'  # there may be none, only calls
         role = b',"delta":{"role":"assistant","content":' + content + b"}" + self._unfinished
-        if self._prepared.request.return_token_ids:
+        if self._prepared.request.shows_prompt_ids:
             role += b',"prompt_token_ids":' + encode_json(self._prepared.prompts.token_ids[0])
         return b"".join(self._head + b'{"index":%d' % i + role + self._end(i) for i in range(len(self._prefixes)))
 
@@ -104,7 +105,9 @@ def _message(choice: Delta) -> dict[str, Any]:
 
 
 def _fields(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"reasoning_content": delta.reasoning} if delta.reasoning else {}  # vLLM's
+    # vLLM's name of today and the one before it, which others have, too.
+    names = ("reasoning", "reasoning_content") if delta.reasoning else ()
+    fields: dict[str, Any] = dict.fromkeys(names, delta.reasoning)
     return fields | {"tool_calls": calls} if calls else fields
 
 

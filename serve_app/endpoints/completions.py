@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from runtime.core.types import TokenLogprobs
@@ -10,7 +12,7 @@ from runtime.output.fields import invalid
 from runtime.output.processor import Delta
 from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
-from serve_app.answers import finite, listed
+from serve_app.answers import finite, listed, token_id_text
 from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt
 from serve_app.prepared_request import Echo, PreparedRequest, Prompts, ServedModel
 from serve_app.requests import MAX_CHOICES, CompletionRequest
@@ -67,7 +69,7 @@ class CompletionRenderer(ChoiceRenderer):
 
     def rest(self, delta: Delta) -> dict[str, Any]:
         rest = super().rest(delta)
-        if self._prepared.request.return_token_ids and not self._has_told_prompt:
+        if self._prepared.request.shows_prompt_ids and not self._has_told_prompt:
             rest["prompt_token_ids"], self._has_told_prompt = self._prepared.requests[self._index].token_ids, True
         if self._prepared.request.return_draft_spans:
             rest["draft_spans"] = self._draft_spans(delta)
@@ -87,11 +89,12 @@ class CompletionRenderer(ChoiceRenderer):
             logprobs = [TokenLogprobs(first, math.nan, 0, ()), *scored, *logprobs]
             offsets, self._echo = list(self._echo.offsets), None
         offsets += [self._begin + end for end in (self._decoded, *delta.ends[:-1])] if delta.logprobs else []
-        tokenizer = self._prepared.model.tokenizer
+        of_tokens = partial(_token_text, tokenizer=self._prepared.model.tokenizer)
+        text: Callable[[int], str] = token_id_text if request.return_tokens_as_token_ids else of_tokens
         return {
-            "tokens": [_token_text(lp.token_id, tokenizer) for lp in logprobs],
+            "tokens": [text(lp.token_id) for lp in logprobs],
             "token_logprobs": [finite(lp.logprob) if lp.rank else None for lp in logprobs],  # 0: nothing predicts it
-            "top_logprobs": listed(logprobs, lambda lp: _top(lp, tokenizer) if lp.rank else None),
+            "top_logprobs": listed(logprobs, lambda lp: _top(lp, text) if lp.rank else None),
             "text_offset": offsets,
         }
 
@@ -119,11 +122,11 @@ def _echoes(request: CompletionRequest, prompts: list[list[int]], tokenizer: Tok
     return echoes
 
 
-def _top(lp: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+def _top(lp: TokenLogprobs, text: Callable[[int], str]) -> dict[str, float]:
     entries: dict[str, float] = {}
     # The token itself is always among them, as with OpenAI's. Of ids with the same text the likeliest counts.
     for token_id, value in (*lp.top, (lp.token_id, lp.logprob)):
-        entries.setdefault(_token_text(token_id, tokenizer), finite(value))
+        entries.setdefault(text(token_id), finite(value))
     return entries
 
 

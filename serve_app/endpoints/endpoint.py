@@ -61,7 +61,7 @@ def of_prompt(prepared: PreparedRequest[Any], choice: Delta) -> dict[str, Any]:
     request, found = prepared.request, dict[str, Any]()
     if (num_top := request.prompt_logprobs) is not None:
         found["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, prepared.model.tokenizer, num_top)
-    if request.return_token_ids:
+    if request.shows_prompt_ids:
         found["prompt_token_ids"] = prepared.requests[choice.index].token_ids
     return found
 

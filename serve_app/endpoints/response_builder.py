@@ -192,8 +192,8 @@ class ResponseBuilder:
         num_reasoning = min(self._num_reasoning - self._num_skipped, len(self._scores))
         scores, self._scores = self._scores[num_reasoning:], []
         self._num_skipped += num_reasoning
-        tokenizer = self._prepared.model.tokenizer
-        return [logprob_entry(tokenizer, score) for score in scores]
+        tokenizer, as_ids = self._prepared.model.tokenizer, self._prepared.request.return_tokens_as_token_ids
+        return [logprob_entry(tokenizer, as_ids, score) for score in scores]
 
     def _close(self, status: str) -> None:
         """The open item is complete, or will never be."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from runtime.output.fields import invalid
 from runtime.output.processor import Delta
-from runtime.text import reasoning
 from serve_app.answers import encode_json
 from serve_app.endpoints.chat import ChatEndpoint
 from serve_app.endpoints.endpoint import Endpoint
@@ -23,7 +19,6 @@ from serve_app.requests.responses import INSTRUCTING, own_name, own_names
 from serve_app.response_store import ResponseStore
 
 _CHAT = ChatEndpoint()
-_SWITCH = re.compile(r"\benable_thinking\b|\bthinking is\b")  # of reasoning, in a template
 
 
 class ResponsesEndpoint(Endpoint[ResponsesRequest]):
@@ -40,11 +35,9 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
         return f"{self.id_prefix}{self._store.front}_{secrets.token_hex(8)}-{request_id or secrets.token_hex(12)}"
 
     def prompts(self, request: ResponsesRequest, model: ServedModel) -> Prompts:
-        kwargs = _template_kwargs(request, model)
-
         def prompts_of(messages: list[ChatMessage]) -> Prompts:
             with own_names():
-                return _CHAT.prompts(request.chat(messages, **kwargs), model, "input")
+                return _CHAT.prompts(request.chat(messages), model, "input")
 
         messages = request.messages()
         if request.truncation == "auto":
@@ -79,21 +72,6 @@ class BuiltChoice(Delta):
 
     def add(self, new: Delta) -> None:
         self.builder.add(new)
-
-
-def _template_kwargs(request: ResponsesRequest, model: ServedModel) -> dict[str, Any]:
-    """What `reasoning.effort` means to the model's template; raises FieldError if it means nothing."""
-    if request.reasoning is None or (effort := request.reasoning.effort) is None:
-        return {}
-    source = model.tokenizer.chat_template or ""
-    if "reasoning_effort" in source:
-        return {"reasoning_effort": effort}
-    if _SWITCH.search(source):
-        return {"enable_thinking": effort != "none", "thinking": effort != "none"}
-    if effort == "none" and reasoning.CLOSE not in source:
-        return {}
-    problem = f"is {effort!r}, but this model's template reads neither reasoning_effort nor enable_thinking"
-    raise invalid("reasoning.effort", f"{problem}; leave it out")
 
 
 def _longest_that_fits(

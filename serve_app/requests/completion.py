@@ -9,7 +9,13 @@ from pydantic import Discriminator, Field, Tag
 
 from runtime.output.fields import invalid
 from serve_app.requests.sampling import SamplingFields
-from serve_app.requests.shapes import TokenIds, or_default
+from serve_app.requests.shapes import RequestModel, TokenIds, or_default
+
+
+class TokensPrompt(RequestModel):
+    """vLLM's form of a prompt in token ids."""
+
+    prompt_token_ids: TokenIds
 
 
 def _prompt_shape(value: Any) -> str | None:
@@ -20,6 +26,10 @@ def _prompt_shape(value: Any) -> str | None:
             return "<texts>"
         case [list(), *_]:
             return "<token id lists>"
+        case dict() | TokensPrompt():
+            return "<object>"
+        case [dict(), *_] | [TokensPrompt(), *_]:
+            return "<objects>"
         case [*_]:
             return "<token ids>"
     return None
@@ -29,7 +39,9 @@ _Prompt = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Field(fail_fast=True), Tag("<texts>")]
     | Annotated[TokenIds, Tag("<token ids>")]
-    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<token id lists>")],
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<token id lists>")]
+    | Annotated[TokensPrompt, Tag("<object>")]
+    | Annotated[list[TokensPrompt], Field(fail_fast=True), Tag("<objects>")],
     Discriminator(
         _prompt_shape,
         custom_error_type="prompt_shape",
@@ -45,6 +57,7 @@ class CompletionRequest(SamplingFields):
 
     prompt: _Prompt
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # the same, and counts before it
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -52,13 +65,13 @@ class CompletionRequest(SamplingFields):
     return_draft_spans: bool | None = None  # an extension: which of the text a draft had guessed
 
     def max_output(self) -> int | None:
-        return self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None, None if self.max_tokens != 0 else 0]
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None, None if self.max_output() != 0 else 0]
         return max((n for n in wanted if n is not None), default=None)
 
     def num_prompts(self) -> int:
@@ -75,5 +88,6 @@ class CompletionRequest(SamplingFields):
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts as a list, each a text or token ids."""
         prompt = self.prompt
-        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
-        return cast(Sequence[str | list[int]], [prompt] if is_one else prompt)
+        is_one = isinstance(prompt, str | TokensPrompt) or isinstance(prompt[0], int)
+        each = cast(Sequence[str | list[int] | TokensPrompt], [prompt] if is_one else prompt)
+        return [one.prompt_token_ids if isinstance(one, TokensPrompt) else one for one in each]

@@ -7,39 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from serve_app.requests.messages import CalledFunction, ChatMessage, ToolCall
+from serve_app.requests.messages import CalledFunction, ChatMessage, Part, RefusalPart, TextPart, ToolCall
 from serve_app.requests.shapes import RequestModel, text_or_list
 
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
-
-
-class InputText(RequestModel):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class Refusal(RequestModel):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
 
 
 def _type_of(value: Any, default: str | None = None) -> Any:
     return value.get("type", default) if isinstance(value, dict) else getattr(value, "type", None)
 
 
-def _kind_of_part(value: Any) -> str:
-    return "<refusal>" if _type_of(value) == "refusal" else "<text>"
-
-
-_Part = Annotated[
-    Annotated[InputText, Tag("<text>")] | Annotated[Refusal, Tag("<refusal>")], Discriminator(_kind_of_part)
-]
 _Text = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[_Part], Field(fail_fast=True), Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
     Discriminator(
         text_or_list,
         custom_error_type="content_shape",
@@ -48,7 +27,7 @@ _Text = Annotated[
 ]
 
 
-def _text(content: str | list[InputText | Refusal]) -> str:
+def _text(content: str | list[TextPart | RefusalPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 

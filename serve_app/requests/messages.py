@@ -12,12 +12,31 @@ from serve_app.requests.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_
 
 
 class TextPart(RequestModel):
-    type: Literal["text"]
+    """A part of chats, or of the items of responses."""
+
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
+class RefusalPart(RequestModel):
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _kind_of_part(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<refusal>" if kind == "refusal" else "<text>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_kind_of_part)
+]
 _Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
     Discriminator(
         text_or_list,
         custom_error_type="content_shape",
@@ -62,6 +81,7 @@ class ChatMessage(RequestModel):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool: the call that it answers
     reasoning_content: str | None = None  # of an assistant; templates decide whether it is shown
+    reasoning: str | None = None  # another name of it
     audio: Annotated[Any, only(None)] = None
     refusal: Annotated[Any, only(None)] = None
     function_call: Annotated[Any, LEGACY] = None
@@ -69,7 +89,7 @@ class ChatMessage(RequestModel):
     def check_at(self, where: str) -> None:
         """Rules between fields; raises ApiError."""
         if self.role == "assistant":
-            if self.content is None and not self.tool_calls and self.reasoning_content is None:
+            if self.content is None and not self.tool_calls and self.thoughts() is None:
                 raise invalid(f"{where}.content", "is missing; a text is needed where there are no tool_calls")
             return
         if self.content is None:
@@ -85,8 +105,13 @@ class ChatMessage(RequestModel):
             return "\n".join(part.text for part in self.content)
         return self.content or ""
 
+    def thoughts(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
     def as_template_sees_it(self) -> dict[str, Any]:
         # "developer" is OpenAI's later name of "system"; models know the earlier one.
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text()}
-        shown = {"name", "tool_call_id", "reasoning_content"} | ({"tool_calls"} if self.tool_calls else set())
+        shown = {"name", "tool_call_id"} | ({"tool_calls"} if self.tool_calls else set())
+        if (thoughts := self.thoughts()) is not None:
+            message["reasoning_content"] = thoughts
         return message | self.model_dump(include=shown, exclude_none=True)

@@ -37,7 +37,7 @@ _INSTEAD = {
     "send it to /v1/responses": "background=false",
     "send n": "best_of=1",
     "send max_tokens": """
-        max_completion_tokens max_output_tokens max_new_tokens n_predict=-1 t_max_predict_ms=0|-1 num_predict=-1
+        max_output_tokens max_new_tokens n_predict=-1 t_max_predict_ms=0|-1 num_predict=-1
         max_tokens_to_sample""",
     "send logprobs": "top_logprobs=0 logprob_token_ids=[] top_n_tokens=0 n_probs=0",
     "send messages or prompt": "input previous_input_messages=[]",
@@ -57,7 +57,7 @@ _INSTEAD = {
     "a template is a program: the operator sets it with --chat-template": "chat_template",
     "send structured_outputs.choice or logit_bias": "allowed_token_ids=[]",
     "send logit_bias": 'bad_words=[] banned_tokens=[]|"" token_bans=[]',
-    "send return_token_ids": "return_tokens_as_token_ids=false return_prompt_text=false return_prompt_token_ids=false",
+    "send return_token_ids": "return_prompt_text=false",
     "send stop": "stop_regex=[] stop_sequences=[]",
     "send include_stop_str_in_output": "no_stop_trim=false",
     "send the ids as the prompt of /v1/completions": "input_ids=[]",

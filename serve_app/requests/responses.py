@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from runtime.output.fields import FieldError, Options, invalid
+from runtime.output.options import Effort
 from runtime.output.response_format import JsonSchema, ResponseFormat
 from runtime.output.tools import ChosenFunction, ChosenTool, Function, Tool
 from serve_app.requests.chat import ChatRequest
@@ -21,7 +22,6 @@ from serve_app.requests.shapes import RequestModel, only, or_default, text_or_li
 
 LOGPROBS = "message.output_text.logprobs"
 INSTRUCTING = ("system", "developer")  # roles of messages that instruct the model
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Fields of other requests than this one, and those of this one that are not supported.
 _INSTEAD = {
@@ -165,6 +165,7 @@ class ResponsesRequest(SamplingFields):
     response_format: Annotated[Any, only(None, says="send text.format")] = None
     prompt_logprobs: Annotated[Any, only(None, says="send it to /v1/completions")] = None
     return_token_ids: Annotated[Any, only(None, False, says="send it to /v1/chat/completions")] = None
+    return_prompt_token_ids: Annotated[Any, only(None, False, says="send it to /v1/chat/completions")] = None
 
     def max_output(self) -> int | None:
         return self.max_output_tokens
@@ -205,7 +206,7 @@ class ResponsesRequest(SamplingFields):
             texts.append(messages.pop(0).text())
         return [ChatMessage(role="system", content="\n\n".join(texts)), *messages]
 
-    def chat(self, messages: list[ChatMessage], **template_kwargs: Any) -> ChatRequest:
+    def chat(self, messages: list[ChatMessage]) -> ChatRequest:
         """The request of a chat with these messages that is answered in the same way."""
         shared = {name: getattr(self, name) for name in _SHARED & self.model_fields_set}
         tools, choice = self._offered_tools()
@@ -216,7 +217,8 @@ class ResponsesRequest(SamplingFields):
             response_format=None if self.text is None else self.text.as_chat(),
             tools=tools,
             tool_choice=choice,
-            chat_template_kwargs={**template_kwargs, **(self.chat_template_kwargs or {})},
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            chat_template_kwargs=self.chat_template_kwargs,
         )
 
     def _offered_tools(self) -> tuple[list[Tool], Any]:
@@ -236,12 +238,21 @@ class ResponsesRequest(SamplingFields):
 # A chat's fields of the same name and meaning.
 _SHARED = {"parallel_tool_calls", "include_reasoning"} | (
     SamplingFields.model_fields.keys()
-    - {"stream", "stream_options", "n", "response_format", "prompt_logprobs", "return_token_ids"}
+    - {
+        "stream",
+        "stream_options",
+        "n",
+        "response_format",
+        "prompt_logprobs",
+        "return_token_ids",
+        "return_prompt_token_ids",
+    }
 )
 
 # Fields of a chat, and what they are called in a response's request.
 _NAMES = [
     (re.compile(r"^messages\b"), "input"),
+    (re.compile(r"^reasoning_effort\b(?=.* is |$)"), "reasoning.effort"),
     (re.compile(r"^response_format(\.json_schema)?\b"), "text.format"),
     (re.compile(r"^(tools\.\d+|tool_choice)\.function\b"), r"\1"),
 ]

@@ -95,6 +95,8 @@ class SamplingFields(RequestModel, OutputOptions):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None  # of its end; -1: what fits
     prompt_logprobs: Annotated[int, _limits("prompt_logprobs")] | None = None
     return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities
 
     def max_output(self) -> int | None:
         """Tokens of output asked for; None if the request does not say."""
@@ -110,6 +112,10 @@ class SamplingFields(RequestModel, OutputOptions):
 
     def num_prompts(self) -> int:
         return 1
+
+    @property
+    def shows_prompt_ids(self) -> bool:
+        return bool(self.return_token_ids or self.return_prompt_token_ids)
 
     def shows_more_than_text(self) -> bool:
         """True if every event of a stream has more than new text."""

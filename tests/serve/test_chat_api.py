@@ -63,7 +63,7 @@ def summed(events: list[dict], index: int = 0) -> tuple[dict, str]:
         assert finish_reason is None
         finish_reason = choice["finish_reason"]
         delta = choice["delta"]
-        for name in {"content", "reasoning_content"} & delta.keys():
+        for name in {"content", "reasoning", "reasoning_content"} & delta.keys():
             if delta[name] is not None:
                 message[name] = (message.get(name) or "") + delta[name]
         assert len(delta.get("tool_calls", [0])) == 1
@@ -320,7 +320,8 @@ async def test_reasoning(template: str):
     text = ("" if opened else "<think>\n") + "Well,\nhm.\n</think>\n\nYes."
     message, reason = await answers(template, text)
     assert message == {
-        "role": "assistant", "content": "Yes.", "refusal": None, "reasoning_content": "Well,\nhm."
+        "role": "assistant", "content": "Yes.", "refusal": None,
+        "reasoning": "Well,\nhm.", "reasoning_content": "Well,\nhm.",
     }  # fmt: skip
     assert reason == "stop"
     message, _ = await answers(template, text, include_reasoning=False)

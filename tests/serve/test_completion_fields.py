@@ -167,16 +167,14 @@ async def test_harmless_values_and_nulls():
     [{"guided_json": {}}, {"guided_choice": ["a"]}, {"use_beam_search": True}, {"length_penalty": 2}, {"suffix": "b"},
      {"bad_words": ["a"]}, {"allowed_token_ids": [1]}, {"typical_p": 0.5}, {"max_new_tokens": 5},
      {"best_of": 2},
-     {"return_tokens_as_token_ids": True}, {"truncation_side": "right"}],
+     {"return_prompt_text": True}, {"truncation_side": "right"}],
 )  # fmt: skip
 async def test_fields_that_would_change_the_answer_are_refused(path: str, fields: dict):
     assert_error(await post(FakeEngine(), {**PATHS[path], **fields}, path), 400, *fields, "support")
 
 
 async def test_fields_of_the_other_endpoint_are_refused():
-    assert_error(
-        await post(FakeEngine(), {"prompt": "a", "max_completion_tokens": 5}), 400, "max_completion_tokens", "5"
-    )
+    assert_error(await post(FakeEngine(), {"prompt": "a", "tools": [{}]}), 400, "tools", "/v1/chat/completions")
     assert_error(await post(FakeEngine(), chat(echo=True), "/v1/chat/completions"), 400, "echo", "true")
 
 

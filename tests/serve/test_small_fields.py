@@ -1,0 +1,131 @@
+"""The fields of OpenAI, vLLM and SGLang that their clients send now and then, by OpenAI's client."""
+
+import asyncio
+import re
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.test_chat_api import CALL, QWEN, THINKING, TOOLS, engine_of
+from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, client_of
+
+EFFORT = QWEN + "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
+
+
+def client(engine: FakeEngine, template: str = QWEN) -> openai.AsyncOpenAI:
+    http = client_of(engine, byte_tokenizer(template))
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http, max_retries=0)
+
+
+def prompts(engine: FakeEngine) -> list[str]:
+    return [bytes(request.token_ids).decode() for request in engine.requests]
+
+
+async def test_prompts_and_limits_by_other_names():
+    engine = FakeEngine()
+    one: Any = {"prompt_token_ids": [97, 98]}
+    for prompt in (one, [one, {"prompt_token_ids": [99]}]):
+        answer = await client(engine).completions.create(
+            model=MODEL, prompt=prompt, max_tokens=9, extra_body={"max_completion_tokens": 2}
+        )
+        assert answer.usage.completion_tokens == 2 * len(answer.choices)
+    assert prompts(engine) == ["ab", "ab", "c"]
+    with pytest.raises(openai.BadRequestError, match=r"prompt\.prompt_token_ids is missing"):
+        await client(engine).completions.create(model=MODEL, prompt={"prompt": "a"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_as_ids(stream: bool):
+    extra = {"return_tokens_as_token_ids": True, "return_prompt_token_ids": True, "prompt_logprobs": None}
+    made = await client(FakeEngine("x")).completions.create(
+        model=MODEL, prompt="a", logprobs=1, stream=stream, extra_body=extra
+    )
+    first = await anext(aiter(made)) if stream else made
+    logprobs = first.choices[0].logprobs
+    assert logprobs.tokens[0] == "token_id:120"
+    assert set(logprobs.top_logprobs[0]) == {"token_id:65", "token_id:120"}
+    assert first.choices[0].prompt_token_ids == [97]
+    assert not hasattr(first.choices[0], "token_ids")
+    made = await client(FakeEngine("x")).chat.completions.create(
+        **chat(), logprobs=True, stream=stream, extra_body=extra
+    )
+    chunks = [chunk async for chunk in made] if stream else [made]
+    assert bytes(chunks[0].prompt_token_ids).endswith(b"<|assistant|>")
+    (entry, *_) = next(c.choices[0].logprobs.content for c in chunks if c.choices[0].logprobs)
+    assert (entry.token, entry.bytes) == ("token_id:120", [120])
+
+
+async def test_prompt_logprobs_of_a_chat():
+    answer = await client(FakeEngine()).chat.completions.create(**chat(), extra_body={"prompt_logprobs": 1})
+    assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+
+
+async def test_some_of_the_tools_are_allowed():
+    engine = engine_of(CALL)
+    allowed: dict[str, Any] = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+
+    async def answer() -> Any:
+        choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+        made = await client(engine).chat.completions.create(**chat(), tools=TOOLS, tool_choice=choice)
+        return made.choices[0].message
+
+    assert (await answer()).tool_calls[0].function.name == "get_weather"
+    assert "get_weather" in prompts(engine)[0]
+    assert "get_time" not in prompts(engine)[0]
+    allowed["mode"] = "required"
+    await answer()
+    assert prompts(engine)[1] == prompts(engine)[0] + '<tool_call>\n{"name": "get_weather", "arguments":'
+    allowed["tools"][0]["function"]["name"] = "other"
+    with pytest.raises(openai.BadRequestError, match='has "other", which no tool has'):
+        await answer()
+    plain = await client(FakeEngine()).chat.completions.create(**chat(), tools=[], tool_choice="auto")
+    assert plain.choices[0].message.content == "Hello, wörld!"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "end"),
+    [(EFFORT, "high", "(high)"), (THINKING, "none", "<think></think>"), (QWEN, "none", "<|assistant|>")],
+)
+async def test_effort_is_what_the_template_reads(template: str, effort: Any, end: str):
+    engine = FakeEngine()
+    await client(engine, template).chat.completions.create(**chat(), reasoning_effort=effort)
+    assert prompts(engine)[0].endswith(end)
+
+
+async def test_parts_and_reasoning_of_other_apis():
+    engine = FakeEngine()
+    template = "{% for m in messages %}{{ m.content }}({{ m.reasoning_content }}){% endfor %}"
+    parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}, {"type": "text", "text": "c"}]
+    messages: Any = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "reasoning": "Hm."},
+        {"role": "assistant", "reasoning": "Hm.", "reasoning_content": "Ah."},
+    ]
+    await client(engine, template).chat.completions.create(model=MODEL, messages=messages)
+    assert prompts(engine) == ["a\nb\nc()No.(Hm.)(Ah.)"]
+    messages[0]["content"][0] = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(openai.BadRequestError, match=re.escape("messages.0.content.0.type")):
+        await client(engine, template).chat.completions.create(model=MODEL, messages=messages)
+
+
+async def test_routes_that_watch_a_server():
+    engine = FakeEngine(delay_s=60)
+    async with client_of(engine) as http:
+        assert (await http.get("/load")).json() == {"server_load": 0}
+        asked = asyncio.create_task(http.post("/v1/completions", json={"prompt": "a"}))
+        while not engine.num_running:
+            await asyncio.sleep(0)
+        assert (await http.get("/load")).json() == {"server_load": 1}
+        asked.cancel()
+        assert [(await http.request(method, "/ping")).status_code for method in ("GET", "POST")] == [200, 200]
+        engine.reason = "The engine is away."
+        assert (await http.get("/ping")).status_code == 503
+        info = (await http.get("/server_info")).json()
+        assert (info["model"], info["max_model_len"], info["system_fingerprint"]) == (MODEL, 128, "fp_f")
+
+
+async def test_a_model_has_a_root_and_permissions():
+    (model,) = (await client(FakeEngine()).models.list()).data
+    assert (model.root, model.parent) == (MODEL, None)
+    assert model.permission[0]["allow_sampling"]
