@@ -162,6 +162,7 @@ _LLAMA3, _QWEN2 = (
     _split(rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}")
     for digits in (r"\p{N}{1,3}", r"\p{N}")
 )
+_SEED = _split(rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_REST}")
 _TEKKEN, _GPT4O = (
     _split(
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}"
@@ -175,10 +176,12 @@ _TEKKEN, _GPT4O = (
 _PRE_TOKENIZERS: dict[str, pre_tokenizers.PreTokenizer] = {
     "gpt-2": _GPT2,
     "smollm": _SMOLLM,
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
+    **dict.fromkeys(("refact", "starcoder"), _SMOLLM),
+    "seed-coder": _SEED,
 }
 # Models that keep a word which is a token whole, whatever the merges say, and that want a BOS.
 _WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
