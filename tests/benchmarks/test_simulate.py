@@ -51,7 +51,7 @@ def test_a_thousand_requests_go_where_their_prefixes_are():
 
 
 def test_caches_that_know_the_future_have_more_of_what_is_asked_for():
-    prefix, foresight = (simulated(policy=policy, seconds=5.0) for policy in ("prefix", "foresight"))
+    prefix, foresight = (simulated(policy=policy, seconds=20.0) for policy in ("prefix", "foresight"))
     assert cached_share(prefix) < cached_share(foresight) < 0.95
 
 
