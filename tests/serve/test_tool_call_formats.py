@@ -92,7 +92,8 @@ ANSWERS = {
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_the_three_apis_read_the_same(name: str):
     content, thoughts = "I see." if "I see." in ANSWERS[name] else None, "Hm." if name == "harmony" else None
-    tokenizer = tokenizer_of(name, HARMONY_MARKS if name == "harmony" else [])
+    marks = {"harmony": HARMONY_MARKS, "mistral": MISTRAL_MARKS}
+    tokenizer = tokenizer_of(name, marks.get(name, []))
     script = tokenizer.encode(ANSWERS[name], add_special_tokens=False)
     functions = [tool["function"] for tool in CHAT_TOOLS]
 

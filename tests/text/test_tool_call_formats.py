@@ -129,6 +129,7 @@ OUTPUTS = {
             [DALLAS],
         ),
         ("<tool_call><function=get-area_2><parameter=precision>two</parameter></function>", "", [{"precision": "two"}]),
+        (f"Yes.\n<function=get_weather>\n{CODER_DALLAS}</function>\n</tool_call>", "Yes.", [DALLAS]),
         ("<tool_call>\n<function=put>\n</function>", "<tool_call>\n<function=put>\n</function>", []),
     ],
     "glm45": [
@@ -170,6 +171,7 @@ OUTPUTS = {
                 }
             ],
         ),
+        ("[get-area_2(precision='2', unit='5', ratio='None')]", "", [{"precision": 2, "unit": "5", "ratio": None}]),
         ("[1] says so. [get_weather(city='Dallas')]", "[1] says so. [get_weather(city='Dallas')]", []),
         ("[get_weather('Dallas')]", "[get_weather('Dallas')]", []),
         ("[put(a=1)]", "[put(a=1)]", []),

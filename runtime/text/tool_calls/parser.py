@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from runtime.text.reasoning import MAX_SPACES, tail_that_may_begin
 
@@ -77,6 +77,8 @@ class ToolCallParser:
     `_held` and returns whether another state should go on. What is here, all formats share; each has a class of its
     own for how a call begins after its mark (`_opening`) and ends (`_after_arguments`)."""
 
+    other_marks: ClassVar[tuple[str, ...]] = ()  # that a call may follow, too
+
     def __init__(
         self,
         form: ToolFormat,
@@ -114,9 +116,10 @@ class ToolCallParser:
 
     def _outside(self, final: bool) -> bool:
         """In content."""
-        text, mark = self._held, self._form.mark
-        at = text.find(mark)
-        before = at if at >= 0 else len(text) - (0 if final else tail_that_may_begin(mark, text))
+        text, marks = self._held, (self._form.mark, *self.other_marks)
+        at, mark = min(((text.find(mark), mark) for mark in marks if mark in text), default=(-1, ""))
+        num_waiting = 0 if final else max(tail_that_may_begin(mark, text) for mark in marks)
+        before = at if at >= 0 else len(text) - num_waiting
         end = before if final and at < 0 else max(before - MAX_SPACES, len(text[:before].rstrip()))
         self._content.append(text[:end])
         if at < 0:

@@ -46,7 +46,7 @@ class PythonicParser(PlainArgumentsParser):
         while match := (_IN_STRING[self._quote] if self._quote else _OUTSIDE_STRING).search(text, self._scanned):
             char = match[0]
             if not (self._quote or self._depth) and char in ",)]}":
-                self._give(json_of_literal(text[: match.start()].strip()))
+                self._give(json_of_literal(text[: match.start()].strip(), self._types))
                 self._held = text[match.start() :]
                 self._state = self._key
                 return True

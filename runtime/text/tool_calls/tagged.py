@@ -8,7 +8,7 @@ from typing import ClassVar
 from runtime.text.reasoning import tail_that_may_begin
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS
 from runtime.text.tool_calls.plain_arguments import PlainArgumentsParser
-from runtime.text.tool_calls.written_values import as_json, json_text, types_of
+from runtime.text.tool_calls.written_values import as_json, json_text
 
 
 class TaggedParser(PlainArgumentsParser):
@@ -19,7 +19,6 @@ class TaggedParser(PlainArgumentsParser):
     value_ends: ClassVar[tuple[str, ...]]
     value_end: ClassVar[re.Pattern[str]]  # one of them, in full
 
-    _types: frozenset[str] = frozenset()  # of this value; none: unknown
     _is_string = False
     _is_at_start = True
     _written = ""  # of a value that is no string
@@ -27,10 +26,8 @@ class TaggedParser(PlainArgumentsParser):
     def _key(self, final: bool) -> bool:
         text = self._held = self._held.lstrip()
         if key := self.key.match(text, 0, MAX_HEAD_CHARS):
-            schema = None if self._functions is None else self._functions.get(self._name)
-            self._types = types_of(schema, key[1])
-            self._is_string = self._types == {"string"}
             self._give_key(key[1])
+            self._is_string = self._types == {"string"}
             self._give('"' if self._is_string else "")
             self._written, self._is_at_start = "", True
             self._held = text[key.end() :]

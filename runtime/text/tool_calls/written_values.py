@@ -51,11 +51,15 @@ def as_json(text: str, types: frozenset[str]) -> str:
     return text_of_json if fits and kind != "string" else f'"{json_text(text)}"'
 
 
-def json_of_literal(text: str) -> str:
-    """The JSON of a literal of Python, or of JSON; of another expression, its text as a string."""
+def json_of_literal(text: str, types: frozenset[str]) -> str:
+    """The JSON of a literal of Python, or of JSON; of another expression, its text as a string. What stands in quotes
+    may be no string, where the parameter's schema does not allow one."""
     for read in (ast.literal_eval, json.loads):
         try:
-            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+            value = read(text)
+            if isinstance(value, str) and types and "string" not in types:
+                return as_json(value, types)
+            return json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     return f'"{json_text(text)}"'
