@@ -347,7 +347,8 @@ class EngineLink:
                 stream.wake()
         for number, vector in frame.pooled:
             if (stream := streams.get(number)) is not None:
-                stream.output().pooled = vector
+                output = stream.output()
+                output.pooled, output.sampled_at = vector, sampled_at
         for ended in frame.ended:
             if (stream := streams.pop(ended.stream, None)) is not None:
                 stream.output().stop_token_id = ended.stop_token_id

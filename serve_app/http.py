@@ -24,6 +24,7 @@ from serve_app.generation import Generation
 from serve_app.limits import beside_the_loop_if, is_long, read_json_body
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
+from serve_app.pooling import pooled_routes
 from serve_app.recorded import RecordedRequests
 from serve_app.requests import AbortRequest, parse
 from serve_app.response_routes import response_routes
@@ -75,6 +76,7 @@ class _Routes:
         service, settings, recorded = self._service, self._settings, self._recorded
         return [
             *(Route(e.path, Generation(service, e, settings, recorded), methods=["POST"]) for e in ENDPOINTS),
+            *pooled_routes(service, settings),
             *response_routes(service, settings, self._stored, recorded),
             Route("/v1/requests/{request_id}", self.recorded),
             Route("/v1/models", _get(lambda: {"object": "list", "data": [service.model_card()]})),

@@ -68,11 +68,16 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     return bytes(body)
 
 
+def check_priority(priority: int, settings: HttpSettings) -> None:
+    """Raises the 400 for a request that would go before others where no client may."""
+    if priority < 0 and not settings.client_priority:
+        problem = f"is {priority}, but this server lets no client go before others (client_priority)"
+        raise invalid("priority", f"{problem}; 0 is the usual one, and what is above it is served later")
+
+
 def check_counts(request: SamplingFields, settings: HttpSettings) -> None:
     """Raises the 400 for a request that asks for more than the server's settings allow."""
-    if request.priority < 0 and not settings.client_priority:
-        problem = f"is {request.priority}, but this server lets no client go before others (client_priority)"
-        raise invalid("priority", f"{problem}; 0 is the usual one, and what is above it is served later")
+    check_priority(request.priority, settings)
     num_stops = len(request.stop) if isinstance(request.stop, list) else 1
     for name, what, count, most in (
         ("n", "choices", request.n or 1, settings.max_n),

@@ -16,8 +16,12 @@ from serve_app.requests import (
     ChatRequest,
     CompletionRequest,
     CountTokensRequest,
+    EmbeddingRequest,
     MessagesRequest,
+    PoolingRequest,
+    RerankRequest,
     ResponsesRequest,
+    ScoreRequest,
 )
 from serve_app.response_routes import InputItemsQuery, RetrieveQuery
 from serve_app.settings import HttpSettings
@@ -99,6 +103,17 @@ AnsweredMessage = _answer(
     usage=MessageUsage,
 )
 CountedTokens = _answer("CountedTokens", input_tokens=int)
+
+PromptUsage = _answer("PromptUsage", prompt_tokens=int, total_tokens=int)
+_POOLED = {"id": str, "created": int, "model": str, "usage": PromptUsage}
+Embedding = _answer("Embedding", object=Literal["embedding"], index=int, embedding=list[float] | str)
+Embeddings = _answer("Embeddings", **_POOLED, object=Literal["list"], data=_list_of(Embedding))
+PooledData = _answer("PooledData", object=Literal["pooling"], index=int, data=list[float] | str)
+Pooled = _answer("Pooled", **_POOLED, object=Literal["list"], data=_list_of(PooledData))
+ScoreOfPair = _answer("ScoreOfPair", object=Literal["score"], index=int, score=float)
+Scores = _answer("Scores", **_POOLED, object=Literal["list"], data=_list_of(ScoreOfPair))
+RankedDocument = _answer("RankedDocument", index=int, relevance_score=float, document=(dict[str, str] | None, None))
+Ranking = _answer("Ranking", **_POOLED, object=Literal["rerank"], results=_list_of(RankedDocument))
 
 ResponseUsage = _answer("ResponseUsage", input_tokens=int, output_tokens=int, total_tokens=int)
 ResponseObject = _answer(
@@ -205,6 +220,10 @@ _OPERATIONS = (
         (*_BODY, 404, 503),
         error=MessagesError,
     ),
+    _Operation("/v1/embeddings", "Vectors of texts", Embeddings, (EmbeddingRequest,), _GENERATION),
+    _Operation("/pooling", "Vectors of texts as the model makes them", Pooled, (PoolingRequest,), _GENERATION),
+    _Operation("/v1/score", "How well texts go together", Scores, (ScoreRequest,), _GENERATION),
+    _Operation("/v1/rerank", "Documents in the order of a query", Ranking, (RerankRequest,), _GENERATION),
     _Operation(
         "/v1/responses", "Answer a chat of items", ResponseObject, (ResponsesRequest,), _GENERATION, streams=True
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from runtime.core.config import ModelInfo
 from runtime.core.types import Request
@@ -39,8 +39,8 @@ class ServedModel:
     def encode(self, request: SamplingFields, text: str, special: bool, where: str) -> list[int]:
         """The token ids of the text of the field `where`; raises ApiError if they are clearly too many."""
         special = special if request.add_special_tokens is None else request.add_special_tokens
-        truncated = request.truncate_prompt_tokens is not None
-        return prompt_ids(self.tokenizer, text, special, self.info.max_model_len, where, truncated)
+        kept: Literal["end"] | None = None if request.truncate_prompt_tokens is None else "end"
+        return prompt_ids(self.tokenizer, text, special, self.info.max_model_len, where, kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ of them; so the beginning of a long text is encoded, and twice as much until it 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from runtime.text.tokenizer import Tokenizer
 from serve_app.errors import ApiError
 
@@ -16,15 +18,20 @@ _MARGIN = 1024  # tokens: where a text is cut, a few tokens beside the cut are o
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, text: str, add_special_tokens: bool, limit: int, where: str, keep_end: bool = False
+    tokenizer: Tokenizer,
+    text: str,
+    add_special_tokens: bool,
+    limit: int,
+    where: str,
+    kept: Literal["start", "end"] | None = None,
 ) -> list[int]:
-    """The ids of `text`, the value of the field `where`. Of one with clearly more than `limit` tokens at least the last
-    `limit` ids with `keep_end`; without it, raises the 400."""
+    """The ids of `text`, the value of the field `where`. Of one with clearly more than `limit` tokens at least the
+    first or last `limit` ids, as `kept` says; without it, raises the 400."""
     num_chars = max(_FIRST_CHARS, _CHARS_PER_TOKEN * limit)
     while num_chars < len(text):
-        ids = tokenizer.encode(text[-num_chars:] if keep_end else text[:num_chars], add_special_tokens)
+        ids = tokenizer.encode(text[-num_chars:] if kept == "end" else text[:num_chars], add_special_tokens)
         if len(ids) > limit + _MARGIN:
-            if keep_end:
+            if kept is not None:
                 return ids
             raise ApiError(
                 400,

@@ -50,8 +50,9 @@ _REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, co
     Refusal.LATE: (504, "queue_timeout", None),
     Refusal.NEVER: (400, None, None),
 }
-_MAX_PROMPT_TOKENS = 4_000_000  # of one request, which sends a prompt to the engine once for each choice
+MAX_PROMPT_TOKENS = 4_000_000  # of one request, which sends a prompt to the engine once for each choice
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
+_MOST_POOLED = 256  # prompts of one request for vectors that engines have at a time: their queues are for others, too
 _MAX_IGNORED = 32  # keywords of a schema that are not enforced, in a header
 _MAX_SCORES = 1 << 18  # log-probabilities of prompts that one request may ask for: 80 bytes of JSON each
 
@@ -102,7 +103,7 @@ class Service:
     def abort(self, request_id: str, owner: str = "") -> None:
         """End a request by the id of its answer or its client's own id, if it is `owner`'s; an unknown one is no
         error."""
-        self._client.abort(_owned(request_id, owner))
+        self._client.abort(owned(request_id, owner))
 
     def check_model(self, name: str | None) -> None:
         """Raises the 404 for any name but this model's; a request without one means it."""
@@ -144,6 +145,8 @@ class Service:
         Pure CPU work and thread-safe, so that a long prompt can be prepared beside the event loop."""
         self.check_model(request.model)
         model = self.served
+        if not model.info.makes_text:
+            raise ApiError(400, "This model makes no text; ask it for embeddings or scores.", param="model")
         prompts = endpoint.prompts(request, model)
         lengths = [len(prompt) for prompt in prompts.token_ids]
         max_tokens = [_max_tokens(endpoint, request, length, model, prompts.where) for length in lengths]
@@ -153,7 +156,7 @@ class Service:
         if prompts.grammar is not None and not model.info.eos_token_ids:
             raise invalid(prompts.grammar.field, "needs a model with an end-of-sequence token, and this one has none")
         answer_id = endpoint.new_id(request_id)
-        names = (f"{_owned(answer_id, owner)}-{i}" for i in count())
+        names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
         for index, (prompt, most) in enumerate(zip(prompts.token_ids, max_tokens, strict=True)):
             params = request.sampling_params(most, self._defaults, index)
@@ -180,7 +183,7 @@ class Service:
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
             if (grammar := prepared.prompts.grammar) is not None:
                 prepared = replace(prepared, requests=await self._bound_requests(prepared, grammar))
-            try:
+            with _as_answers():
                 if len(prepared.requests) == 1:
                     async with aclosing(self._choice(prepared, 0, record)) as choice:
                         async for delta in choice:
@@ -189,13 +192,40 @@ class Service:
                     async with aclosing(self._merged(prepared, record)) as choices:
                         async for deltas in choices:
                             yield deltas
-            except EngineRefusal as e:
-                status, code, retry_after_s = _REFUSALS[e.reason]
-                raise ApiError(status, str(e), code=code, retry_after_s=e.retry_after_s or retry_after_s) from e
-            except ApiError:
-                raise
-            except CallboardError as e:
-                raise ApiError(500, str(e), code="engine_error") from e
+
+    async def pool(self, answer_id: str, requests: list[Request], context: RequestContext) -> list[bytes]:
+        """What the engines pool of each request's prompt. Raises ApiError as `run` does; cancelling it aborts them."""
+        with self._counted(), self.metrics.request(answer_id, context, 1) as record:
+            if reason := self._client.health():
+                raise _unavailable(reason, _RECOVERY_RETRY_S)
+            with _as_answers():
+                if len(requests) == 1:
+                    return [await self._pooled(requests[0], record)]
+                room = asyncio.Semaphore(_MOST_POOLED)
+
+                async def pooled(request: Request) -> bytes:
+                    async with room:
+                        return await self._pooled(request, record)
+
+                tasks = [asyncio.create_task(pooled(request)) for request in requests]
+                try:
+                    return await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+
+    async def _pooled(self, request: Request, record: RequestRecord) -> bytes:
+        with record.choice(request) as seen:
+            async with aclosing(self._client.generate(request, seen.moved_to)) as outputs:
+                async for output in outputs:
+                    seen.note(output)
+                    if output.finish_reason > FinishReason.LENGTH:
+                        raise _failure(output, None)
+                    if output.pooled is not None:
+                        seen.reason = "stop"
+                        self.metrics.delivered(seen)
+                        return output.pooled
+        raise ApiError(500, "The engine ended a prompt without its vector.", code="engine_error")
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -260,7 +290,7 @@ class Service:
                 async for output in outputs:
                     seen.note(output)
                     if output.finish_reason > FinishReason.LENGTH:
-                        raise _failure(output, prepared)
+                        raise _failure(output, prepared.prompts.grammar)
                     delta = processor.process(output)
                     if echo is not None:
                         delta.text, echo = echo.text + delta.text, None
@@ -317,7 +347,7 @@ def _max_tokens(endpoint: Endpoint[R], request: R, prompt_len: int, model: Serve
     return min(room if default is None else default, room) if asked is None else asked
 
 
-def _owned(request_id: str, owner: str) -> str:
+def owned(request_id: str, owner: str) -> str:
     """A name that the engine knows a request by."""
     return f"{owner}/{request_id}" if owner else request_id
 
@@ -325,9 +355,9 @@ def _owned(request_id: str, owner: str) -> str:
 def _check_work(request: SamplingFields, num_tokens: int, where: str) -> None:
     """Raises the 400 for choices or scores of prompts of so many tokens that are too much for one request."""
     n, top = request.n or 1, request.num_prompt_logprobs()
-    if num_tokens * n > _MAX_PROMPT_TOKENS:
+    if num_tokens * n > MAX_PROMPT_TOKENS:
         what = f"{num_tokens} tokens of prompt" + (f" for {n} choices each" if n > 1 else "")
-        raise invalid("n" if n > 1 else where, f"asks for {what}; at most {_MAX_PROMPT_TOKENS} in all are allowed")
+        raise invalid("n" if n > 1 else where, f"asks for {what}; at most {MAX_PROMPT_TOKENS} in all are allowed")
     if top is not None and num_tokens * n * (top + 1) > _MAX_SCORES:
         raise invalid(
             "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
@@ -336,12 +366,25 @@ def _check_work(request: SamplingFields, num_tokens: int, where: str) -> None:
         )
 
 
-def _failure(output: RequestOutput, prepared: PreparedRequest[Any]) -> ApiError:
+@contextmanager
+def _as_answers() -> Iterator[None]:
+    """Errors of engines become those of an answer."""
+    try:
+        yield
+    except EngineRefusal as e:
+        status, code, retry_after_s = _REFUSALS[e.reason]
+        raise ApiError(status, str(e), code=code, retry_after_s=e.retry_after_s or retry_after_s) from e
+    except ApiError:
+        raise
+    except CallboardError as e:
+        raise ApiError(500, str(e), code="engine_error") from e
+
+
+def _failure(output: RequestOutput, grammar: RequestedGrammar | None) -> ApiError:
     """The error for a choice that has not come to its end."""
     if output.finish_reason is FinishReason.ABORT:
         return ApiError(499, "This request was aborted by its id.", code="request_aborted")
     if output.finish_reason is FinishReason.GRAMMAR:
-        grammar = prepared.prompts.grammar
         return ApiError(400, output.error, param=None if grammar is None else grammar.field, code="grammar_failed")
     return ApiError(500, output.error, code="engine_error")
 

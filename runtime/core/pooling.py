@@ -18,6 +18,7 @@ class Pooling:
     cuts_dimensions: bool = False  # trained so that the first numbers of a vector, normalised, are one, too
     # The vector is that of a classifier with so many scores, of the hidden state; 0: the hidden state itself.
     num_labels: int = 0
+    pairs: Literal["plain", "qwen3"] = "plain"  # how a classifier reads a query and a document (output/score_prompt.py)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -82,7 +82,10 @@ class CheckpointSource:
 
     def pooling(self, wanted: str) -> Pooling | None:
         found = self._pooling_files(wanted)
-        return None if found is None else found.pooling
+        if found is None or found.pooling.num_labels != 1 or len(found.label_ids) == 1:
+            return None if found is None else found.pooling
+        is_qwen3 = str(self.checkpoint.config["architectures"][0]).startswith("Qwen3")
+        return replace(found.pooling, pairs="qwen3") if is_qwen3 else found.pooling
 
     def classifier(self, wanted: str, device: torch.device) -> torch.Tensor | None:
         found, checkpoint, names = self._pooling_files(wanted), self.checkpoint, self.weight_map.names

@@ -9,6 +9,7 @@ from serve_app.requests.chat import ChatRequest
 from serve_app.requests.completion import CompletionRequest
 from serve_app.requests.messages import ChatMessage
 from serve_app.requests.parsing import AbortRequest, parse
+from serve_app.requests.pooled import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from serve_app.requests.responses import ResponsesRequest
 from serve_app.requests.sampling import MAX_CHOICES, SamplingFields
 
@@ -19,8 +20,12 @@ __all__ = [
     "ChatRequest",
     "CompletionRequest",
     "CountTokensRequest",
+    "EmbeddingRequest",
     "MessagesRequest",
+    "PoolingRequest",
+    "RerankRequest",
     "ResponsesRequest",
     "SamplingFields",
+    "ScoreRequest",
     "parse",
 ]

@@ -35,7 +35,7 @@ def _prompt_shape(value: Any) -> str | None:
     return None
 
 
-_Prompt = Annotated[
+PromptValue = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Field(fail_fast=True), Tag("<texts>")]
     | Annotated[TokenIds, Tag("<token ids>")]
@@ -50,12 +50,19 @@ _Prompt = Annotated[
 ]
 
 
+def prompts_of(prompt: PromptValue) -> Sequence[str | list[int]]:
+    """The prompts as a list, each a text or token ids."""
+    is_one = isinstance(prompt, str | TokensPrompt) or (bool(prompt) and isinstance(prompt[0], int))
+    each = cast(Sequence[str | list[int] | TokensPrompt], [prompt] if is_one else prompt)
+    return [one.prompt_token_ids if isinstance(one, TokensPrompt) else one for one in each]
+
+
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     token_ids_field: ClassVar[str | None] = "prompt"
 
-    prompt: _Prompt
+    prompt: PromptValue
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # the same, and counts before it
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -87,7 +94,4 @@ class CompletionRequest(SamplingFields):
 
     def prompts(self) -> Sequence[str | list[int]]:
         """The prompts as a list, each a text or token ids."""
-        prompt = self.prompt
-        is_one = isinstance(prompt, str | TokensPrompt) or isinstance(prompt[0], int)
-        each = cast(Sequence[str | list[int] | TokensPrompt], [prompt] if is_one else prompt)
-        return [one.prompt_token_ids if isinstance(one, TokensPrompt) else one for one in each]
+        return prompts_of(self.prompt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
-from urllib.parse import quote
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
@@ -12,15 +11,14 @@ from pydantic_core import PydanticCustomError
 from runtime.core.requests import SEED_MASK
 from runtime.core.sampling_fields import table_of
 from runtime.core.types import SamplingParams
-from runtime.output.fields import invalid, shown
+from runtime.output.fields import invalid
 from runtime.output.options import OutputOptions
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.requests.other_servers import UNSUPPORTED_FIELDS, Refused
-from serve_app.requests.shapes import RequestModel, TokenId, text_or_list
+from serve_app.requests.shapes import OpenRequestModel, RequestModel, TokenId, text_or_list
 
 MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
 MAX_CHOICES = 1024  # of one request: its prompts times n
-_MAX_IGNORED = 32  # names of unknown fields to report
 
 
 class StreamOptions(RequestModel):
@@ -62,10 +60,10 @@ def _not_too_many(value: Any) -> Any:
 _LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)]
 
 
-class SamplingFields(RequestModel, OutputOptions):
+class SamplingFields(OpenRequestModel, OutputOptions):
     """The fields that both endpoints share; those from `top_k` on are extensions."""
 
-    model_config = ConfigDict(extra="allow")  # kept to be named, see `ignored_fields`
+    model_config = ConfigDict(extra="allow")  # OutputOptions forbid them
     refused: ClassVar[dict[str, Refused]] = UNSUPPORTED_FIELDS
 
     model: str | None = None
@@ -121,16 +119,8 @@ class SamplingFields(RequestModel, OutputOptions):
         """True if every event of a stream has more than new text."""
         return bool(self.return_token_ids)
 
-    def ignored_fields(self) -> list[str]:
-        """The first of the names that mean nothing here, fit for a header."""
-        return [quote(name, safe="")[:64] for name in list(self.model_extra or ())[:_MAX_IGNORED]]
-
     def check(self) -> None:
         """Rules between fields, and fields that are known elsewhere; raises FieldError."""
-        for name, value in (self.model_extra or {}).items():
-            if (refused := self.refused.get(name)) is not None and value not in refused.harmless:
-                problem = f"is {shown(value)}: it would change the answer but is not supported"
-                raise invalid(name, f"{problem}; {refused.instead}")
         if self.truncate_prompt_tokens == 0:
             raise invalid("truncate_prompt_tokens", "is 0, which would leave no prompt; use -1 for all that fits")
         if self.prompt_logprobs is not None and self.stream:

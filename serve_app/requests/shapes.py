@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, LiteralString, TypeVar
+from urllib.parse import quote
 
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from runtime.output.fields import Options
+from runtime.output.fields import Options, invalid, shown
+from serve_app.requests.other_servers import Refused
 
 _T = TypeVar("_T")
 
+_MAX_IGNORED = 32  # names of unknown fields to report
 MAX_VALUES = 20_000  # of a JSON that is parsed at once: pydantic takes up to 3 us for each
 
 
@@ -19,6 +22,25 @@ class RequestModel(Options):
 
     token_ids_field: ClassVar[str | None] = None  # which field may be a long list of token ids, or of such lists
     model_config = ConfigDict(extra="ignore")
+
+
+class OpenRequestModel(RequestModel):
+    """A request that keeps the fields which it does not have: some are refused, the others named in a header."""
+
+    model_config = ConfigDict(extra="allow")
+    refused: ClassVar[dict[str, Refused]] = {}
+
+    def ignored_fields(self) -> list[str]:
+        """The first of the names that mean nothing here, fit for a header."""
+        return [quote(name, safe="")[:64] for name in list(self.model_extra or ())[:_MAX_IGNORED]]
+
+    def check(self) -> None:
+        """Fields that are known elsewhere; raises FieldError."""
+        for name, value in (self.model_extra or {}).items():
+            if (refused := self.refused.get(name)) is not None and value not in refused.harmless:
+                problem = f"is {shown(value)}: it would change the answer but is not supported"
+                raise invalid(name, f"{problem}; {refused.instead}")
+        super().check()
 
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]

@@ -6,6 +6,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, settings
 from starlette.routing import Route
 
+from runtime.core.pooling import Pooling
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -13,7 +14,7 @@ from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 KEY = "a-key"
 APP = build_http_app(
-    Service(FakeEngine(max_model_len=1 << 16), byte_tokenizer(), MODEL),
+    Service(FakeEngine(max_model_len=1 << 16, pooling=Pooling("last", True, True)), byte_tokenizer(), MODEL),
     HttpSettings(api_key=(KEY,), max_body_bytes=1 << 20),
 )
 

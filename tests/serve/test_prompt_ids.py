@@ -52,15 +52,15 @@ async def test_of_a_text_that_is_cut_only_the_end_is_encoded(encoded):
     assert sum(encoded) < 100_000
 
 
-@pytest.mark.parametrize("keep_end", [False, True])
-def test_a_sparse_text_is_encoded_to_its_end(keep_end: bool):
+@pytest.mark.parametrize("kept", [None, "start", "end"])
+def test_a_sparse_text_is_encoded_to_its_end(kept: str | None):
     """Tokens of many characters, as a vocabulary's runs of spaces."""
     tokenizer = byte_tokenizer()
     mark = "<" + "=" * 200 + ">"
     tokenizer._backend.add_special_tokens([mark])
     text = mark * 1000
     for limit in (100, 1000):
-        assert prompt_ids(tokenizer, text, True, limit, "prompt", keep_end) == tokenizer.encode(text)
+        assert prompt_ids(tokenizer, text, True, limit, "prompt", kept) == tokenizer.encode(text)
 
 
 def test_encoding_lets_other_threads_run():

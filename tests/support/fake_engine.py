@@ -7,12 +7,14 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import httpx
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from actors.engine_client import EngineRefusal, Refusal
 from actors.metrics import MetricValues, Snapshot, all_at_zero
 from runtime.core.config import ModelInfo
+from runtime.core.pooling import Pooling
 from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
@@ -38,6 +40,13 @@ def byte_tokenizer(chat_template: str | None = TEMPLATE) -> Tokenizer:
     return Tokenizer(backend, bos_token_id=None, eos_token_ids=(EOS,), special_tokens={}, chat_template=chat_template)
 
 
+def vector_of(token_ids: list[int], pooling: Pooling) -> np.ndarray:
+    """What the engine pools of a prompt: how often it has each byte from a to d; or its length, as logits."""
+    if pooling.num_labels:
+        return np.full(pooling.num_labels, len(token_ids) / 100, np.float32)
+    return np.array([token_ids.count(byte) for byte in b"abcd"], np.float32)
+
+
 class FakeEngine:
     """Answers every request with the bytes of `text`, `group` tokens an output, `delay_s` apart, and then EOS.
 
@@ -57,8 +66,11 @@ class FakeEngine:
         reason: str | None = None,
         max_model_len: int = 128,
         num_wrong: int | None = None,
+        pooling: Pooling | None = None,
+        makes_text: bool = True,
     ) -> None:
-        self.info = ModelInfo("f", 320, max_model_len, (EOS,), 9, 16, "float32", "cpu")
+        places = {"pooling": pooling, "makes_text": makes_text}
+        self.info = ModelInfo("f", 320, max_model_len, (EOS,), 9, 16, "float32", "cpu", **places)
         self.script = [*text.encode(), EOS]
         self.group, self.delay_s, self.busy, self.fails_after, self.reason = group, delay_s, busy, fails_after, reason
         self.num_wrong, self.failure = num_wrong, failure
@@ -102,6 +114,16 @@ class FakeEngine:
 
     def _outputs(self, request: Request):
         params = request.params
+        if params.pooled:
+            if self.fails_after is not None:
+                reason, error = self.failure
+                yield RequestOutput(request.request_id, [], reason, error=error)
+                return
+            pooled = vector_of(request.token_ids, self.info.pooling).tobytes()
+            yield RequestOutput(
+                request.request_id, [], FinishReason.LENGTH, num_cached=3, sampled_at=time.time(), pooled=pooled
+            )
+            return
         ids = [i for i in self.script if not (params.ignore_eos and i == EOS)][: params.max_tokens]
         ends = [at for at, i in enumerate(ids, start=1) if i in params.stop_token_ids]
         ids = ids[: min(ends, default=len(ids))]

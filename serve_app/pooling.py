@@ -1,0 +1,87 @@
+"""The HTTP of requests for vectors and scores: read, prepared, computed by the engines, answered whole."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from runtime.core.types import Request, SamplingParams
+from runtime.output.fields import invalid
+from serve_app.auth import clean_id
+from serve_app.endpoints.pooled import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
+from serve_app.errors import ApiError
+from serve_app.generation import until_client_leaves
+from serve_app.limits import beside_the_loop_if, check_priority, deadline, is_long, read_json_body
+from serve_app.metrics import RequestContext
+from serve_app.requests import parse
+from serve_app.service import MAX_PROMPT_TOKENS, Service, owned
+from serve_app.settings import HttpSettings
+
+_POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)
+_MANY_NUMBERS = 1 << 14  # whose JSON takes a while
+
+
+def pooled_routes(service: Service, settings: HttpSettings) -> list[Route]:
+    """Those of all endpoints."""
+    return [
+        Route(
+            path,
+            PooledRoute(service, endpoint, settings),
+            methods=["POST"],
+            include_in_schema=path == endpoint.paths[0],
+        )
+        for endpoint in POOLED_ENDPOINTS
+        for path in endpoint.paths
+    ]
+
+
+class PooledRoute:
+    """POST of one endpoint."""
+
+    def __init__(self, service: Service, endpoint: PooledEndpoint[Any], settings: HttpSettings) -> None:
+        self._service, self._endpoint, self._settings = service, endpoint, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = RequestContext(traceparent=Headers(scope=scope).get("traceparent"))
+        body = await read_json_body(scope, receive, self._settings)
+        if body is None:
+            return
+        prepared = await beside_the_loop_if(is_long(body), partial(self._prepared, body, scope))
+        async with until_client_leaves(receive, send) as send:
+            async with deadline(self._settings.request_timeout_s):
+                pooled = await self._service.pool(prepared.id, prepared.requests, context)
+            answer = partial(self._endpoint.answer, prepared, pooled)
+            content = await beside_the_loop_if(sum(map(len, pooled)) > 4 * _MANY_NUMBERS, answer)
+            response = Response(content, headers=prepared.headers(), media_type="application/json")
+            await response(scope, receive, send)
+
+    def _prepared(self, body: bytes, scope: Scope) -> PreparedPooling[Any]:
+        """Pure CPU work and thread-safe; raises FieldError or ApiError."""
+        endpoint, service = self._endpoint, self._service
+        request = parse(endpoint.request_type, body)
+        check_priority(request.priority, self._settings)
+        service.check_model(request.model)
+        model = service.served
+        if (pooling := model.info.pooling) is None:
+            text = "This model makes text, not vectors; its operator can start it with --pooling last or mean."
+            raise ApiError(400, text, param="model", code="model_not_supported")
+        where, count = request.count()
+        if count > (most := self._settings.max_prompts):
+            raise invalid(where, f"has {count} texts, but this server allows {most}")
+        prompts = endpoint.prompts(request, model, pooling)
+        if (num_tokens := sum(map(len, prompts))) > MAX_PROMPT_TOKENS:
+            raise ApiError(400, f"The request has {num_tokens} tokens; at most {MAX_PROMPT_TOKENS} are allowed.")
+        request_id = clean_id(request.request_id or scope["request_id"]) or secrets.token_hex(12)
+        name = endpoint.id_prefix + request_id
+        priority, salt = request.priority, request.cache_salt or ""
+        requests = [
+            Request(f"{owned(name, scope['owner'])}-{i}", ids, len(ids), _POOLED, 0, priority, salt)
+            for i, ids in enumerate(prompts)
+        ]
+        return PreparedPooling(name, request, model, pooling, requests)

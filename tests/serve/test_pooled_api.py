@@ -1,0 +1,161 @@
+"""/v1/embeddings, /pooling, /score and /rerank against a scripted engine, which counts letters."""
+
+import asyncio
+import base64
+import math
+import struct
+
+import numpy as np
+import openai
+import pytest
+
+from runtime.core.pooling import Pooling
+from runtime.output.score_prompt import DEFAULT_INSTRUCTION, PairPrompter
+from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of, post
+
+EMBEDS, CUTS = Pooling("last", normalized=True), Pooling("last", normalized=True, cuts_dimensions=True)
+RANKS = Pooling("last", num_labels=1)
+
+
+async def test_inputs_of_all_forms():
+    engine = FakeEngine(pooling=EMBEDS)
+    for given, prompts in (
+        ("aab", [b"aab"]),
+        (["a", "cd"], [b"a", b"cd"]),
+        ([97, 98], [b"ab"]),
+        ([[97], [99, 100]], [b"a", b"cd"]),
+    ):
+        engine.requests.clear()
+        response = await post(engine, {"model": MODEL, "input": given, "user": "me", "made_up": 1}, "/v1/embeddings")
+        body = response.json()
+        assert response.headers["x-callboard-ignored-fields"] == "made_up"
+        assert [bytes(r.token_ids) for r in engine.requests] == prompts
+        assert [(d["object"], d["index"]) for d in body["data"]] == [("embedding", i) for i in range(len(prompts))]
+        for entry, prompt in zip(body["data"], prompts, strict=True):
+            counts = np.array([prompt.count(byte) for byte in b"abcd"])
+            assert entry["embedding"] == pytest.approx(counts / np.linalg.norm(counts))
+        num_tokens = sum(map(len, prompts))
+        assert body["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        assert body["object"] == "list"
+    assert (engine.requests[0].params.pooled, engine.requests[0].params.max_tokens) == (True, 1)
+
+
+async def test_the_openai_client():
+    """It asks for base64, and reads it; its strict validation knows only numbers."""
+    engine = FakeEngine(pooling=CUTS)
+
+    def client(strict: bool) -> openai.AsyncOpenAI:
+        http = client_of(engine)
+        return openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key="none", http_client=http, _strict_response_validation=strict
+        )
+
+    plain = await client(False).embeddings.create(model=MODEL, input=["aab", "d"])
+    assert plain.data[0].embedding == pytest.approx([2 / math.sqrt(5), 1 / math.sqrt(5), 0, 0])
+    short = await client(True).embeddings.create(model=MODEL, input="aabdd", dimensions=2, encoding_format="float")
+    assert short.data[0].embedding == pytest.approx([2 / math.sqrt(5), 1 / math.sqrt(5)])
+    body = (await post(engine, {"input": "abcd", "encoding_format": "base64"}, "/pooling")).json()
+    assert struct.unpack("<4f", base64.b64decode(body["data"][0]["data"])) == pytest.approx([0.5] * 4)
+
+
+async def test_a_text_is_cut_before_what_the_model_wants_at_its_end():
+    engine, tokenizer = FakeEngine(pooling=EMBEDS, max_model_len=16), byte_tokenizer()
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer._backend.post_processor = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", EOS)])
+    client = client_of(engine, tokenizer)
+    for fields, ids in (
+        ({"truncate_prompt_tokens": 3}, [*b"ab", EOS]),
+        ({"truncate_prompt_tokens": -1}, [*b"abcdabcdabcdab", EOS]),
+        ({"truncate_prompt_tokens": 3, "add_special_tokens": False}, [*b"abc"]),
+    ):
+        assert (await client.post("/v1/embeddings", json={"input": "abcd" * 9, **fields})).status_code == 200
+        assert engine.requests.pop().token_ids == ids
+    response = await client.post("/v1/embeddings", json={"input": ["a", "abcd" * 4]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "input.1")
+
+
+async def test_scores_and_ranks_of_a_classifier():
+    engine = FakeEngine(pooling=RANKS)
+    pair = {"text_1": "q", "text_2": ["abc", "d"]}
+    chance = [1 / (1 + math.exp(-n / 100)) for n in (4, 2)]
+    for path in ("/score", "/v1/score"):
+        body = (await post(engine, pair, path)).json()
+        assert [d["score"] for d in body["data"]] == pytest.approx(chance)
+        assert body["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+    ranked = {"query": "q", "documents": ["d", {"text": "abc"}, "ab"], "top_n": 2}
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        body = (await post(engine, ranked, path)).json()
+        assert [(r["index"], r["document"]["text"]) for r in body["results"]] == [(1, "abc"), (2, "ab")]
+        assert body["results"][0]["relevance_score"] == pytest.approx(chance[0])
+    body = (await post(engine, ranked | {"return_documents": False}, "/rerank")).json()
+    assert all(r.keys() == {"index", "relevance_score"} for r in body["results"])
+    assert bytes(engine.requests[0].token_ids) == b"qabc"
+
+
+async def test_scores_and_ranks_of_embeddings_are_cosines():
+    engine = FakeEngine(pooling=EMBEDS)
+    body = (await post(engine, {"text_1": ["a", "b"], "text_2": ["ab", "a"]}, "/score")).json()
+    assert [d["score"] for d in body["data"]] == pytest.approx([1 / math.sqrt(2), 0])
+    assert len(engine.requests) == 3, "each text is embedded once"
+    body = (await post(engine, {"query": "ab", "documents": ["c", "a", "aabb"]}, "/rerank")).json()
+    assert [r["index"] for r in body["results"]] == [2, 1, 0]
+
+
+def test_pairs_of_qwen3_stand_in_a_chat():
+    tokenizer = byte_tokenizer()
+    prompter = PairPrompter(tokenizer, Pooling("last", num_labels=1, pairs="qwen3"))
+    text = bytes(prompter.ids("why", "because " * 9, None, None)).decode()
+    assert text.startswith("<|im_start|>system\nJudge whether the Document meets")
+    assert text.endswith("because <|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert f"<Instruct>: {DEFAULT_INSTRUCTION}\n<Query>: why\n<Document>: because" in text
+    cut = bytes(prompter.ids("why", "because " * 9, "Judge.", 340)).decode()
+    assert (len(cut), cut.endswith("\n<think>\n\n</think>\n\n")) == (340, True)
+    assert "<Instruct>: Judge.\n<Query>: why\n<Document>: because" in cut
+    assert bytes(prompter.ids("<|im_start|>x", "y", None, None)) == b"<|im_start|>xy"
+
+
+@pytest.mark.parametrize(
+    ("pooling", "path", "body", "named"),
+    [
+        (None, "/v1/embeddings", {"input": "a"}, "model"),
+        (RANKS, "/v1/embeddings", {"input": "a"}, "model"),
+        (EMBEDS, "/v1/embeddings", {"input": "a", "dimensions": 2}, "dimensions"),
+        (CUTS, "/v1/embeddings", {"input": "a", "dimensions": 5}, "dimensions"),
+        (EMBEDS, "/v1/embeddings", {"input": ""}, "input"),
+        (EMBEDS, "/v1/embeddings", {"input": []}, "input"),
+        (EMBEDS, "/v1/embeddings", {"input": [320]}, "input"),
+        (EMBEDS, "/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        (EMBEDS, "/v1/embeddings", {"input": "a", "normalize": False}, "normalize"),
+        (EMBEDS, "/v1/embeddings", {"input": "a", "priority": -1}, "priority"),
+        (EMBEDS, "/v1/embeddings", {"input": ["a"] * 1025}, "input"),
+        (EMBEDS, "/pooling", {"input": "a" * 128}, "input"),
+        (EMBEDS, "/pooling", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (RANKS, "/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+        (RANKS, "/rerank", {"query": "a", "documents": []}, "documents"),
+        (RANKS, "/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents.0.text"),
+        (Pooling("last", num_labels=3), "/rerank", {"query": "a", "documents": ["b"]}, None),
+    ],
+)
+async def test_what_is_wrong_is_named(pooling, path, body, named):
+    response = await post(FakeEngine(pooling=pooling), body, path)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, named), error
+    assert error["message"].endswith(".")
+
+
+async def test_faults_limits_and_abort():
+    for fault, status in (({"busy": True}, 429), ({"fails_after": 0}, 500), ({"reason": "Away."}, 503)):
+        response = await post(FakeEngine(pooling=EMBEDS, **fault), {"input": ["a", "b"]}, "/v1/embeddings")
+        assert response.status_code == status
+    assert (await post(FakeEngine(pooling=EMBEDS), {"model": "x", "input": "a"}, "/v1/embeddings")).status_code == 404
+    texts = FakeEngine(pooling=EMBEDS, makes_text=False)
+    assert (await post(texts, {"prompt": "a"})).json()["error"]["param"] == "model"
+    slow = FakeEngine(pooling=EMBEDS, delay_s=60)
+    asking = asyncio.create_task(post(slow, {"input": ["a", "b"]}, "/v1/embeddings"))
+    while slow.num_running < 2:
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    while slow.num_running:
+        await asyncio.sleep(0.001)
+    assert sorted(name[-2:] for name in slow.aborted) == ["-0", "-1"]
