@@ -34,6 +34,8 @@ DECODE_1 = _peer(
 THROUGHPUT = _peer("throughput", ("model", "quantization", "batch", "input", "output"), ("tok_s",))
 PREFILL = _peer("prefill", ("model", "quantization", "tokens"), ("ms",))
 SERVING = _peer("serving", ("model", "workload"), ("tok_s", "ttft_p50_ms", "itl_p50_ms", "itl_p99_ms"))
+RANKS = _peer("ranks", ("model", "gpus", "batch"), ("tok_s", "must_tok_s", "aim_tok_s"))
+ALL_REDUCE = _peer("all-reduce", ("kernel", "gpus"), ("us", "must_us", "aim_us"))
 ((START_S,),) = _peer("start", (), ("must_s",)).values()
 _MOST_BARS = 64  # of a plot; longer tables have none
 
@@ -93,13 +95,22 @@ def named(*parts: str | None) -> str:
     return " ".join(filter(None, parts))
 
 
+def num_gpus(line: Line) -> int:
+    return int(line["config"].get("tensor_parallel_size", 1))
+
+
+def is_divided(line: Line) -> bool:
+    return num_gpus(line) > 1 or "rank_invariant" in line["config"]
+
+
 def is_greedy(line: Line) -> bool:
     return line.get("sampling", "temperature=0") == "temperature=0"
 
 
 def decode(line: Line) -> Row | None:
     model, ours, bars = line["model"], line["decode_tok_s"], DECODE_1.get(of_weights(line))
-    if (line["batch"], line["prompt_len"], line["output_len"]) != (1, 128, 512) or bars is None or not is_greedy(line):
+    is_cell = (line["batch"], line["prompt_len"], line["output_len"]) == (1, 128, 512)
+    if not is_cell or bars is None or is_divided(line) or not is_greedy(line):
         return None
     cells = [model, number(ours), span(line["decode_range"]), twice(line["step_ms"]), *map(number, bars)]
     share = f"{ours / bars[0]:.0%}"
@@ -108,13 +119,39 @@ def decode(line: Line) -> Row | None:
 
 def throughput(line: Line) -> Row | None:
     model, batch, inputs, outputs = (line[name] for name in ("model", "batch", "prompt_len", "output_len"))
-    if batch == 1 or not is_greedy(line):
+    if batch == 1 or is_divided(line) or not is_greedy(line):
         return None
     ours, peer = line["output_tok_s"], THROUGHPUT.get((*of_weights(line), batch, inputs, outputs), (None,))[0]
     cell = f"{batch} x ({inputs}, {outputs})"
     cells = [model, cell, number(ours), span(line["output_range"]), number(line["decode_tok_s"]), number(peer)]
     label = f"{model} {cell}" + (f" {settings(line)}" if line["config"] else "")
     return Row([*cells, number(peer and ours / peer), verdict(ours, peer), settings(line)], label, ours, peer)
+
+
+def ranks(line: Line) -> Row | None:
+    model, gpus, batch = line["model"], num_gpus(line), line["batch"]
+    if not is_divided(line):
+        return None
+    ours = line["decode_tok_s"]
+    peer, must, aim = RANKS.get((model, gpus, batch), (None,) * 3)
+    if "rank_invariant" in line["config"]:
+        peer = must = aim = None
+    cell = f"{batch} x ({line['prompt_len']}, {line['output_len']})"
+    cells = [model, str(gpus), cell, *map(number, (line["decode_tok_s"], line["output_tok_s"], line["first_token_ms"]))]
+    mode = "rank_invariant" if "rank_invariant" in line["config"] else "default"
+    return Row(
+        [*cells, number(peer), number(must), number(aim), verdict(ours, must), mode],
+        f"{model} {gpus} GPUs {batch} {mode}", ours, peer,
+    )  # fmt: skip
+
+
+def all_reduce(line: Line) -> Row | None:
+    kernel, gpus, ours = line["kernel"], line["cell"], line["us"]
+    if not kernel.startswith("all-reduce, "):
+        return None
+    peer, must, aim = ALL_REDUCE.get((kernel, gpus), (None,) * 3)
+    cells = [kernel, str(gpus), *map(number, (ours, line["library_us"], peer, must, aim))]
+    return Row([*cells, verdict(ours, must, less=True)], f"{kernel} {gpus} GPUs", ours, line["library_us"])
 
 
 def sampled(line: Line) -> Row | None:
@@ -191,6 +228,17 @@ SUBJECTS = {
         ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
         "model | requests (in, out) | output tok/s | range | decode tok/s | peer | ratio | must is | config", "tok/s",
         throughput,
+    ),
+    "ranks": Subject(
+        "Tensor parallel: several GPUs as one engine", ("decode",),
+        ("model", "batch", "prompt_len", "output_len", "sampling", "config"),
+        "model | GPUs | requests (in, out) | decode tok/s | output tok/s | first token, ms | "
+        "peer by measured tables of its kernels, decode tok/s | must | aim | must is | mode", "decode tok/s", ranks,
+    ),
+    "all_reduce": Subject(
+        "All-reduce in a graph, bfloat16, into a residual; beside it NCCL's in the same run", ("ranks",),
+        ("kernel", "cell"),
+        "operand | GPUs | us | NCCL, us | best published, us | must | aim | must is", "us", all_reduce,
     ),
     "sampled": Subject(
         "Decode, sampled: share of the greedy rate in the same run", ("decode",),
