@@ -91,14 +91,16 @@ class Engine:
             self.info, executor = self._ranks.info, self._ranks.executor
         self.core = EngineCore(config, self.info, executor, speculation_of(config, self.info, time.perf_counter))
         self.rng = np.random.default_rng(0)
+        self.adapters = [""]  # that requests have in turn, by their digests
         self._num_requests = 0
 
     def add(self, batch: int, prompt_len: int, output_len: int) -> None:
         """Queue `batch` requests; no two prompts ever share a block, so that the prefix cache cannot help."""
         params = SamplingParams(max_tokens=output_len, ignore_eos=True, **self.sampling)
         for prompt in self.rng.integers(0, self.info.vocab_size, (batch, prompt_len)).tolist():
+            adapter = self.adapters[self._num_requests % len(self.adapters)]
             self._num_requests += 1
-            self.core.add(Request(str(self._num_requests), prompt, prompt_len, params))
+            self.core.add(Request(str(self._num_requests), prompt, prompt_len, params, adapter=adapter))
 
     def run(self, batch: int, prompt_len: int, output_len: int) -> Run:
         """One batch from the first request's add to the last token's commit."""

@@ -101,6 +101,8 @@ def test_lines_become_a_report(tmp_path):
         ["library.make_random_model", "tiny", str(tmp_path / "tiny-8b")],
         ["engine.start", "--folder", str(tmp_path / "tiny-8b"), *small],
         ["engine.decode", "--model", "tiny", "--cells", "1x128x8", "3x20x4", "--repeats", "2", *small],
+        ["engine.adapters", "--model", "tiny", "--cells", "3x20x4", "--adapters", "0", "2", "--repeats", "1", "--loads",
+         "1", "--streams", "2", *small],
         ["engine.prefill", "--model", "tiny", "--lengths", "64", "--repeats", "1", *small],
         ["serving", "--engine", "tiny", "--workloads", "sequential", "--repeats", "1", *small],
         ["engine.agreement", "--model", "tiny", "--variants", "overlap-off", "--prompts", "3", "--output", "8", *small],
@@ -109,6 +111,9 @@ def test_lines_become_a_report(tmp_path):
         ["library.report", str(out), "--into", str(tmp_path)],
     )  # fmt: skip
     lines = [json.loads(line) for line in out.read_text().splitlines()]
+    adapters, lines = ([line for line in lines if (line["benchmark"] == "adapters") is own] for own in (True, False))
+    assert [line.get("adapters") for line in adapters] == [0, 2, None]
+    assert adapters[0]["of_none"] == 1 > adapters[2]["load_s"] > 0
     kinds = ["start", "decode", "decode", "prefill", "serving", "agreement"]
     assert [line["benchmark"] for line in lines] == [*kinds, "quality", "quality", "quality"]
     assert lines[2]["batch"] == 3

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.core.sharding import Shard
@@ -15,7 +16,9 @@ from runtime.kernels.communicator import Communicator, OneRank
 from runtime.kernels.paged_attention import PagedBatch, PagedRows
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
+from runtime.models.phi import WEIGHT_MAP
 from runtime.quant.at_load import quantized_at_load
+from runtime.worker.adapters import RunnerAdapters
 from runtime.worker.kv_cache import KVCache
 from runtime.worker.runner import choose_numerics
 from tests.support.rank_threads import on_ranks
@@ -45,12 +48,15 @@ SPECS = {
 }  # fmt: skip
 
 
-def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communicator) -> torch.Tensor:
-    """A rank's logits [rows, ids] of a prompt and of a token after it, on the way to which another row goes along."""
+def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communicator, adapter: str = "") -> torch.Tensor:
+    """A rank's logits [rows, ids] of a prompt and of a token after it, on the way to which another row goes along, with
+    the adapter of a folder, if one is given."""
     torch.set_num_threads(1)
     numerics = choose_numerics(config)
     own = quantized_at_load(spec, config).of_rank(Shard(communicator.rank, communicator.size))
     decoder = Decoder.dummy(own, numerics, 64, communicator=communicator)
+    if adapter:
+        RunnerAdapters(decoder, WEIGHT_MAP, config.max_loras, config.max_lora_rank).load(1, adapter)
     cache = KVCache(own.kv_cache(numerics.dtype_name, config.kv_cache_dtype), 9, 16, numerics.device)
     shape = AttentionShape(
         own.num_heads, own.num_kv_heads, 9, 16, numerics.dtype, numerics.device, numerics.deterministic
@@ -72,18 +78,18 @@ def rank_logits(spec: DecoderSpec, config: EngineConfig, communicator: Communica
             plan = PagedBatch(total, [part])
         else:
             plan = plan_attention(tables[rows], np.array(starts, np.int32), np.array(counts, np.int32), shape)
-        places = blocks * 16 + positions % 16
-        batch = ForwardBatch(ids[row_of * 22 + positions].to(device), positions.to(device), places.to(device), plan)
+        where = ids[row_of * 22 + positions], positions, blocks * 16 + positions % 16
+        batch = ForwardBatch(*(one.to(device) for one in where), plan, row_of.to(device) if adapter else None)
         return decoder.logits(decoder.forward(batch, cache.layers)).float()
 
     with torch.inference_mode():
         return torch.cat((forward([0, 1], [0, 0], [20, 19]), forward([1, 0], [19, 20], [1, 1])))
 
 
-def all_logits(spec: DecoderSpec, size: int, **settings) -> torch.Tensor:
+def all_logits(spec: DecoderSpec, size: int, adapter: str = "", **settings) -> torch.Tensor:
     """All ranks' logits side by side."""
     config = EngineConfig(**{"device": "cpu", "tensor_parallel_size": size} | settings)
-    run: Callable[[Communicator], torch.Tensor] = lambda ranks: rank_logits(spec, config, ranks)  # noqa: E731
+    run: Callable[[Communicator], torch.Tensor] = lambda ranks: rank_logits(spec, config, ranks, adapter)  # noqa: E731
     if size == 1:
         return run(OneRank())
     return torch.cat(on_ranks(size, run, tree=config.rank_invariant), 1)
@@ -96,6 +102,16 @@ def test_ranks_together_have_the_logits_of_one(family, size):
     want = all_logits(SPECS[family], 1)
     assert want.std() > 0.1
     torch.testing.assert_close(all_logits(SPECS[family], size), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("gemma", 4), ("gpt", 2), ("phi", 8)])
+def test_ranks_with_an_adapter_have_the_logits_of_one(family, size, tmp_path):
+    spec = SPECS[family]
+    save_adapter(tmp_path, modules_of(spec), size=0.5)
+    settings = {"adapter": str(tmp_path), "max_loras": 1, "max_lora_rank": 4}
+    want = all_logits(spec, 1, **settings)
+    assert float((want - all_logits(spec, 1)).abs().max()) > 0.1
+    torch.testing.assert_close(all_logits(spec, size, **settings), want, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_and_tokens_by_threes():

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.kernels import adapters
 from runtime.kernels.adapters import add_adapters_torch, add_adapters_triton, make_adapters
 from runtime.worker.runner import ModelRunner
-from tests.support.adapters import modules_of, save_adapter
 from tests.support.runner_driver import Driver, tiny_runner
 from tests.support.triton_engine import SHALLOW, replayed_graphs
 

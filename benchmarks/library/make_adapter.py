@@ -1,7 +1,12 @@
-"""Adapters as peft writes them, of random numbers, and what peft computes with them, unmerged."""
+"""Writes an adapter (LoRA) of random numbers for a published shape, as peft would: what a server loads, without its
+meaning.
+
+    python -m benchmarks.library.make_adapter llama-3.2-1b /tmp/adapter --rank 16
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,17 +15,21 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.library.models import CONFIGS
 from runtime.core.decoder_spec import DecoderSpec
+from runtime.models import load_spec
 from runtime.models.adapters import adapted_linears
 from runtime.models.phi import WEIGHT_MAP
+from runtime.models.weight_map import WeightMap
 
-CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "modules_to_save": None, "use_dora": False}
+_CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "modules_to_save": None, "use_dora": False}
 
 
-def modules_of(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    """The modules of a dummy model that may have matrices, with their (out, in)."""
+def modules_of(spec: DecoderSpec, weight_map: WeightMap = WEIGHT_MAP) -> dict[str, tuple[int, ...]]:
+    """The modules of a model that may have matrices, with their (out, in); those of a model of random weights go by
+    Llama's and Phi's names."""
     return {
-        WEIGHT_MAP.names[part].format(layer, ""): shape
+        weight_map.names[part].format(layer, ""): shape
         for layer in range(spec.num_layers)
         for parts in adapted_linears(spec).values()
         for part, shape in parts.items()
@@ -38,7 +47,7 @@ def save_adapter(
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Returns A and B of each module in float32."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = CONFIG | config
+    config = _CONFIG | config
     (folder / "adapter_config.json").write_text(json.dumps(config))
     generator, matrices, tensors = torch.Generator().manual_seed(seed), {}, {}
     for module, (size_out, size_in) in modules.items():
@@ -51,3 +60,18 @@ def save_adapter(
         matrices[module] = pair[0].float(), pair[1].float()
     save_file(tensors, folder / "adapter_model.safetensors")
     return matrices
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=sorted(CONFIGS))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    modules = modules_of(*load_spec(CONFIGS[args.model]))
+    save_adapter(args.folder, modules, args.seed, size=0.1, dtype=torch.bfloat16, r=args.rank, lora_alpha=args.rank)
+
+
+if __name__ == "__main__":
+    main()
