@@ -32,6 +32,7 @@ from runtime.core.types import (
     StepOutput,
     TokenLogprobs,
 )
+from runtime.loading.adapters import read_adapter
 from runtime.loading.resolve import resolve
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, read_options
@@ -136,19 +137,21 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        adapter: str = "",
         **options: Any,
     ) -> list[Completion]:
         """Complete texts or lists of token ids, all together, in the order given.
 
         `params` are one for all or one each; without them, the model's own (`defaults.params(max_tokens=64)` changes
         some). Without a seed each prompt gets a random one. `progress` shows a bar; by default from 8 prompts on.
+        `adapter` is one that `load_adapter` has returned.
         `options` are those of runtime.output.options.OutputOptions, as over HTTP: `n` completions of each prompt, one
         after the other in the result; `response_format` or `structured_outputs`, which they match."""
         asked = read_options(OutputOptions, options)
         is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         batch = cast(Sequence[Prompt], [prompts] if is_one else prompts)
         grammar = asked.requested_grammar()
-        return self._run([(self._encode(p), None, grammar) for p in batch], params, asked.n or 1, progress)
+        return self._run([(self._encode(p), None, grammar) for p in batch], params, asked.n or 1, progress, adapter)
 
     def chat(
         self,
@@ -156,6 +159,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        adapter: str = "",
         **options: Any,
     ) -> list[Completion]:
         """Answer one conversation or several, with the model's own chat template.
@@ -166,15 +170,17 @@ class LLM:
         asked.check()
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations = cast(Sequence[Sequence[Message]], messages if several else [messages])
-        return self._run([self._chat(c, asked) for c in conversations], params, asked.n or 1, progress)
+        return self._run([self._chat(c, asked) for c in conversations], params, asked.n or 1, progress, adapter)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, up to where the model's answer begins."""
         return self._chat(messages, ChatOptions())[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: str = ""
+    ) -> Generator[str, None, None]:
         """The text of one completion, piece by piece; closing the iterator ends the request."""
-        (choice,) = self._add((self._encode(prompt), None, None), params or self.defaults.params(), 1)
+        (choice,) = self._add((self._encode(prompt), None, None), params or self.defaults.params(), 1, adapter)
         try:
             while not choice.reason:
                 for _, text in self._step():
@@ -183,6 +189,24 @@ class LLM:
         finally:
             if not choice.reason:
                 self._abort_all()
+
+    def load_adapter(self, path: str) -> str:
+        """Load the adapter (LoRA) in a folder that peft has written, while there is room (`max_loras`). Returns the
+        digest that names it from then on."""
+        adapter, adapters = read_adapter(path), self.engine.scheduler.adapters
+        if adapter.digest not in adapters.loaded:
+            index = adapters.reserve(adapter.digest)
+            try:
+                self.runner.load_adapter(index, path)
+            except CallboardError:
+                adapters.release(adapter.digest)
+                raise
+            adapters.open(adapter.digest)
+        return adapter.digest
+
+    def unload_adapter(self, adapter: str) -> None:
+        """Make room for another one; no stream may have it any more."""
+        self.engine.scheduler.adapters.release(adapter)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -200,6 +224,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         num_choices: int,
         progress: bool | None,
+        adapter: str,
     ) -> list[Completion]:
         each = list(params) if isinstance(params, Sequence) else [params or self.defaults.params()] * len(prompts)
         if len(each) != len(prompts):
@@ -208,7 +233,8 @@ class LLM:
             )
         show = len(prompts) >= _LONG_BATCH if progress is None else progress
         try:
-            choices = [c for prompt, p in zip(prompts, each, strict=True) for c in self._add(prompt, p, num_choices)]
+            pairs = zip(prompts, each, strict=True)
+            choices = [c for prompt, p in pairs for c in self._add(prompt, p, num_choices, adapter)]
             with tqdm(total=len(choices), desc="completions", disable=None if show else True) as bar:
                 while self.engine.has_work:
                     bar.update(sum(bool(choice.reason) for choice, _ in self._step()))
@@ -217,7 +243,7 @@ class LLM:
             raise
         return [choice.completion() for choice in choices]
 
-    def _add(self, prompt: _Prompt, params: SamplingParams, num_choices: int) -> list[_Choice]:
+    def _add(self, prompt: _Prompt, params: SamplingParams, num_choices: int, adapter: str) -> list[_Choice]:
         ids, form, asked = prompt
         if asked is not None:
             if not self.runner.info.eos_token_ids:
@@ -227,7 +253,7 @@ class LLM:
             except GrammarError as e:
                 raise invalid(asked.field, str(e)) from e
         choices = []
-        for request in requests_of(self._names, ids, params, num_choices):
+        for request in requests_of(self._names, ids, params, num_choices, adapter=adapter):
             choices.append(_Choice(request, OutputProcessor(self.tokenizer, request, form=form)))
             self.engine.add(request, choices[-1])
         return choices

@@ -6,6 +6,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.core.types import CallboardError, FinishReason, SamplingParams
 from runtime.llm import LLM
 from runtime.structured.grammar import grammar_of
@@ -71,6 +72,30 @@ def test_a_draft_model_changes_no_token(load, write_tiny_gguf):
             scheduler = llm.engine.scheduler
             assert scheduler.stats.draft_tokens > 0
             assert (scheduler.stats.accepted_draft_tokens == scheduler.stats.draft_tokens) == (draft == "same")
+
+
+def test_adapters_change_tokens_and_nothing_else_does(load, write_tiny_gguf, tmp_path):
+    """Not the prefixes that another adapter's requests, or those without one, have left; and no draft."""
+    plain = load(max_loras=2, max_num_seqs=1, prefix_cache=False)
+    for seed in (1, 2, 3):
+        save_adapter(tmp_path / str(seed), modules_of(plain.runner.spec), seed)
+
+    def answers(llm: LLM, adapter: str = "") -> list[list[int]]:
+        return [c.token_ids for c in llm.generate(PROMPTS, PARAMS[0], adapter=adapter and llm.load_adapter(adapter))]
+
+    folders = ["", *(str(tmp_path / str(seed)) for seed in (1, 2))]
+    alone = [answers(plain, folder) for folder in folders]
+    assert len({str(tokens) for tokens in alone}) == 3
+    draft = str(write_tiny_gguf(name="draft.gguf"))
+    for more in ({}, {"draft": draft, "draft_kv_cache_memory": 0.01}):
+        llm = load(max_loras=2, **more)
+        for _ in range(2):
+            assert [answers(llm, folder) for folder in folders] == alone
+        assert llm.generate(PROMPTS[0], PARAMS[0], adapter=llm.load_adapter(folders[1]))[0].num_cached == 8
+    with pytest.raises(CallboardError, match="2 adapters loaded, as many as max_loras allows"):
+        llm.load_adapter(str(tmp_path / "3"))
+    llm.unload_adapter(llm.load_adapter(folders[1]))
+    assert answers(llm, str(tmp_path / "3")) not in alone
 
 
 def test_a_draft_with_another_vocabulary_is_refused(load, write_tiny_gguf):
