@@ -79,7 +79,7 @@ class ChatPrompter:
             in_reasoning=in_reasoning,
             shows_reasoning=options.include_reasoning,
             tools=form,
-            functions=options.functions,
+            functions={tool.function.name: tool.function.parameters or {} for tool in tools},
             most_calls=options.most_calls(),
             forced=forced,
             kept_special_ids=frozenset(special_marks.values()),

@@ -63,15 +63,14 @@ class ChatOptions(OutputOptions):
             return
         if not self.tools:
             raise invalid("tool_choice", "is only allowed when there are tools")
-        if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in self.functions:
+        if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in self.function_names:
             raise invalid("tool_choice.function.name", f"is {shown(self.tool_choice.function.name)}, which no tool has")
-        if isinstance(self.tool_choice, AllowedTools) and (unknown := self.tool_choice.names - self.functions.keys()):
+        if isinstance(self.tool_choice, AllowedTools) and (unknown := self.tool_choice.names - self.function_names):
             raise invalid("tool_choice.allowed_tools.tools", f"has {shown(min(unknown))}, which no tool has")
 
-    @cached_property
-    def functions(self) -> dict[str, dict[str, Any]]:
-        """The JSON Schemas of the functions' arguments."""
-        return {tool.function.name: tool.function.parameters or {} for tool in self.tools or ()}
+    @property
+    def function_names(self) -> set[str]:
+        return {tool.function.name for tool in self.tools or ()}
 
     @cached_property
     def template_tools(self) -> list[dict[str, Any]] | None:

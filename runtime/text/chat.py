@@ -112,6 +112,8 @@ class ChatTemplate:
             messages = _with_end_marked(messages)
         if any(message.get("tool_calls") for message in messages) and self._probed[1]:
             messages = [_with_arguments_as_text(message) for message in messages]
+        if self.has_channels:
+            messages = [_with_thinking(message) for message in messages]
         own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._rendered(messages, {**kwargs, **own})
         return _cut_at_mark(text) if continue_final_message else text
@@ -149,6 +151,13 @@ def _with_arguments_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [as_text(call) for call in calls]} if calls else message
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The reasoning that led to calls, by the name that templates with channels know. Beside content they refuse it."""
+    if message.get("tool_calls") and message.get("reasoning_content") and not message.get("content"):
+        return {**message, "thinking": message["reasoning_content"]}
+    return message
 
 
 def _with_end_marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

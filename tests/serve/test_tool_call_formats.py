@@ -142,6 +142,12 @@ async def test_channels_are_read_without_tools_too():
         assert (message["content"], message["reasoning_content"]) == ("Hi!", "Hm.")
         answer = (await client.post("/v1/responses", json={"model": MODEL, "input": "hi"})).json()
         assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == len("analysisHm.") + 3
+        engine.script = [*tokenizer.encode(ANSWERS["harmony"], add_special_tokens=False), 256]
+        fields = {"tools": CHAT_TOOLS, "tool_choice": "none"}  # then a call is no call, and not for the user
+        answer = (await client.post("/v1/chat/completions", json=body | fields)).json()
+        message = answer["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("I see.", 'Hm.{"city": "Zürich"}')
+        assert "tool_calls" not in message
         engine.script = [*b'{"a":1}', 256]  # a grammar binds a final message, which the prompt has begun
         form = {"type": "json_object"}
         answer = (await client.post("/v1/chat/completions", json=body | {"response_format": form})).json()

@@ -302,26 +302,29 @@ WRITTEN = {
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>{% else %}"
-    "<|start|>assistant{{ m.content }}{% for c in m.tool_calls or [] %}{% set f = c.function %}CALL{% endfor %}"
+    "<|start|>assistant{{ m.content }}{{ m.thinking }}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}CALL{% endfor %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 
 
 def template_of(name: str) -> str:
     call = WRITTEN[name].replace("{A}", "{{ f.arguments | tojson }}").replace("{T}", "{{ '' + f.arguments }}")
-    return TEMPLATE.replace("CALL", call)
+    template = TEMPLATE.replace("CALL", call)
+    return template if name == "harmony" else template.replace("<|start|>", "<|im_start|>")
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_template_tells_its_format(name: str):
     template = ChatTemplate(template_of(name), {})
     assert template.tool_format is FORMATS[name]
+    assert template.has_channels is (name == "harmony")
     assert ChatTemplate(template_of(name).replace("tools or []", "[]"), {}).tool_format is None  # it tells of no tools
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": DALLAS}}
-    text = template.render(
-        [{"role": "user", "content": ""}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    )
+    called = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Hm."}
+    text = template.render([{"role": "user", "content": "Go."}, called])
     assert "Dallas" in text
+    assert ("assistantHm." in text) is (name == "harmony")
     if "{T}" in WRITTEN[name]:  # such a template takes arguments as a text alone
         assert json.dumps(DALLAS) in text
 
