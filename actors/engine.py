@@ -41,7 +41,9 @@ class EngineActor:
         """Load the model. Raises CallboardError with the sentence of the runner that could not."""
         if self.draft is not None:  # before the runner, which takes what memory is left
             await asyncio.to_thread(self.draft.load)
-        self._loop = await asyncio.to_thread(EngineLoop, self._config, self.runners.start, self._num_restarts)
+        self._loop = await asyncio.to_thread(
+            EngineLoop, self._config, self.runners.start, self.runners.load_adapter, self._num_restarts
+        )
         if self.draft is not None:
             await asyncio.to_thread(self.draft.keep, self._loop.attach_draft)
         self._loaded.set()

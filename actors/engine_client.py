@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from enum import StrEnum
 from typing import Protocol
 
+from actors.adapters import AdapterState
 from actors.metrics import MetricValues, Snapshot
 from runtime.core.config import ModelInfo
 from runtime.core.types import CallboardError, Request, RequestOutput
@@ -35,10 +36,32 @@ def nobody(engine: str) -> None:
     """An OnEngine for those who need not know."""
 
 
+class AdapterClient(Protocol):
+    """The adapters of the engines."""
+
+    def served(self) -> dict[str, AdapterState]:
+        """Those that requests may ask for, by name."""
+        ...
+
+    async def load(self, name: str, path: str) -> None:
+        """Let all engines serve the adapter in a folder by this name, which has no meaning yet. Raises CallboardError
+        if one cannot: then none does."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Returns when no request uses it any more; new ones do not get it from now on."""
+        ...
+
+
 class EngineClient(Protocol):
     """The engines as a front end uses them, however far away they are."""
 
     info: ModelInfo  # of the engine with the longest context
+
+    @property
+    def adapters(self) -> AdapterClient:
+        """Those of the engines."""
+        ...
 
     def generate(self, request: Request, on_engine: OnEngine = nobody) -> AsyncGenerator[RequestOutput, None]:
         """Yields what is new until an output has a finish reason; closing the generator aborts the request.

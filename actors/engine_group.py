@@ -16,6 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from actors.engine_client import EngineRefusal, OnEngine, Refusal, nobody
+from actors.front_adapters import FrontAdapters
 from actors.link import EngineLink, Stream
 from actors.messages import AbortById, CacheUpdate, Refused
 from actors.metrics import MetricValues, Snapshot
@@ -69,6 +70,7 @@ class EngineGroup:
         self._router = Router(policy)  # over the links that are usable, by name
         self._last_prompt = Prompt(())  # all choices of a request have one
         self._links: dict[str, EngineLink] = {}
+        self.adapters = FrontAdapters(lambda: list(self._links.values()))
         self._waiting: dict[Stream, None] = {}  # streams without an engine
         self._names: list[str] = []  # in the directory
         self._is_served = asyncio.Event()
@@ -150,7 +152,11 @@ class EngineGroup:
         """The best engine for a stream among those that have not refused it; None if there is none."""
         usable = [link for link in self._links.values() if link.usable and link not in stream.refusals]
         if len(usable) > 1:
-            ranks = [(link.draining, bool(link.reason), not stream.suits(link.info)) for link in usable]
+            adapter = stream.request.adapter
+            ranks = [
+                (bool(adapter) and adapter not in k.digests, k.draining, bool(k.reason), not stream.suits(k.info))
+                for k in usable
+            ]
             best = min(ranks)
             usable = [link for link, rank in zip(usable, ranks, strict=True) if rank == best]
         if not usable:
@@ -165,9 +171,10 @@ class EngineGroup:
         if prompt is None:
             prompt = self._last_prompt
             uses_cache = not request.params.pooled and (request.params.prompt_logprobs is None or stream.scored)
-            alike = prompt.token_ids is request.token_ids and prompt.salt == request.cache_salt
-            if not alike or prompt.uses_cache != uses_cache:
-                prompt = self._last_prompt = Prompt(request.token_ids, request.cache_salt, uses_cache)
+            wanted = request.cache_salt, uses_cache, request.adapter
+            if prompt.token_ids is not request.token_ids or (prompt.salt, prompt.uses_cache, prompt.adapter) != wanted:
+                salt, adapter = request.cache_salt, request.adapter
+                prompt = self._last_prompt = Prompt(request.token_ids, salt, uses_cache, adapter=adapter)
         if len(stream.received) > (num_seen := len(prompt.token_ids) - len(request.token_ids)):
             prompt = prompt.continued(stream.received[num_seen:])
         stream.prompt = prompt
@@ -255,6 +262,7 @@ class EngineGroup:
         """Streams without an engine go to it at once. Those of a draining engine go on meanwhile, so they move when
         nothing has changed for a while: if all engines drain, one after the other, they had better stay."""
         self.info = max((k.info for k in self._links.values() if k.usable), key=lambda info: info.max_model_len)
+        self.adapters.on_status(link)
         if not link.reason:
             self._is_served.set()
         if link.name not in self._router:
@@ -298,6 +306,7 @@ class EngineGroup:
         if link.name in self._router:
             self._router.remove(link.name)
             self._follow()
+        self.adapters.on_lost()
         for stream in streams:
             self._place(stream)
         self._update()

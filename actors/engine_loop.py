@@ -17,10 +17,12 @@ from typing import Any
 
 from actors.autoscaling import EngineFigures
 from actors.cache_feed import CacheFeed, Followers
+from actors.engine_adapters import EngineAdapters, LoadAdapter
 from actors.engine_client import Refusal
 from actors.link_server import Connection, LinkServer, Stream
-from actors.messages import Abort, AbortById, Ended, Follow, FromFront, Refused, Status, Submit, client_id
+from actors.messages import Abort, AbortById, Adapters, Ended, Follow, FromFront, Refused, Status, Submit, client_id
 from actors.metrics import EngineMetrics, MetricValues, Snapshot
+from actors.queue_limits import QueueLimits
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.draft_client import DraftClient, DraftWire, speculation_of
 from runtime.core.engine import EngineCore
@@ -28,7 +30,7 @@ from runtime.core.engine_load import EngineLoad
 from runtime.core.executor import Executor
 from runtime.core.request_state import RequestState
 from runtime.core.step_pacing import StepPacing
-from runtime.core.types import CallboardError, FinishReason, StepOutput
+from runtime.core.types import CallboardError, FinishReason, Request, StepOutput
 
 logger = logging.getLogger(__name__)
 # While a step need not be planned yet, the loop looks whether the one in flight has ended already: after a share of the
@@ -41,11 +43,16 @@ class EngineLoop:
     """The step thread. It alone touches the scheduler; everybody else puts a message in its inbox.
 
     `start_runners()` makes a fresh group of runners and returns an executor for it; it is called at the start and
-    whenever a runner is lost. `num_restarts` tells how many engines there were before this one.
+    whenever a runner is lost; `load_adapter` lets them load one. `num_restarts` tells how many engines there were
+    before this one.
     """
 
     def __init__(
-        self, config: EngineConfig, start_runners: Callable[[], tuple[Executor, ModelInfo]], num_restarts: int = 0
+        self,
+        config: EngineConfig,
+        start_runners: Callable[[], tuple[Executor, ModelInfo]],
+        load_adapter: LoadAdapter,
+        num_restarts: int = 0,
     ) -> None:
         self.config = config
         self._start_runners = start_runners
@@ -54,8 +61,8 @@ class EngineLoop:
         self._inbox = queue.SimpleQueue()
         self._connections: set[Connection] = set()
         self._by_id: dict[str, dict[Stream, None]] = {}  # live ones by their clients' ids
+        self._held: list[tuple[Stream, Request]] = []  # until an adapter is loaded
         self._untold: set[Connection] = set()  # those that do not know yet what was accepted
-        self._finish_times: deque[float] = deque(maxlen=64)  # since the engine was last idle
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
         self._draining: str | None = None  # why no new requests are taken
         self._output: StepOutput | None = None  # committed, not sent yet
@@ -67,7 +74,11 @@ class EngineLoop:
         speculation = speculation_of(config, self.info, time.monotonic)
         pacing = StepPacing(config.max_itl_ms, time.monotonic)
         self.core = EngineCore(config, self.info, self.executor, speculation, pacing)
-        self._followers = Followers(CacheFeed(self.core.scheduler), time.monotonic)
+        scheduler, changed = self.core.scheduler, self._adapters_have_changed
+        self._limits = QueueLimits(config, scheduler)
+        self._adapters = EngineAdapters(config, scheduler, load_adapter, self._call, self._rebuild, changed)
+        self._adapters.load_at_start()
+        self._followers = Followers(CacheFeed(scheduler), time.monotonic)
         self._meter = EngineMetrics(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
         self.reason = None
@@ -146,9 +157,16 @@ class EngineLoop:
         self._call(partial(self.draft.attach, wire, step_us)).result()
 
     def _call(self, work: Callable[[], object]) -> Future[object]:
-        """Let the step thread do `work`."""
+        """Let the step thread do `work`; a CallboardError is the future's."""
         done: Future[object] = Future()
-        self._inbox.put(lambda: done.set_result(work()))
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except CallboardError as e:
+                done.set_exception(e)
+
+        self._inbox.put(run)
         return done
 
     def join(self) -> None:
@@ -214,10 +232,11 @@ class EngineLoop:
         """All that is in the inbox; when there is nothing to compute or to send, wait for something."""
         inbox = self._inbox
         while True:
+            self._adapters.release_unused()
             if inbox.empty():
                 if self.core.has_work or self._output is not None or self._closed:
                     return
-                self._finish_times.clear()
+                self._limits.idle()
                 has_backlog = any(c.has_backlog for c in self._connections)
                 idle_s = _CHECK_EVERY_S if logger.isEnabledFor(logging.DEBUG) else None
                 untold_s = self._followers.tell()
@@ -253,6 +272,8 @@ class EngineLoop:
             self._abort(message)
         elif isinstance(message, Follow):
             self._followers.follow(connection, message.wanted)
+        elif isinstance(message, Adapters):
+            self._adapters.apply(message.entries)
         elif connection not in self._connections:
             self._connections.add(connection)
             connection.send(self._status())
@@ -265,39 +286,32 @@ class EngineLoop:
 
     def _submit(self, connection: Connection, message: Submit) -> None:
         connection.last_stream = message.stream
-        if not message.resumed and (refusal := self._refusal(message)) is not None:
-            connection.send(refusal)
-            return
+        if not message.resumed:
+            draining = Refused(message.stream, self._draining, Refusal.DRAINING) if self._draining else None
+            if (refusal := draining or self._limits.refusal(message)) is not None:
+                connection.send(refusal)
+                return
         stream = Stream(connection, message.stream, message.request.request_id)
-        request = replace(message.request, request_id=stream.key)
+        connection.streams[message.stream] = stream
+        self._by_id.setdefault(client_id(stream.request_id), {})[stream] = None
+        self._add(stream, replace(message.request, request_id=stream.key))
+
+    def _add(self, stream: Stream, request: Request) -> None:
+        """Queue a request, unless its adapter is not loaded yet."""
+        connection = stream.connection
+        if self._adapters.is_awaited(request.adapter):
+            self._held.append((stream, request))
+            return
         try:
             state = self.core.add(request, stream)
         except CallboardError as e:
-            connection.send(Refused(message.stream, str(e), Refusal.NEVER))
+            self._forget(stream)
+            connection.send(Refused(stream.number, str(e), Refusal.NEVER))
             return
-        connection.streams[message.stream] = stream
-        self._by_id.setdefault(client_id(stream.request_id), {})[stream] = None
-        connection.frame.accepted.append((message.stream, False))
+        connection.frame.accepted.append((stream.number, False))
         self._untold.add(connection)
-        if self.config.queue_timeout_s is not None and len(message.request.token_ids) == message.request.prompt_len:
+        if self.config.queue_timeout_s is not None and len(request.token_ids) == request.prompt_len:
             self._deadlines.append((time.monotonic() + self.config.queue_timeout_s, state))
-
-    def _refusal(self, message: Submit) -> Refused | None:
-        """The answer to a request that comes at the wrong time; the queue is counted as it is now."""
-        if self._draining:
-            return Refused(message.stream, self._draining, Refusal.DRAINING)
-        config, waiting = self.config, self.core.scheduler.num_waiting
-        tokens = self.core.scheduler.waiting.num_tokens
-        if waiting >= config.max_queued_requests:
-            text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
-        elif waiting and tokens + len(message.request.token_ids) > config.max_queued_tokens:  # an empty queue takes any
-            text = (
-                f"The engine has {tokens} tokens waiting and this prompt has {len(message.request.token_ids)}, above "
-                f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
-            )
-        else:
-            return None
-        return Refused(message.stream, text, Refusal.BUSY, self._retry_after_s(waiting))
 
     def _expire_queued(self) -> None:
         """Requests come in order of their deadlines; one that has begun or ended has none any more."""
@@ -314,13 +328,6 @@ class EngineLoop:
                 self._forget(stream)
                 text = f"The request waited {self.config.queue_timeout_s:g} s in the queue (queue_timeout_s)."
                 stream.connection.send(Refused(stream.number, text, Refusal.LATE))
-
-    def _retry_after_s(self, waiting: int) -> float:
-        """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""
-        times = self._finish_times
-        if len(times) < 2 or times[-1] == times[0]:
-            return 1.0
-        return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))
 
     def _drain(self, reason: str) -> None:
         self._draining = reason
@@ -374,7 +381,7 @@ class EngineLoop:
             num_prompt += state.prompt_len
         meter.emitted(len(output.states), num_others, num_prompt)
         for state, reason in output.finished:
-            self._finish_times.append(sampled_at)
+            self._limits.finished(sampled_at)
             stop_id, error = None, state.failure
             if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
                 stop_id = state.tokens[-1]
@@ -400,7 +407,21 @@ class EngineLoop:
             self._by_id.pop(key, None)
 
     def _status(self) -> Status:
-        return Status(self._draining or self.reason, self._draining is not None)
+        return Status(self._draining or self.reason, self._draining is not None, self._adapters.states())
+
+    def _adapters_have_changed(self) -> None:
+        """Tell the fronts, and queue what has waited for one, but for streams that have ended meanwhile."""
+        self._set_reason(self.reason)
+        held, self._held = self._held, []
+        for stream, request in held:
+            if stream.connection.streams.get(stream.number) is stream:
+                self._add(stream, request)
+
+    def _fail_requests(self, adapter: str, error: str) -> None:
+        for state in [s for s in self.core.scheduler.requests.values() if s.request.adapter == adapter]:
+            self.core.abort(state.owner.key)
+            self._end(state.owner, FinishReason.ERROR, None, error)
+            state.owner.connection.flush(self._meter.sampled_at_wall)
 
     def _set_reason(self, reason: str | None) -> None:
         self.reason = reason
@@ -420,7 +441,7 @@ class EngineLoop:
             text = f"The model runners were lost {culprit.num_losses} times while computing this request."
             self._end(culprit.owner, FinishReason.ERROR, None, text)
             culprit.owner.connection.flush(self._meter.sampled_at_wall)
-        self.executor, info = self._start_runners()
+        self.executor, info = self._adapters.restart(self._start_runners, self._fail_requests)
         if info.fingerprint != self.info.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")
         self.core.recover(self.executor)

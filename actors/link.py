@@ -15,12 +15,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
+from actors.adapters import AdapterEntry, AdapterState
 from actors.engine_client import EngineRefusal, OnEngine
 from actors.messages import (
     HEARTBEAT_S,
     LOST_AFTER_BEATS,
     Abort,
     AbortById,
+    Adapters,
     CacheUpdate,
     EngineLoading,
     Follow,
@@ -170,6 +172,8 @@ class EngineLink:
         self.reason: str | None = "The engine is starting."  # why it serves nothing now; None: it is healthy
         self.usable = False  # it is connected, and the engine has told its Status
         self.draining = False
+        self.adapters: dict[str, AdapterState] = {}  # by name, as the engine told last
+        self.digests: frozenset[str] = frozenset()  # of those that requests may ask for
         self.is_followed = False  # it tells of its cache and its load
         self.suspects: list[Stream] = []  # what the engine computed when its connection ended
         self._task = asyncio.create_task(self._keep_connected())
@@ -219,6 +223,10 @@ class EngineLink:
         """Let this engine tell of its cache and its load from now on, beginning with a snapshot; or no more."""
         self.is_followed = wanted
         self._send(Follow(wanted))
+
+    def tell_adapters(self, entries: list[AdapterEntry]) -> None:
+        """Tell this engine what names of adapters mean."""
+        self._send(Adapters(entries))
 
     async def report(self, figures: MetricValues) -> Snapshot | None:
         """Give the engine what was counted, and get all that it knows: its last answer if it is slow, None if there is
@@ -301,6 +309,8 @@ class EngineLink:
             self._group.on_cache_update(self, message)
         elif isinstance(message, Status):
             self.reason, self.draining = message.reason, message.draining
+            self.adapters = {state.entry.name: state for state in message.adapters}
+            self.digests = frozenset(state.digest for state in message.adapters if state.is_served)
             self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
             self._group.on_status(self)
         elif isinstance(message, Snapshot):

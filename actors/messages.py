@@ -1,6 +1,6 @@
 """The messages between a front and an engine on their link: msgpack, one a frame (transport.py).
 
-    front -> engine   Submit, Abort, AbortById, Heartbeat, Report, Follow
+    front -> engine   Submit, Abort, AbortById, Heartbeat, Report, Follow, Adapters
     engine  -> front  Tokens (at most one a step), Refused, Status, Heartbeat and Snapshot (the answers to a Heartbeat
                         and a Report), CacheUpdate (to who follows: at most one a step and 20 ms)
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import msgspec
 
+from actors.adapters import AdapterEntry, AdapterState
 from actors.engine_client import Refusal
 from actors.metrics import MetricValues, Snapshot
 from runtime.core.engine_load import EngineLoad
@@ -112,11 +113,18 @@ class Refused(msgspec.Struct, array_like=True, tag=5):
 
 
 class Status(msgspec.Struct, array_like=True, tag=6):
-    """The engine's health, when a front comes and when it changes. A draining engine finishes what it has and takes
-    no new requests."""
+    """The engine's health and its adapters, when a front comes and when they change. A draining engine finishes what
+    it has and takes no new requests."""
 
     reason: str | None  # why it cannot serve; None: it is healthy
     draining: bool = False
+    adapters: list[AdapterState] = []
+
+
+class Adapters(msgspec.Struct, array_like=True, tag=12):
+    """What names of adapters mean, as far as the front knows it better than the engine. The answer is a Status."""
+
+    entries: list[AdapterEntry]
 
 
 class Follow(msgspec.Struct, array_like=True, tag=10):
@@ -142,7 +150,7 @@ class EngineLoading(CallboardError):
     """There is an engine, but it has no address yet: it loads its model. The text says how far it is."""
 
 
-FromFront = Submit | Abort | AbortById | Follow  # what a front tells an engine's step thread
+FromFront = Submit | Abort | AbortById | Follow | Adapters  # what a front tells an engine's step thread
 encode = msgspec.msgpack.Encoder().encode
 decode_from_front = msgspec.msgpack.Decoder(FromFront | Heartbeat | Report).decode
 decode_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat | CacheUpdate).decode

@@ -120,6 +120,7 @@ METRICS = ENGINE_METRICS | {  # and what replicas count
         "expected",
         "found",
     ),
+    "callboard:adapter_requests": _counter("Finished requests for an adapter, by its name.", "adapter"),
     "callboard:requests_refused": _counter(
         "Requests that were not served, by the reason.", "reason", "never", "busy", "draining", "late"
     ),

@@ -49,16 +49,17 @@ class Prompt:
         salt: str = "",
         uses_cache: bool = True,
         hashes: dict[_Kind, list[bytes]] | None = None,
+        adapter: str = "",
     ) -> None:
-        """Requests of another `salt` share no block with this one; one that `uses_cache` not has no hits. `hashes` are
-        those of leading full blocks, as far as they are known."""
-        self.token_ids, self.salt, self.uses_cache = token_ids, salt, uses_cache
+        """Requests of another `salt` or `adapter` share no block with this one; one that `uses_cache` not has no hits.
+        `hashes` are those of leading full blocks, as far as they are known."""
+        self.token_ids, self.salt, self.uses_cache, self.adapter = token_ids, salt, uses_cache, adapter
         self._hashes = {} if hashes is None else hashes  # of the leading blocks, and perhaps of what follows them
 
     def continued(self, token_ids: Sequence[int]) -> Prompt:
         """This one with more tokens at its end, as when a stream moves; full blocks are not hashed again."""
         hashes = {kind: self.block_hashes(kind) for kind in self._hashes}
-        return Prompt([*self.token_ids, *token_ids], self.salt, hashes=hashes)
+        return Prompt([*self.token_ids, *token_ids], self.salt, hashes=hashes, adapter=self.adapter)
 
     def block_hashes(self, kind: _Kind) -> list[bytes]:
         """The hashes of its leading full blocks, as far as they were asked for."""
@@ -76,7 +77,7 @@ class Prompt:
         start, end = 0, min(_FIRST_PIECE, total)
         while start < end:
             if (known := len(hashes)) < end:
-                parent = hashes[-1] if hashes else root_hash(fingerprint, self.salt)
+                parent = hashes[-1] if hashes else root_hash(fingerprint, self.salt, self.adapter)
                 hashes += hash_blocks(parent, array("i", self.token_ids[known * size : end * size]), size)
             yield memoryview(b"".join(hashes[start:end])).cast("q")[::2].tolist()
             start, end = end, min(2 * end, total)

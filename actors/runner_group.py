@@ -172,6 +172,13 @@ class RunnerGroup:
                 logger.warning("the runners are started again: %s", e)
         raise AssertionError("unreachable")
 
+    def load_adapter(self, index: int, path: str) -> None:
+        """Let all of them load an adapter while they serve. Raises CallboardError, RunnersLost too."""
+        ranks = self._ranks
+        if ranks is None:
+            raise RunnersLost("There are no runners.")
+        ranks.ask("load_adapter", *((index, path) for _ in ranks.runners))
+
     def _make_runners(self) -> list[Any]:
         actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
         ranks = range(self._config.tensor_parallel_size)

@@ -12,6 +12,7 @@ from runtime.core.decoder_spec import DecoderSpec, RopeType
 from runtime.core.sharding import Shard
 from runtime.core.types import CallboardError
 from runtime.loading import folder
+from runtime.loading.adapters import read_adapter
 from runtime.loading.gguf import GgufFile, ggml_types
 from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
 from runtime.loading.resolve import resolve
@@ -82,6 +83,8 @@ def check_model(config: EngineConfig) -> None:
     quantized_at_load(spec, config)
     load_tokenizer(path, config.chat_template, config.tool_call_parser)
     SamplingDefaults.load(path, config.generation_config)
+    for adapter in config.adapters.values():
+        read_adapter(adapter).check_rank(config.max_lora_rank)
 
 
 def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:

@@ -117,6 +117,8 @@ class LLM:
         from runtime.worker.sources import CheckpointSource
 
         self.config = EngineConfig(model=model, **config)
+        if self.config.lora:
+            raise CallboardError("lora names adapters for clients of a server; use load_adapter instead.")
         if self.config.tensor_parallel_size != 1:
             raise CallboardError("tensor_parallel_size must be 1: one process holds the whole model; leave it out.")
         path = resolve(model, self.config.revision)

@@ -260,6 +260,8 @@ def build_app(args: AppArgs) -> serve.Application:
 
     Raises CallboardError if a value is out of range or the cluster lacks what is asked for."""
     config, settings, scaling = args.engine_config(), args.http_settings(), args.scaling()
+    if (model := args.served_model_name or config.model) in config.adapters:
+        raise CallboardError(f"An adapter of lora is called {model!r}, as the model is; give it another name.")
     if not ray.is_initialized():
         ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]

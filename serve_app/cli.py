@@ -208,17 +208,23 @@ def _number_or_auto(text: str) -> int | None:
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    config: EngineConfig = _checked(EngineConfig, **{f.name: getattr(args, f.name) for f in fields(EngineConfig)})
+    config: EngineConfig = _checked(EngineConfig, **_values(args, EngineConfig))
     return config
+
+
+def _values(args: argparse.Namespace, settings: type) -> dict[str, Any]:
+    """What is given for the fields of a dataclass of settings."""
+    values = {f.name: getattr(args, f.name) for f in fields(settings)}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None}
 
 
 def _http_settings(args: argparse.Namespace) -> HttpSettings:
     """Raises CallboardError if a value is out of range or the file of keys cannot be read."""
-    values = {f.name: getattr(args, f.name) for f in fields(HttpSettings)}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    settings: HttpSettings = _checked(HttpSettings, **{k: v for k, v in values.items() if v is not None})
+    settings: HttpSettings = _checked(HttpSettings, **_values(args, HttpSettings))
     if settings.api_key_file is not None:  # the fronts have another working directory
         settings = replace(settings, api_key_file=os.path.abspath(settings.api_key_file))
+    if settings.lora_folder is not None:
+        settings = replace(settings, lora_folder=os.path.abspath(settings.lora_folder))
     settings.api_keys()
     return settings
 
@@ -248,10 +254,14 @@ def _serve(args: argparse.Namespace) -> int:
 
     if config.chat_template is not None:  # the fronts have another working directory
         config = replace(config, chat_template=os.path.abspath(config.chat_template))
+    config = replace(config, lora=tuple(f"{name}={os.path.abspath(path)}" for name, path in config.adapters.items()))
+    http = _http_settings(args).listening_on(args.host)
+    if http.lora_folder is not None and not config.max_loras:
+        raise _UsageError("--lora-folder is given, but there is no room for adapters; give --max-loras, too.")
     serve(
         ServerSettings(
             config,
-            _http_settings(args).listening_on(args.host),
+            http,
             host=args.host,
             port=args.port,
             served_model_name=args.served_model_name,

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from runtime.output.fields import FieldError, shortened
+from serve_app.adapter_routes import adapter_routes
 from serve_app.answers import encode_json
 from serve_app.auth import AuthMiddleware, Cors, path_within
 from serve_app.endpoints import ENDPOINTS
@@ -79,8 +80,9 @@ class _Routes:
             *pooled_routes(service, settings),
             *response_routes(service, settings, self._stored, recorded),
             Route("/v1/requests/{request_id}", self.recorded),
-            Route("/v1/models", _get(lambda: {"object": "list", "data": [service.model_card()]})),
+            Route("/v1/models", _get(lambda: {"object": "list", "data": service.model_cards()})),
             Route("/v1/models/{name:path}", self.model),
+            *adapter_routes(service, settings),
             Route("/v1/abort", self.abort, methods=["POST"]),
             Route("/v1/messages/count_tokens", _post(count_tokens, service, settings), methods=["POST"]),
             Route("/tokenize", _post(tokenize, service, settings), methods=["POST"]),
@@ -126,8 +128,7 @@ class _Routes:
         return _json(self._recorded.found(request.path_params["request_id"], request.scope["owner"]))
 
     async def model(self, request: HttpRequest) -> Response:
-        self._service.check_model(request.path_params["name"])
-        return _json(self._service.model_card())
+        return _json(self._service.model_card(request.path_params["name"]))
 
 
 def _get(answer: Callable[[], object]) -> Callable[[HttpRequest], Awaitable[Response]]:

@@ -39,6 +39,7 @@ class RequestContext:
 
     arrived_at: float = field(default_factory=time.time)
     traceparent: str | None = None  # W3C Trace Context
+    model: str = ""  # that answers it: the model's name or an adapter's; known when it has been read
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class ChoiceStats:
     """One engine request as this replica saw it."""
 
     request: Request
+    adapter: str = ""  # its name; "": it asks for the model itself
     engine: str = ""  # the id of the one that serves it; "": none does yet
     num_output: int = 0
     num_cached: int = 0
@@ -81,12 +83,13 @@ class RequestRecord:
 
     def __init__(self, metrics: ServiceMetrics, context: RequestContext) -> None:
         self._metrics, self._context = metrics, context
+        self._adapter = context.model if context.model not in ("", metrics.model) else ""
         self.choices: list[ChoiceStats] = []
 
     @contextmanager
     def choice(self, request: Request) -> Iterator[ChoiceStats]:
         """Around all that is done for one engine request. If it is not told otherwise, it was aborted."""
-        choice = ChoiceStats(request)
+        choice = ChoiceStats(request, self._adapter)
         self.choices.append(choice)
         submitted_at = time.time()
         try:
@@ -106,7 +109,7 @@ class ServiceMetrics:
     """The metrics of one replica, by engine, and what has to be done to show all of the application."""
 
     def __init__(self, client: EngineClient, model: str) -> None:
-        self._client, self._model = client, model
+        self._client, self.model = client, model
         self._pending: defaultdict[str, MetricValues] = defaultdict(MetricValues)  # by engine: not reported yet
         self._sinks: list[RequestLog] = [self._log]
         self._ray: RayMetrics | None = None
@@ -159,6 +162,8 @@ class ServiceMetrics:
             figures.count("callboard:requests_refused", choice.refusal)
             return
         figures.count("vllm:request_success", choice.reason)
+        if choice.adapter:
+            figures.count("callboard:adapter_requests", choice.adapter)
         observe("vllm:request_prompt_tokens", request.prompt_len)
         observe("vllm:request_generation_tokens", choice.num_output)
         observe("vllm:request_params_max_tokens", request.params.max_tokens)
@@ -209,7 +214,7 @@ class ServiceMetrics:
     async def exposition(self) -> bytes:
         """The Prometheus text of the whole application: its engines, and all replicas as of their last reports."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(self._model, await self.report()))
+        registry.register(_Collector(self.model, await self.report()))
         return generate_latest(registry)
 
     async def run(self, ray_metrics: RayMetrics, publishes_engines: Callable[[], bool]) -> None:
@@ -233,7 +238,7 @@ class ServiceMetrics:
         first = min(began, key=lambda choice: choice.first_at, default=None)
         fields = {
             "id": request_id,
-            "model": self._model,
+            "model": context.model or self.model,
             "status": status,
             "finish_reason": ",".join(choice.reason for choice in choices),
             "prompt_tokens": sum(choice.request.prompt_len for choice in choices),

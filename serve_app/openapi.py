@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, create_model
 from pydantic.json_schema import models_json_schema
 
+from serve_app.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
 from serve_app.requests import (
     AbortRequest,
     ChatRequest,
@@ -161,7 +162,7 @@ NotReady = _answer("NotReady", error=ErrorObject, status=Literal["loading", "una
 _ERRORS = {
     400: "A field is at fault, or the body is no JSON object.",
     401: "The API key is missing or not known.",
-    403: "The request names a host that this server does not answer as.",
+    403: "The request names a host that this server does not answer as, or asks for what it does not allow.",
     404: "There is no such model, or no such response.",
     405: "The route has other methods.",
     408: "The body did not come in time.",
@@ -178,6 +179,7 @@ _ANY = (405, 431, 500)
 _BODY = (400, 408, 413, 415)
 _TOKENIZE = (TokenizeTextRequest, TokenizeChatRequest)
 _GENERATION = (*_BODY, 404, 429, 499, 503, 504)
+_ADAPTERS = (*_BODY, 403, 503, 504)
 _STORED = (400, 404, 503)
 _RESPONSE = "/v1/responses/{response_id}"
 _ANSWER_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
@@ -232,8 +234,10 @@ _OPERATIONS = (
     _Operation(f"{_RESPONSE}/cancel", "End a response in the background", ResponseObject, (), _STORED, method="post"),
     _Operation(f"{_RESPONSE}/input_items", "A response's input", ItemList, (), _STORED, query=InputItemsQuery),
     _Operation("/v1/requests/{request_id}", "A request among a front's latest", RecordedRequest, (), (404,)),
-    _Operation("/v1/models", "The model that is served", ModelList, errors=(503,)),
-    _Operation("/v1/models/{model}", "The model, by its name", ModelCard, errors=(404, 503)),
+    _Operation("/v1/models", "The model that is served, and its adapters", ModelList, errors=(503,)),
+    _Operation("/v1/models/{model}", "The model or an adapter, by its name", ModelCard, errors=(404, 503)),
+    _Operation("/v1/load_lora_adapter", "Load an adapter", None, (LoadAdapterRequest,), _ADAPTERS),
+    _Operation("/v1/unload_lora_adapter", "Unload an adapter", None, (UnloadAdapterRequest,), (*_ADAPTERS, 404)),
     _Operation("/v1/abort", "End a request", Aborted, (AbortRequest,), _BODY),
     _Operation("/tokenize", "The token ids of a text or of a chat's prompt", Tokenized, _TOKENIZE, (*_BODY, 404, 503)),
     _Operation("/detokenize", "The text of token ids", Detokenized, (DetokenizeRequest,), (*_BODY, 404, 503)),

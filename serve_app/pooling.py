@@ -53,6 +53,7 @@ class PooledRoute:
         if body is None:
             return
         prepared = await beside_the_loop_if(is_long(body), partial(self._prepared, body, scope))
+        context.model = prepared.model.name
         async with until_client_leaves(receive, send) as send:
             async with deadline(self._settings.request_timeout_s):
                 pooled = await self._service.pool(prepared.id, prepared.requests, context)
@@ -66,8 +67,7 @@ class PooledRoute:
         endpoint, service = self._endpoint, self._service
         request = parse(endpoint.request_type, body)
         check_priority(request.priority, self._settings)
-        service.check_model(request.model)
-        model = service.served
+        model = service.named(request.model)
         if (pooling := model.info.pooling) is None:
             text = "This model makes text, not vectors; its operator can start it with --pooling last or mean."
             raise ApiError(400, text, param="model", code="model_not_supported")
@@ -81,7 +81,7 @@ class PooledRoute:
         name = endpoint.id_prefix + request_id
         priority, salt = request.priority, request.cache_salt or ""
         requests = [
-            Request(f"{owned(name, scope['owner'])}-{i}", ids, len(ids), _POOLED, 0, priority, salt)
+            Request(f"{owned(name, scope['owner'])}-{i}", ids, len(ids), _POOLED, 0, priority, salt, model.adapter)
             for i, ids in enumerate(prompts)
         ]
         return PreparedPooling(name, request, model, pooling, requests)

@@ -30,11 +30,13 @@ class ServedModel:
     chats: ChatPrompter | None  # None: it has no chat template
     info: ModelInfo
     speculates: bool  # it has a draft, and usage tells how well that does
+    adapter: str = ""  # digest of the adapter that this name means; "": it means the model itself
 
     @property
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: weights and numerics. With the same one, a seed gives the same answer."""
-        return "fp_" + self.info.fingerprint[:16]
+        own = f"_{self.adapter[:16]}" if self.adapter else ""
+        return f"fp_{self.info.fingerprint[:16]}{own}"
 
     def encode(self, request: SamplingFields, text: str, special: bool, where: str) -> list[int]:
         """The token ids of the text of the field `where`; raises ApiError if they are clearly too many."""

@@ -308,7 +308,8 @@ def _announce(settings: ServerSettings, console: Console) -> None:
     name = settings.served_model_name or settings.config.model
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     draft = f" (draft: {settings.config.draft})" if settings.config.draft else ""
-    console.announce(f"Callboard serves {name}{draft} at {url}/v1")
+    adapters = f" with the adapters {', '.join(settings.config.adapters)}" if settings.config.lora else ""
+    console.announce(f"Callboard serves {name}{draft}{adapters} at {url}/v1")
     console.announce(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 
 

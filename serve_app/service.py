@@ -13,6 +13,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import count
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -29,7 +30,7 @@ from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
 from serve_app.endpoints import Endpoint
-from serve_app.errors import ApiError, api_error
+from serve_app.errors import ApiError, api_error, redacted
 from serve_app.metrics import RequestContext, RequestRecord, ServiceMetrics
 from serve_app.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.requests import SamplingFields
@@ -53,6 +54,7 @@ _REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, co
 MAX_PROMPT_TOKENS = 4_000_000  # of one request, which sends a prompt to the engine once for each choice
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
 _MOST_POOLED = 256  # prompts of one request for vectors that engines have at a time: their queues are for others, too
+_MAX_NAMES = 8  # of models, in an error
 _MAX_IGNORED = 32  # keywords of a schema that are not enforced, in a header
 _MAX_SCORES = 1 << 18  # log-probabilities of prompts that one request may ask for: 80 bytes of JSON each
 
@@ -85,12 +87,23 @@ class Service:
         """True while no request can be served yet."""
         return self._tokenizer is None
 
-    @property
-    def served(self) -> ServedModel:
-        """The model as it is now; raises the 503 while the service is loading."""
+    def named(self, name: str | None) -> ServedModel:
+        """What a request for this model, or for none, gets: the model as it is now, or one of its adapters.
+
+        Raises the 404 if nothing has the name, and the 503 while the service is loading."""
+        name = self.model if name is None else name
+        adapter = None if name == self.model else self._client.adapters.served().get(name)
         if self._tokenizer is None:
             raise _unavailable(self.health() or "", _LOADING_RETRY_S)
-        return ServedModel(self.model, self._tokenizer, self._chats, self._client.info, self.draft is not None)
+        if adapter is None and name != self.model:
+            raise self._unknown(name, "model")
+        digest = "" if adapter is None else adapter.digest
+        return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft is not None, digest)
+
+    def _unknown(self, name: str, param: str) -> ApiError:
+        names = ", ".join(map(repr, [self.model, *self._client.adapters.served()][:_MAX_NAMES]))
+        text = f"There is no model {shortened(name)!r} here; this server has {names}."
+        return ApiError(404, text, param=param, code="model_not_found")
 
     def engines(self) -> list[str]:
         """The ids of the engines that there are; a healthy server may have none, and start one for the next request."""
@@ -105,37 +118,50 @@ class Service:
         error."""
         self._client.abort(owned(request_id, owner))
 
-    def check_model(self, name: str | None) -> None:
-        """Raises the 404 for any name but this model's; a request without one means it."""
-        if name is not None and name != self.model:
-            raise ApiError(
-                404,
-                f"There is no model {shortened(name)!r} here; this server has {self.model!r}.",
-                param="model",
-                code="model_not_found",
-            )
-
     def description(self) -> dict[str, Any]:
         """The model and how it computes; raises the 503 while the service is loading."""
-        model = self.served
+        model = self.named(None)
         facts = asdict(model.info) | {"model": self.model, "draft": self.draft, "version": version("callboard")}
         return facts | {"system_fingerprint": model.fingerprint}
 
-    def model_card(self) -> dict[str, Any]:
-        """OpenAI's model object; raises the 503 while the service is loading."""
-        info = self.served.info
+    def model_card(self, name: str | None = None) -> dict[str, Any]:
+        """OpenAI's model object, of the model or of an adapter; raises what `named` does."""
+        model = self.named(name)
+        adapter = self._client.adapters.served().get(model.name) if model.adapter else None
         return {
-            "id": self.model,
+            "id": model.name,
             "object": "model",
-            "created": self._created,
+            "created": adapter.entry.version // 10**9 if adapter and adapter.entry.version else self._created,
             "owned_by": "callboard",
-            "root": self.model,
-            "parent": None,
-            "permission": [{**_PERMISSION, "id": f"modelperm-{self.model}", "created": self._created}],
-            "max_model_len": info.max_model_len,
-            "weights": info.weight_formats,
+            "root": self.model if adapter is None else Path(adapter.entry.path).name,  # not where it lies
+            "parent": None if adapter is None else self.model,
+            "permission": [{**_PERMISSION, "id": f"modelperm-{model.name}", "created": self._created}],
+            "max_model_len": model.info.max_model_len,
+            "weights": model.info.weight_formats,
             "draft": self.draft,
         }
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        """Of all that a request may ask for, the model itself first."""
+        return [self.model_card(name) for name in (None, *self._client.adapters.served())]
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Let requests ask for the adapter in a folder by this name; returns when all engines have it, or raises
+        ApiError."""
+        if name == self.model or name in self._client.adapters.served():
+            raise invalid("lora_name", f"is {shortened(name)!r}, which is a model here already; unload it first")
+        try:
+            await self._client.adapters.load(name, path)
+        except EngineRefusal as e:
+            raise _refused(e) from e
+        except CallboardError as e:
+            raise ApiError(400, redacted(str(e)), param="lora_path", code="adapter_not_loaded") from e
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no new request ask for it; returns when those that have it have come to their end."""
+        if name not in self._client.adapters.served():
+            raise self._unknown(name, "lora_name")
+        await self._client.adapters.unload(name)
 
     def prepare(self, endpoint: Endpoint[R], request: R, request_id: str = "", owner: str = "") -> PreparedRequest[R]:
         """Template, tokenise and check one API request; raises FieldError or ApiError.
@@ -143,8 +169,7 @@ class Service:
         `request_id` becomes a part of the answer's id; without one it is random. Of those who ask, only `owner` can
         abort it.
         Pure CPU work and thread-safe, so that a long prompt can be prepared beside the event loop."""
-        self.check_model(request.model)
-        model = self.served
+        model = self.named(request.model)
         if not model.info.makes_text:
             raise ApiError(400, "This model makes no text; ask it for embeddings or scores.", param="model")
         prompts = endpoint.prompts(request, model)
@@ -163,8 +188,15 @@ class Service:
             if not requests:
                 _check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
                 _check_token_ids("stop_token_ids", params.stop_token_ids, model)
-            priority, salt = request.priority, request.cache_salt or ""
-            requests += requests_of(names, prompt, params, request.n or 1, priority=priority, cache_salt=salt)
+            requests += requests_of(
+                names,
+                prompt,
+                params,
+                request.n or 1,
+                priority=request.priority,
+                cache_salt=request.cache_salt or "",
+                adapter=model.adapter,
+            )
         stops = StopStrings(params.stop) if params.stop else None
         return PreparedRequest(answer_id, owner, request, model, prompts, requests, stops, request.ignored_fields())
 
@@ -175,10 +207,9 @@ class Service:
 
         Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
         are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
-        with (
-            self._counted(),
-            self.metrics.request(prepared.id, context or RequestContext(), prepared.num_choices) as record,
-        ):
+        context = context or RequestContext()
+        context.model = prepared.model.name
+        with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
             if (grammar := prepared.prompts.grammar) is not None:
@@ -372,8 +403,7 @@ def _as_answers() -> Iterator[None]:
     try:
         yield
     except EngineRefusal as e:
-        status, code, retry_after_s = _REFUSALS[e.reason]
-        raise ApiError(status, str(e), code=code, retry_after_s=e.retry_after_s or retry_after_s) from e
+        raise _refused(e) from e
     except ApiError:
         raise
     except CallboardError as e:
@@ -387,6 +417,11 @@ def _failure(output: RequestOutput, grammar: RequestedGrammar | None) -> ApiErro
     if output.finish_reason is FinishReason.GRAMMAR:
         return ApiError(400, output.error, param=None if grammar is None else grammar.field, code="grammar_failed")
     return ApiError(500, output.error, code="engine_error")
+
+
+def _refused(refusal: EngineRefusal) -> ApiError:
+    status, code, retry_after_s = _REFUSALS[refusal.reason]
+    return ApiError(status, str(refusal), code=code, retry_after_s=refusal.retry_after_s or retry_after_s)
 
 
 def _unavailable(reason: str, retry_after_s: float) -> ApiError:

@@ -73,6 +73,11 @@ class HttpSettings:
     )
     request_timeout_s: float | None = setting(None, "longest time for a whole answer; default: any", above=0)
     keep_alive_s: float = setting(15.0, "a stream that waits for its first token sends a comment this often", above=0)
+    lora_folder: str | None = setting(
+        None,
+        "folder from which clients may load adapters while the server runs (/v1/load_lora_adapter), at this path on "
+        "every node; without it they may not",
+    )
     response_store_bytes: int = setting(
         128 << 20, "memory of each front for stored responses (/v1/responses); 0: none are stored", 0
     )

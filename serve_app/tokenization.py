@@ -50,15 +50,14 @@ class _Kind(RequestModel):
 def tokenize(service: Service, body: bytes) -> dict[str, Any]:
     """The token ids of a text or of a chat's prompt; raises FieldError or ApiError."""
     request: TokenizeTextRequest | TokenizeChatRequest
-    model = service.served
     if parse(_Kind, body).messages is None:
         request = parse(TokenizeTextRequest, body)
-        service.check_model(request.model)
+        model = service.named(request.model)
         special, limit = request.add_special_tokens, model.info.max_model_len
         ids = prompt_ids(model.tokenizer, request.prompt, special, limit, "prompt")
     else:
         request = parse(TokenizeChatRequest, body)
-        service.check_model(request.model)
+        model = service.named(request.model)
         ids, _ = CHAT.prompt(request, model)
     names = [model.tokenizer.id_to_token(i) for i in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.info.max_model_len, "tokens": ids, "token_strs": names}
@@ -66,16 +65,14 @@ def tokenize(service: Service, body: bytes) -> dict[str, Any]:
 
 def count_tokens(service: Service, body: bytes) -> dict[str, Any]:
     """The length of a message's prompt; raises FieldError or ApiError."""
-    request, model = parse(CountTokensRequest, body).as_chat(), service.served
-    service.check_model(request.model)
-    return {"input_tokens": len(CHAT.prompt(request, model)[0])}
+    request = parse(CountTokensRequest, body).as_chat()
+    return {"input_tokens": len(CHAT.prompt(request, service.named(request.model))[0])}
 
 
 def detokenize(service: Service, body: bytes) -> dict[str, Any]:
     """The text of token ids, special tokens included; raises FieldError or ApiError."""
     request = parse(DetokenizeRequest, body)
-    service.check_model(request.model)
-    model = service.served
+    model = service.named(request.model)
     if len(request.tokens) > max(MAX_IDS, model.info.max_model_len):
         raise invalid("tokens", f"has {len(request.tokens)} ids; at most {MAX_IDS} are allowed")
     size = model.tokenizer.vocab_size
@@ -86,7 +83,7 @@ def detokenize(service: Service, body: bytes) -> dict[str, Any]:
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
     """The facts that a client needs to render chats by itself, named as in a tokenizer_config.json."""
-    model = service.served
+    model = service.named(None)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": model.tokenizer.chat_template,

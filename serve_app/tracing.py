@@ -45,7 +45,7 @@ class Tracing:
             kind=trace.SpanKind.SERVER,
             start_time=_ns(context.arrived_at),
             attributes={
-                "gen_ai.request.model": self._model,
+                "gen_ai.request.model": context.model or self._model,
                 "gen_ai.request.id": request_id,
                 "gen_ai.usage.prompt_tokens": sum(choice.request.prompt_len for choice in choices),
                 "gen_ai.usage.completion_tokens": sum(choice.num_output for choice in choices),

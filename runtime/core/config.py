@@ -71,6 +71,11 @@ class EngineConfig:
     ] = setting(
         "auto", "the format in which the model writes tool calls; auto is the one that its chat template writes"
     )
+    lora: tuple[str, ...] = setting(
+        (),
+        "NAME=FOLDER: an adapter (LoRA, as PEFT writes it) that clients use as the model NAME; the folder is at this "
+        "path on every node; may be given several times",
+    )
     quantization: Literal["auto", "none", "fp8", "int8", "int4", "nf4"] = setting(
         "auto",
         "weights of linear maps on the device: auto as the file has them, none as plain numbers; else those of a file "
@@ -160,7 +165,9 @@ class EngineConfig:
         "divide the heads and the feed-forward size",
         1,
     )
-    max_loras: int = setting(0, "adapters (LoRA) that can be loaded at a time; memory is set aside for them", 0)
+    max_loras: int = setting(
+        0, "adapters (LoRA) that can be loaded at a time; memory is set aside for them; default: those of lora", 0
+    )
     max_lora_rank: int = setting(16, "highest rank of an adapter", 1)
     num_threads: int | None = setting(
         None, "CPU threads of a runner; default: the cores it may use, divided among ranks"
@@ -181,6 +188,23 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_model_len when "
                 "chunked_prefill is off."
             )
+
+        if not self.max_loras:
+            object.__setattr__(self, "max_loras", len(self.adapters))
+        if (least := len(self.adapters)) > self.max_loras:
+            raise CallboardError(f"max_loras is {self.max_loras}; it must be at least {least}, as lora names so many.")
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The folders of the adapters that are there from the start, by name."""
+        pairs = [(name, path) for name, _, path in (text.partition("=") for text in self.lora)]
+        for (name, path), text in zip(pairs, self.lora, strict=True):
+            if not name or not path:
+                raise CallboardError(f"lora is {text!r}; it must be NAME=FOLDER.")
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise CallboardError(f"lora has a name twice; give each adapter its own: {', '.join(n for n, _ in pairs)}.")
+        return found
 
     def _budget(self, default: int) -> int:
         return default if self.max_num_batched_tokens is None else self.max_num_batched_tokens
@@ -203,6 +227,7 @@ class EngineConfig:
             pooling="none",
             device="cpu" if self.draft_device == "cpu" else self.device,
             tensor_parallel_size=1,
+            lora=(),
             max_loras=0,  # it guesses for all adapters alike
             max_num_seqs=self.max_num_seqs and self.max_num_seqs * (_SHARING if self.draft_shared else 1),
             gpu_memory_utilization=1.0,  # the model leaves a share free, and it comes second

@@ -19,10 +19,11 @@ class Refused(NamedTuple):
 
 # Remedies, each with the fields that it replaces. After = stand the values that ask for nothing, as null always does.
 _INSTEAD = {
+    "load the adapter and give its name as the model": "lora=[] lora_path adapter_id",
     "leave it out": """
         suffix="" guideline="" negative_prompt="" include=[] logits_processors=[] prompt_embeds=[] input_embeds=[]
-        samplers=[] grammar_triggers=[] lora=[] image_data=[] response_fields=[] images=[] transforms=[] plugins=[]
-        audio web_search_options moderation repetition_detection custom_logit_processor lora_path task adapter_id
+        samplers=[] grammar_triggers=[] image_data=[] response_fields=[] images=[] transforms=[] plugins=[]
+        audio web_search_options moderation repetition_detection custom_logit_processor task
         thinking_budget use_beam_search=false early_stopping=false watermarking=false return_hidden_states=false
         return_routed_experts=false return_meta_info=false watermark=false penalize_nl=false post_sampling_probs=false
         grammar_lazy=false thinking_forced_open=false length_penalty=1 num_beams=1 guidance_scale=1

@@ -27,10 +27,10 @@ class Served:
         self.router.add("e", info)
         self.info = info
 
-    def add(self, tokens, max_tokens=6, salt=""):
+    def add(self, tokens, max_tokens=6, salt="", adapter=""):
         self.num_requests += 1
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        return self.core.add(Request(f"r{self.num_requests}", tokens, len(tokens), params, cache_salt=salt))
+        params, name = SamplingParams(max_tokens=max_tokens, ignore_eos=True), f"r{self.num_requests}"
+        return self.core.add(Request(name, tokens, len(tokens), params, cache_salt=salt, adapter=adapter))
 
     def run(self):
         while self.core.has_work:
@@ -85,7 +85,7 @@ def test_the_picture_is_the_cache(todo):
 
 def test_hits_are_foreseen_as_the_engine_finds_them():
     """The same hashes on both sides, for any length of prompt; the last token is never a hit."""
-    served = Served()
+    served = Served(max_loras=1)
     served.router.add("other", INFO)
     served.send(served.feed.snapshot())
     served.add(list(range(1, 22)))
@@ -98,7 +98,16 @@ def test_hits_are_foreseen_as_the_engine_finds_them():
         served.run()
         assert choice.num_cached == state.num_cached
         assert choice.engine == "e" or not choice.num_cached
-    assert served.router.choose(Prompt(list(range(1, 22)), "another tenant")).num_cached == 0
+    tokens = list(range(1, 22))
+    assert served.router.choose(Prompt(tokens, "another tenant")).num_cached == 0
+    adapters = served.core.scheduler.adapters
+    served.core.executor.adapters[adapters.reserve("x")] = "x"
+    adapters.open("x")
+    for num_cached in (0, 20):
+        assert served.router.choose(Prompt(tokens, adapter="x").continued([])).num_cached == num_cached
+        assert served.add(tokens, adapter="x").num_hits == num_cached
+        served.run()
+        assert served.send(served.feed.update())
 
 
 def test_the_load_counts_what_is_still_to_be_computed():

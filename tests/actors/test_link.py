@@ -11,10 +11,12 @@ import uvloop
 from actors.engine_client import EngineRefusal, Refusal
 from actors.engine_group import EngineGroup
 from actors.engine_loop import EngineLoop
+from actors.executor import RunnersLost
 from actors.link_server import Connection
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.isolation import MAX_LOSSES
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+from runtime.loading.adapters import read_adapter
 from tests.support.fake_runner import EOS, FakeRunner, sequential
 
 INFO = ModelInfo("f", 320, 512, (EOS,), 200, 4, "none", "none")
@@ -38,6 +40,11 @@ class SlowRunner(FakeRunner):
             raise CallboardError(self.dead or "The runner was let go.")
         return super().collect()
 
+    def load_adapter(self, index, path):
+        if self.closed.is_set() or self.dead:
+            raise RunnersLost(self.dead or "The runner was let go.")
+        self.adapters[index] = read_adapter(path).digest
+
     def close(self):
         self.closed.set()
 
@@ -56,6 +63,9 @@ class Engine:
         self.runners.append(self.start())
         return self.runners[-1], self.info
 
+    def load_adapter(self, index, path):
+        self.runners[-1].load_adapter(index, path)
+
     async def open_link(self):
         if self.loop is None:
             raise CallboardError("There is no engine.")
@@ -70,7 +80,7 @@ class Engine:
 
     def restart(self):
         self.num_starts += 1
-        self.loop = EngineLoop(self.config, self.start_runners)
+        self.loop = EngineLoop(self.config, self.start_runners, self.load_adapter)
 
 
 class Engines:

@@ -56,13 +56,20 @@ def test_every_flag_reaches_its_field():
         "step_timeout_s": 9.5, "draft": "ngram", "num_draft_tokens": 3, "draft_device": "cpu", "draft_ahead": 4,
         "draft_kv_cache_memory": 0.5, "draft_shared": True, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
         "quantization": "fp8", "head_quantization": "int8", "draft_quantization": "int4", "rank_invariant": True,
+        "lora": ("a=/x", "b=/y=z"), "pooling": "mean", "tool_call_parser": "hermes",
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]
     for name, value in values.items():
         flag = name.replace("_", "-")
-        argv += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    assert cli._engine_config(cli._parser().parse_args(argv)) == EngineConfig("some/model", **values)
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
+            argv += [f"--{flag}", str(one)]
+    config = cli._engine_config(cli._parser().parse_args(argv))
+    assert config == EngineConfig("some/model", **values)
+    assert config.adapters == {"a": "/x", "b": "/y=z"}
     for argv in ([], ["--num-draft-tokens", "auto", "--max-model-len", "auto"]):
         assert cli._engine_config(cli._parser().parse_args(["serve", *argv])) == EngineConfig()
 
@@ -72,7 +79,7 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
     values = {
         "api_key": ("k0", "k1"), "api_key_file": str(tmp_path / "keys"), "cors_origin": ("https://a.example",),
         "max_body_bytes": 1000, "max_header_bytes": 2000, "max_n": 3, "max_stop": 2, "max_prompts": 5,
-        "client_priority": True, "routing_policy": "least-load",
+        "client_priority": True, "routing_policy": "least-load", "lora_folder": "/adapters",
         "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0, "body_timeout_s": 8.5,
         "allowed_host": ("llm.example.org", "b"), "response_store_bytes": 4000, "response_life_s": 60.5,
         "recorded_request_bytes": 5000, "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",

@@ -15,7 +15,7 @@ from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 KEY = "a-key"
 APP = build_http_app(
     Service(FakeEngine(max_model_len=1 << 16, pooling=Pooling("last", True, True)), byte_tokenizer(), MODEL),
-    HttpSettings(api_key=(KEY,), max_body_bytes=1 << 20),
+    HttpSettings(api_key=(KEY,), max_body_bytes=1 << 20, lora_folder="/adapters"),
 )
 
 CONFIG = schemathesis.Config.from_dict(

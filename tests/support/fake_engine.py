@@ -11,11 +11,12 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from actors.adapters import AdapterEntry, AdapterState
 from actors.engine_client import EngineRefusal, Refusal
 from actors.metrics import MetricValues, Snapshot, all_at_zero
 from runtime.core.config import ModelInfo
 from runtime.core.pooling import Pooling
-from runtime.core.types import FinishReason, Request, RequestOutput, TokenLogprobs, Verified
+from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, TokenLogprobs, Verified
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
 from serve_app.service import Service
@@ -47,6 +48,24 @@ def vector_of(token_ids: list[int], pooling: Pooling) -> np.ndarray:
     return np.array([token_ids.count(byte) for byte in b"abcd"], np.float32)
 
 
+class FakeAdapters:
+    """Adapters that are loaded at once; one whose folder is called "bad" cannot be."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, AdapterState] = {}
+
+    def served(self) -> dict[str, AdapterState]:
+        return self.states
+
+    async def load(self, name: str, path: str) -> None:
+        if path.endswith("/bad"):
+            raise CallboardError(f"{path} has no adapter_config.json.")
+        self.states[name] = AdapterState(AdapterEntry(name, path, 5 * 10**9), f"digest of {name}")
+
+    async def unload(self, name: str) -> None:
+        del self.states[name]
+
+
 class FakeEngine:
     """Answers every request with the bytes of `text`, `group` tokens an output, `delay_s` apart, and then EOS.
 
@@ -74,6 +93,7 @@ class FakeEngine:
         self.script = [*text.encode(), EOS]
         self.group, self.delay_s, self.busy, self.fails_after, self.reason = group, delay_s, busy, fails_after, reason
         self.num_wrong, self.failure = num_wrong, failure
+        self.adapters = FakeAdapters()
         self.requests: list[Request] = []
         self.num_running = 0
         self.reported = all_at_zero()

@@ -7,6 +7,7 @@ the log-probabilities of every later token of a prompt.
 
 from collections import Counter
 from itertools import pairwise
+from zlib import crc32
 
 import numpy as np
 
@@ -31,9 +32,14 @@ def sample(state: int) -> int:
     return (state >> 17) % VOCAB
 
 
+def before_all(adapter: str) -> int:
+    """What stands before the first token of a request with the adapter of this digest."""
+    return crc32(adapter.encode())
+
+
 def sequential(request: Request, max_len: int) -> tuple[list[int], FinishReason]:
     """What the request must produce, computed alone and in order."""
-    state, out, params = 0, [], request.params
+    state, out, params = before_all(request.adapter), [], request.params
     for token in request.token_ids:
         state = mix(state, token)
     limit = min(request.prompt_len + params.max_tokens, max_len)
@@ -173,6 +179,8 @@ class FakeRunner:
         self.tables: dict[int, dict[int, int]] = {}
         self.prompts: dict[int, tuple[int, int]] = {}  # slot -> prompt length, alternatives
         self.pooled: dict[int, bool] = {}  # slot -> whether its prompt becomes a vector
+        self.adapters = {0: ""}  # digests by index
+        self.adapter_of: dict[int, int] = {}  # slot -> index
         self.budget = (
             (config.max_num_batched_tokens or info.max_num_batched_tokens) if config.chunked_prefill else 1 << 30
         )
@@ -205,6 +213,7 @@ class FakeRunner:
             self.tokens[new.slot] = dict(enumerate(new.token_ids.tolist()))
             self.tables[new.slot] = {}
             self.pooled[new.slot] = new.params.pooled
+            self.adapter_of[new.slot] = new.adapter
             if new.params.prompt_logprobs is not None:
                 self.prompts[new.slot] = new.prompt_len, new.params.prompt_logprobs
         for slot, index, block in plan.block_table_writes.T.tolist():
@@ -227,7 +236,9 @@ class FakeRunner:
             assert plan.num_steps == 1 or count == samples == 1
             for position in range(start, start + count + plan.num_steps - 1):
                 before = position - 1
-                state = 0 if before < 0 else int(self.memory[table[before // self.size], before % self.size])
+                state = before_all(self.adapters[self.adapter_of[slot]])
+                if before >= 0:
+                    state = int(self.memory[table[before // self.size], before % self.size])
                 state = mix(state, tokens[position])
                 self.memory[table[position // self.size], position % self.size] = state
                 self.attend(slot, position)

@@ -1,0 +1,47 @@
+"""The limits of an engine's queue, and when a client that meets one should come back."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from actors.engine_client import Refusal
+from actors.messages import Refused, Submit
+from runtime.core.config import EngineConfig
+from runtime.core.scheduler import Scheduler
+
+
+class QueueLimits:
+    """Those of one engine, and the times at which requests have finished since it was last idle."""
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler) -> None:
+        self._config, self._scheduler = config, scheduler
+        self._finish_times: deque[float] = deque(maxlen=64)
+
+    def finished(self, at: float) -> None:
+        """A request has."""
+        self._finish_times.append(at)
+
+    def idle(self) -> None:
+        """There is nothing to do."""
+        self._finish_times.clear()
+
+    def refusal(self, message: Submit) -> Refused | None:
+        """The answer to a request for which there is no room; the queue is counted as it is now."""
+        config, waiting, tokens = self._config, self._scheduler.num_waiting, self._scheduler.waiting.num_tokens
+        if waiting >= config.max_queued_requests:
+            text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
+        elif waiting and tokens + len(message.request.token_ids) > config.max_queued_tokens:  # an empty queue takes any
+            text = (
+                f"The engine has {tokens} tokens waiting and this prompt has {len(message.request.token_ids)}, above "
+                f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
+            )
+        else:
+            return None
+        return Refused(message.stream, text, Refusal.BUSY, self._retry_after_s(waiting))
+
+    def _retry_after_s(self, waiting: int) -> float:
+        """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""
+        times = self._finish_times
+        if len(times) < 2 or times[-1] == times[0]:
+            return 1.0
+        return min(60.0, max(1.0, waiting * (times[-1] - times[0]) / (len(times) - 1)))

@@ -1,0 +1,152 @@
+"""Adapters behind an EngineGroup, over real sockets: they come and go, and outlive runners, engines and fronts."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actors.executor import RunnersLost
+from runtime.core.types import CallboardError
+from tests.actors.test_engine_group import Group, healthy, live
+from tests.actors.test_link import Engine, eventually, link_to, read, request
+from tests.support.adapters import save_adapter
+from tests.support.fake_runner import sequential
+
+MODULES = {"model.layers.0.self_attn.q_proj": (8, 8)}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Those of three adapters."""
+    for seed, name in enumerate("abc"):
+        save_adapter(tmp_path / name, MODULES, seed)
+    return [str(tmp_path / name) for name in "abc"]
+
+
+def with_adapter(group, name, i=0, **params):
+    return replace(request(i, **params), adapter=group.adapters.served()[name].digest)
+
+
+async def check(reading, asked):
+    for (tokens, reason, _), req in zip(await asyncio.wait_for(reading, 30), asked, strict=True):
+        assert (tokens, reason) == sequential(req, 512)
+
+
+async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
+    a, b, c = folders
+    engines = [Engine(delay_s=0.002, lora=(f"a={a}",), max_loras=2) for _ in range(2)]
+    async with Group(*engines) as group:
+        other = link_to(*engines)
+        await other.start()
+        await eventually(lambda: len(healthy(other)) == 2)
+        await group.adapters.load("b", b)
+        await eventually(lambda: other.adapters.served().keys() == group.adapters.served().keys() == {"a", "b"})
+        asked = [request(0), with_adapter(other, "a"), with_adapter(other, "b"), with_adapter(other, "b", 1)] * 3
+        asked = [replace(req, request_id=f"r{i}") for i, req in enumerate(asked)]
+        await check(asyncio.gather(*(read(other, req) for req in asked)), asked)
+        assert all(e.loop.stats()["steps"] for e in engines)
+
+        with pytest.raises(CallboardError, match="max_loras"):
+            await group.adapters.load("c", c)
+        with pytest.raises(CallboardError, match="/nowhere"):
+            await group.adapters.load("d", "/nowhere")
+        await group.adapters.load("again", b)  # the same files need no room
+        await group.adapters.unload("b")
+        assert group.adapters.served().keys() == {"a", "again"}
+
+        # Its requests go on, new ones do not get it, and it is unloaded when they have ended.
+        asked = [with_adapter(group, "a", max_tokens=80)]
+        reading = asyncio.gather(read(group, asked[0]))
+        await eventually(lambda: sum(map(live, engines)) == 1)
+        unloading = asyncio.create_task(group.adapters.unload("a"))
+        await eventually(lambda: other.adapters.served().keys() == {"again"})
+        with pytest.raises(CallboardError, match="not loaded"):
+            await read(group, replace(asked[0], request_id="late"))
+        assert not unloading.done()
+        await check(reading, asked)
+        await unloading
+        await group.adapters.load("c", c)
+        await check(asyncio.gather(read(other, req := with_adapter(group, "c"))), [req])
+        other.close()
+
+
+async def test_no_death_takes_an_adapter_along(folders):
+    a, b, _ = folders
+    engines = [Engine(delay_s=0.005, lora=(f"a={a}",), max_loras=3) for _ in range(2)]
+    async with Group(*engines) as group:
+        await group.adapters.load("b", b)
+        asked = [with_adapter(group, "ab"[i % 2], i, max_tokens=80) for i in range(4)]
+        reading = asyncio.gather(*(read(group, req) for req in asked))
+        await eventually(lambda: all(e.loop.core.steps_done > 10 for e in engines))
+        engines[0].runners[-1].dead = "Rank 0 is gone."
+        await eventually(lambda: engines[0].loop.num_rebuilds and len(healthy(group)) == 2)
+        assert set(engines[0].runners[-1].adapters) == {0, 1, 2}
+        engines[0].die()
+        await eventually(lambda: live(engines[1]) == 4)
+        engines[1].die()  # now nobody has "b" but the front
+        assert group.adapters.served().keys() == {"a", "b"}
+        engines[0].restart()
+        await check(reading, asked)
+
+
+async def test_a_front_that_comes_late_and_an_engine_that_comes_late_know_all(folders):
+    a, b, c = folders
+    engines = [Engine(lora=(f"a={a}",), max_loras=3), Engine(lora=(f"a={a}",), max_loras=3)]
+    engines[1].die()
+    async with Group(*engines) as group:
+        await group.adapters.load("b", b)
+        await group.adapters.unload("a")
+        engines[1].restart()
+        await eventually(lambda: len(healthy(group)) == 2)
+        late = link_to(*engines)
+        await late.start()
+        await eventually(lambda: late.adapters.served().keys() == {"b"} and len(healthy(late)) == 2)
+        await late.adapters.load("a", c)
+        await eventually(lambda: group.adapters.served().keys() == {"a", "b"})
+        asked = [with_adapter(group, "a", i) for i in range(4)]
+        await check(asyncio.gather(*(read(group, req) for req in asked)), asked)
+        late.close()
+
+
+async def test_runners_that_are_lost_while_they_load_one(folders):
+    engine = Engine(max_loras=1)
+    async with Group(engine) as group:
+        first, begun = engine.load_adapter, threading.Event()
+
+        def fail_once(index, path):
+            if not begun.is_set():
+                begun.set()
+                raise RunnersLost("Rank 0 is gone.")
+            first(index, path)
+
+        engine.loop._adapters._load_onto = fail_once
+        await group.adapters.load("a", folders[0])
+        assert engine.loop.num_rebuilds == 1
+        await check(asyncio.gather(read(group, req := with_adapter(group, "a"))), [req])
+        await group.adapters.unload("a")
+
+        def fail(index, path):
+            raise RunnersLost("Rank 0 is gone.")
+
+        engine.loop._adapters._load_onto = fail
+        with pytest.raises(CallboardError, match="lost 3 times"):
+            await group.adapters.load("a", folders[0])
+        assert (await read(group, request(0)))[:2] == sequential(request(0), 512)
+
+
+async def test_files_that_have_changed_end_their_requests_alone(folders):
+    engine = Engine(delay_s=0.005, max_loras=2)
+    async with Group(engine) as group:
+        await group.adapters.load("a", folders[0])
+        await group.adapters.load("b", folders[1])
+        asked = [with_adapter(group, "a", max_tokens=100), with_adapter(group, "b", 1, max_tokens=100)]
+        reading = asyncio.gather(*(read(group, req) for req in asked))
+        await eventually(lambda: engine.loop.stats()["running"] == 2 and engine.loop.core.steps_done > 10)
+        save_adapter(Path(folders[1]), MODULES, 7)
+        engine.runners[-1].dead = "Rank 0 is gone."
+        good, bad = await asyncio.wait_for(reading, 30)
+        assert good[:2] == sequential(asked[0], 512)
+        assert "have changed" in bad[2].error
+        assert live(engine) == 0
