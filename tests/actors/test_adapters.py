@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from actors.executor import RunnersLost
+from benchmarks.library.make_adapter import save_adapter
 from runtime.core.types import CallboardError
 from tests.actors.test_engine_group import Group, healthy, live
 from tests.actors.test_link import Engine, eventually, link_to, read, request
-from tests.support.adapters import save_adapter
 from tests.support.fake_runner import sequential
 
 MODULES = {"model.layers.0.self_attn.q_proj": (8, 8)}

@@ -8,6 +8,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.library.make_adapter import save_adapter
 from runtime.core.types import CallboardError
 from serve_app import cli
 from serve_app.app import AppArgs, build_app
@@ -18,7 +19,6 @@ from tests.actors.test_adapters import MODULES
 from tests.actors.test_link import eventually
 from tests.serve.test_front_door_engine import serving
 from tests.serve.test_http import assert_error
-from tests.support.adapters import save_adapter
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 from tests.support.fake_runner import before_all, mix, sample
 
