@@ -97,7 +97,8 @@ def _made(file: GgufFile, model: Callable[..., models.Model], *parts: Any, **opt
     try:
         return model(*parts, **options)
     except Exception as e:  # the package raises nothing more specific
-        raise CallboardError(f"{file.path}: the lists of its vocabulary do not fit together: {e}.") from e
+        reason = str(e).replace("\n", "\\n")  # a token that it names may be or have one
+        raise CallboardError(f"{file.path}: the lists of its vocabulary do not fit together: {reason}.") from e
 
 
 def _frame(

@@ -83,6 +83,7 @@ def test_pre_tokenizers(write_tiny_gguf, pre, text, words):
         ({"tokenizer__ggml__tokens": ["a", "a"]}, "repeated tokens"),
         ({"tokenizer__ggml__token_type": [1]}, "tokens without a type"),
         ({"tokenizer__ggml__merges": ["no such"]}, "do not fit together: .*`no` out of vocabulary"),
+        ({"tokenizer__ggml__merges": ["h \n"]}, r"do not fit together: .*`\\n` out of vocabulary"),
     ],
 )
 def test_gguf_vocabularies_that_are_refused(write_tiny_gguf, metadata, message):
