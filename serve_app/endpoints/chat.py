@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from runtime.core.config import NGRAM
 from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
@@ -12,6 +13,7 @@ from serve_app.answers import encode_json, listed, logprob_entry
 from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt
 from serve_app.errors import ApiError
 from serve_app.prepared_request import PreparedRequest, Prompts, ServedModel
+from serve_app.prompt_ids import prompt_ids
 from serve_app.requests import ChatRequest
 from serve_app.sse import ChoiceRenderer, ChunkStream, EventStream
 
@@ -25,7 +27,10 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         """`where` is what the request's client calls the messages."""
         ids, form = self.prompt(request, model, where)
         assert model.chats is not None, "the prompt was made with it"
-        return Prompts([self.truncated(request, ids, model)], where, model.chats.grammar(request, form), form)
+        prompt, grammar = self.truncated(request, ids, model), model.chats.grammar(request, form)
+        predicted = _predicted(request, model)
+        ignored = ("prediction",) if request.prediction is not None and not predicted else ()
+        return Prompts([prompt], where, grammar, form, predicted, ignored)
 
     def prompt(
         self, request: ChatRequest, model: ServedModel, where: str = "messages"
@@ -89,6 +94,15 @@ class ChatStream(ChunkStream):
         ]
         choices[-1] |= self._choices[delta.index].rest(delta)
         return b"".join(self._head + encode_json(choice) + b"]" + self._end(delta.index) for choice in choices)
+
+
+def _predicted(request: ChatRequest, model: ServedModel) -> tuple[int, ...]:
+    """The token ids of a prediction; none where nothing would look them up."""
+    if request.prediction is None or model.draft != NGRAM:
+        return ()
+    limit = model.info.max_model_len
+    ids = prompt_ids(model.tokenizer, request.prediction.text(), False, limit, "prediction", keep_end=True)
+    return tuple(ids[:limit])
 
 
 def message_delta(delta: Delta) -> dict[str, Any]:

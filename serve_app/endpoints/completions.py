@@ -14,7 +14,9 @@ from runtime.text.stream import TextStream
 from runtime.text.tokenizer import Tokenizer
 from serve_app.answers import finite, listed, token_id_text
 from serve_app.endpoints.endpoint import Endpoint, answer_with, of_prompt
+from serve_app.fill_in_middle import between
 from serve_app.prepared_request import Echo, PreparedRequest, Prompts, ServedModel
+from serve_app.prompt_ids import prompt_ids
 from serve_app.requests import MAX_CHOICES, CompletionRequest
 from serve_app.sse import ChoiceRenderer, ChunkStream, EventStream
 
@@ -33,7 +35,10 @@ class CompletionsEndpoint(Endpoint[CompletionRequest]):
         prompts = []
         for at, prompt in enumerate(given):
             where = "prompt" if len(given) == 1 else f"prompt.{at}"
-            ids = prompt if isinstance(prompt, list) else model.encode(request, prompt, True, where)
+            if request.suffix:
+                ids = _around(prompt, request.suffix, request, model, where)
+            else:
+                ids = prompt if isinstance(prompt, list) else model.encode(request, prompt, True, where)
             if not ids:
                 raise invalid(where, "is empty; send at least one token")
             prompts.append(self.truncated(request, ids, model))
@@ -106,6 +111,18 @@ class CompletionRenderer(ChoiceRenderer):
         spans = self._waiting_spans + [(ends[v.at], ends[v.at + v.num_accepted]) for v in delta.verified or ()]
         self._waiting_spans = [(max(start, self._shown), end) for start, end in spans if end > self._shown]
         return [(start, min(end, self._shown)) for start, end in spans if start < min(end, self._shown)]
+
+
+def _around(
+    prompt: str | list[int], suffix: str, request: CompletionRequest, model: ServedModel, where: str
+) -> list[int]:
+    """The prompt of a completion that goes between `prompt` and `suffix`."""
+    encoded = partial(prompt_ids, model.tokenizer, add_special_tokens=False, limit=model.info.max_model_len)
+    before, beginning = prompt, list[int]()
+    if isinstance(before, str):
+        before = encoded(before, where=where)
+        beginning = [] if request.add_special_tokens is False else model.tokenizer.encode("")
+    return beginning + between(model.tokenizer, before, encoded(suffix, where="suffix"))
 
 
 def _echoes(request: CompletionRequest, prompts: list[list[int]], tokenizer: Tokenizer) -> list[Echo]:

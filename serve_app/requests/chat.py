@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from runtime.output.fields import invalid
 from runtime.output.options import ChatOptions
-from serve_app.requests.messages import ChatMessage
+from serve_app.requests.messages import ChatMessage, Content
 from serve_app.requests.sampling import SamplingFields
-from serve_app.requests.shapes import or_default
+from serve_app.requests.shapes import RequestModel, or_default
+
+
+class Prediction(RequestModel):
+    """A text that much of the answer may be equal to."""
+
+    type: Literal["content"]
+    content: Content
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatRequest(SamplingFields, ChatOptions):
@@ -22,6 +32,7 @@ class ChatRequest(SamplingFields, ChatOptions):
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
+    prediction: Prediction | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     def max_output(self) -> int | None:

@@ -67,6 +67,7 @@ class CompletionRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # the same, and counts before it
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
+    suffix: str | None = None  # what comes after the completion
     best_of: int | None = None
 
     return_draft_spans: bool | None = None  # an extension: which of the text a draft had guessed
@@ -89,6 +90,9 @@ class CompletionRequest(SamplingFields):
 
     def check(self) -> None:
         super().check()
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            problem = "cannot be combined with echo or truncate_prompt_tokens, since marks stand around the prompt"
+            raise invalid("suffix", problem)
         if self.best_of is not None and self.best_of != or_default(self.n, 1):
             raise invalid("best_of", f"is {self.best_of}, but only the value of n is supported; leave it out")
 

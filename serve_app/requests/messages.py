@@ -35,7 +35,7 @@ def _kind_of_part(value: Any) -> str:
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_kind_of_part)
 ]
-_Content = Annotated[
+Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[Part], Field(fail_fast=True), Tag("<list>")],
     Discriminator(
         text_or_list,
@@ -76,7 +76,7 @@ class ToolCall(RequestModel):
 
 class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Content | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool: the call that it answers

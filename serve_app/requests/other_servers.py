@@ -21,7 +21,7 @@ class Refused(NamedTuple):
 _INSTEAD = {
     "load the adapter and give its name as the model": "lora=[] lora_path adapter_id",
     "leave it out": """
-        suffix="" guideline="" negative_prompt="" include=[] logits_processors=[] prompt_embeds=[] input_embeds=[]
+        guideline="" negative_prompt="" include=[] logits_processors=[] prompt_embeds=[] input_embeds=[]
         samplers=[] grammar_triggers=[] image_data=[] response_fields=[] images=[] transforms=[] plugins=[]
         audio web_search_options moderation repetition_detection custom_logit_processor task
         thinking_budget use_beam_search=false early_stopping=false watermarking=false return_hidden_states=false
@@ -34,7 +34,7 @@ _INSTEAD = {
         container""",
     "send it to /v1/chat/completions": """
         messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false""",
-    "send it to /v1/completions": "prompt echo=false return_draft_spans=false",
+    "send it to /v1/completions": 'prompt suffix="" echo=false return_draft_spans=false',
     "send it to /v1/responses": "background=false",
     "send n": "best_of=1",
     "send max_tokens": """

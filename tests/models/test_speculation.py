@@ -233,10 +233,9 @@ def test_a_request_that_rests_alone_is_tried_again():
 def test_ngram_looks_up_what_followed():
     from runtime.core.request_state import RequestState
 
-    def state(tokens):
-        return RequestState(
-            Request("r", tokens, len(tokens), SAMPLING["greedy"]), array("i", tokens), 99, frozenset(), (0, 0, 0)
-        )
+    def state(tokens, prediction=()):
+        request = Request("r", tokens, len(tokens), SAMPLING["greedy"], prediction=prediction)
+        return RequestState(request, array("i", tokens), 99, frozenset(), (0, 0, 0))
 
     ngram = Ngram()
     assert ngram.guess(state([1, 2, 3, 4, 5, 6, 2, 3]), 3) == [4, 5, 6]
@@ -249,6 +248,13 @@ def test_ngram_looks_up_what_followed():
     assert ngram.guess(known, 2) == []
     known.tokens.extend([5, 6])
     assert ngram.guess(known, 2) == [7, 8], "tokens that came later are found too"
+    ngram.forget(known)
+    known = state([1, 2], prediction=(3, 4, 5, 6, 7))
+    assert ngram.guess(known, 3) == [3, 4, 5], "an output begins as it is predicted to"
+    known.tokens.extend([3, 9])
+    assert ngram.guess(known, 3) == []
+    known.tokens.extend([4, 5])
+    assert ngram.guess(known, 2) == [6, 7], "and is found again after it went another way"
 
 
 def test_what_rounds_really_take_is_learned():

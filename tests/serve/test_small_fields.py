@@ -4,11 +4,16 @@ import asyncio
 import re
 from typing import Any
 
+import httpx
 import openai
 import pytest
+from tokenizers import AddedToken
 
+from runtime.text.tokenizer import Tokenizer
+from serve_app.http import build_http_app
+from serve_app.service import Service
 from tests.serve.test_chat_api import CALL, QWEN, THINKING, TOOLS, engine_of
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, client_of
+from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of
 
 EFFORT = QWEN + "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
 
@@ -107,6 +112,39 @@ async def test_parts_and_reasoning_of_other_apis():
     messages[0]["content"][0] = {"type": "image_url", "image_url": {"url": "x"}}
     with pytest.raises(openai.BadRequestError, match=re.escape("messages.0.content.0.type")):
         await client(engine, template).chat.completions.create(model=MODEL, messages=messages)
+
+
+async def test_a_prediction_reaches_the_lookup_of_ngrams():
+    engine = FakeEngine()
+    for draft in ("ngram", "a-model"):
+        app = build_http_app(Service(engine, byte_tokenizer(), MODEL, draft))
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+        asked = openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http, max_retries=0)
+        parts: Any = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "!"}]
+        answer = await asked.chat.completions.with_raw_response.create(
+            **chat(), prediction={"type": "content", "content": parts}
+        )
+        is_used = draft == "ngram"
+        assert bytes(engine.requests[-1].prediction) == (b"Hello!" if is_used else b"")
+        assert answer.headers.get("x-callboard-ignored-fields") == (None if is_used else "prediction")
+
+
+async def test_a_completion_between_two_texts():
+    marks = "<fim_prefix>", "<fim_suffix>", "<fim_middle>"
+    backend = byte_tokenizer()._backend
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    tokenizer = Tokenizer(backend, bos_token_id=None, eos_token_ids=(EOS,), special_tokens={}, chat_template=None)
+    first, second, third = (tokenizer.token_to_id(mark) for mark in marks)
+    engine = FakeEngine()
+    http = client_of(engine, tokenizer)
+    asked = openai.AsyncOpenAI(base_url="http://test/v1", api_key="-", http_client=http, max_retries=0)
+    for prompt in ("ab", [97, 98]):
+        await asked.completions.create(model=MODEL, prompt=prompt, suffix="c")
+        assert engine.requests[-1].token_ids == [first, 97, 98, second, 99, third]
+    with pytest.raises(openai.BadRequestError, match="suffix cannot be combined with echo"):
+        await asked.completions.create(model=MODEL, prompt="ab", suffix="c", echo=True)
+    with pytest.raises(openai.BadRequestError, match="no marks to fill in a text"):
+        await client(engine).completions.create(model=MODEL, prompt="ab", suffix="c")
 
 
 async def test_routes_that_watch_a_server():
