@@ -34,9 +34,9 @@ class FinishReason(IntEnum):
 class GrammarSpec:
     """A form that a client wants the output to match."""
 
-    kind: Literal["json", "regex", "choice", "calls", "grammar", "tags"]
+    kind: Literal["json", "regex", "choice", "calls", "grammar", "tags", "without"]
     # A JSON Schema; a regular expression of the whole output; a JSON list of texts; see grammar.Calls; a grammar in
-    # EBNF or Lark's form; see tags.Tags.
+    # EBNF or Lark's form; see tags.Tags; a JSON list of texts that the output must not hold.
     text: str
     after: str = ""  # the output begins with free text up to this mark
     may_stay_free: bool = False  # or is free text altogether, without the mark
@@ -72,6 +72,7 @@ class SamplingParams:
     frequency_penalty: float = sampling(0.0, Effect.PENALTY, -2.0, 2.0, column=7)  # over output
     presence_penalty: float = sampling(0.0, Effect.PENALTY, -2.0, 2.0, column=8)  # over output
     logit_bias: tuple[tuple[int, float], ...] = sampling((), Effect.BIAS)  # (token id, bias) pairs
+    allowed_token_ids: tuple[int, ...] = sampling((), Effect.BIAS)  # no others are drawn; empty: all may be
     min_tokens: int = sampling(0, Effect.HOLD, 0)  # no EOS and no stop id before this many output tokens
     stop_token_ids: tuple[int, ...] = sampling((), Effect.LENGTH)
     ignore_eos: bool = sampling(False, Effect.LENGTH)

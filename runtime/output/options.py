@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from runtime.output.tools import AllowedFunctions, AllowedTools, ChosenTool, Too
 from runtime.text.tool_calls import ForcedCall
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_BadWord = Annotated[str, Field(min_length=1, max_length=100)]
 _NOT_KWARGS = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
 
 
@@ -27,6 +29,7 @@ class OutputOptions(Options):
     ebnf: str | None = None  # SGLang's
     regex: str | None = None  # SGLang's
     grammar: str | None = None  # llama.cpp's
+    bad_words: Annotated[list[_BadWord], Field(max_length=64, fail_fast=True)] | None = None  # vLLM's
 
     def requested_grammar(self) -> RequestedGrammar | None:
         """The grammar of the content; None if it is free."""
@@ -34,6 +37,8 @@ class OutputOptions(Options):
         specs = {name: GrammarSpec("grammar", text) for name, text in texts.items() if text}
         if self.regex:
             specs["regex"] = GrammarSpec("regex", self.regex)
+        if self.bad_words:
+            specs["bad_words"] = GrammarSpec("without", json.dumps(self.bad_words, ensure_ascii=False))
         return requested_grammar(self.response_format, self.structured_outputs, specs)
 
 

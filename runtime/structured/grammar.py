@@ -104,6 +104,9 @@ def _rules(spec: GrammarSpec, ignored: list[str]) -> dict[str, Rule]:
             if (states := size(options)) > MAX_STATES:
                 raise GrammarError(f"has choices of {states} characters; the limit is {MAX_STATES}")
             return {"start": terminal(plain(options))}
+        case "without":
+            unwanted = tuple(f"(?s:.*){literal_text(text)}(?s:.*)" for text in json.loads(spec.text))
+            return {"start": Terminal(("(?s:.*)",), unwanted)}
         case "grammar":
             grammar = read_grammar(spec.text)
             return context_free.rules_of(grammar.rules, grammar.start)

@@ -157,10 +157,13 @@ class DeviceSampler(SlotSampling):
         host_slots: Int32s,  # [m]
         host_positions: Int32s,  # [m]
     ) -> None:
-        """Logit bias and min_tokens, in this order."""
+        """Logit bias, min_tokens, and the only ids that are allowed, in this order."""
         held = host_positions < self.held_until[host_slots]
-        biased, stopped = [], []
+        restricted, allowed, biased, stopped = [], [], [], []
         for row, slot in enumerate(host_slots.tolist()):
+            if slot in self.allowed:
+                restricted.append(row)
+                allowed.append(row * self.vocab_size + self.allowed[slot])
             if slot in self.bias:
                 ids, values = self.bias[slot]
                 biased.append((row * self.vocab_size + ids, values))
@@ -171,6 +174,11 @@ class DeviceSampler(SlotSampling):
             logits.view(-1).index_add_(0, at, added)
         if stopped:
             logits.view(-1).index_fill_(0, self._upload(np.concatenate(stopped)), MASKED_LOGIT)
+        if restricted:
+            at = self._upload(np.concatenate(allowed))
+            kept = logits.view(-1).index_select(0, at)
+            logits.index_fill_(0, self._upload(np.array(restricted, np.int64)), -torch.inf)
+            logits.view(-1).index_copy_(0, at, kept)
 
     def _logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, host_slots: Int32s) -> Logprobs | None:
         wanted = self.num_logprobs[host_slots]

@@ -52,8 +52,8 @@ class Logprobs:
 class Sampler(SlotSampling):
     """Gumbel-max sampling with noise by position (C4). Rows that only want the best token skip everything else.
 
-    In order, on a copy of the raw logits: logit bias, min_tokens, grammar, penalties, temperature, top-k/top-p/min-p,
-    noise."""
+    In order, on a copy of the raw logits: logit bias, min_tokens, ids that alone are allowed, grammar, penalties,
+    temperature, top-k/top-p/min-p, noise."""
 
     def __init__(
         self,
@@ -138,6 +138,11 @@ class Sampler(SlotSampling):
         if self.stops:
             for row in np.flatnonzero(positions < self.held_until[slots]).tolist():
                 logits[row].index_fill_(0, self._tensor(self.stops[int(slots[row])]), MASKED_LOGIT)
+        for row, slot in enumerate(slots.tolist() if self.allowed else ()):
+            if slot in self.allowed:
+                allowed = self._tensor(self.allowed[slot])
+                kept = logits[row, allowed]
+                logits[row].fill_(-torch.inf).index_copy_(0, allowed, kept)
 
     def _draw(self, logits: torch.Tensor, slots: Int32s, positions: Int32s) -> torch.Tensor:
         return self._scores(logits, slots, positions, self.vocab_ids).argmax(-1)

@@ -1,7 +1,8 @@
 """SlotSampling: what the requests of a runner's slots want of sampling, derived from the table of SamplingParams.
 
 A slot's row has the numbers that kernels read; the flags tell the host which rows the captured pass answers whole, and
-which want the second one. What is rare and has no fixed size stays on the host: biases, and ids that min_tokens masks.
+which want the second one. What is rare and has no fixed size stays on the host: biases, ids that alone are allowed, and
+those that min_tokens masks.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class SlotSampling:
         self.only_masked = np.zeros(num_slots, bool)  # by a grammar, and nothing else is wanted
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # alternatives to report; -1: nothing
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # slot -> ids, values
+        self.allowed: dict[int, NDArray[np.int64]] = {}  # slot -> the only ids that may be drawn
         self.stops: dict[int, NDArray[np.int64]] = {}  # slot -> ids held back
 
     def add(self, new: NewSlot) -> Int32s:
@@ -47,6 +49,8 @@ class SlotSampling:
         if bias := [(i, value) for i, value in params.logit_bias if i in vocab]:
             ids, values = zip(*bias, strict=True)
             self.bias[slot] = np.array(ids, np.int64), np.array(values, np.float32)
+        if allowed := sorted(i for i in set(params.allowed_token_ids) if i in vocab):
+            self.allowed[slot] = np.array(allowed, np.int64)
         stops = params.stop_token_ids + (() if params.ignore_eos else self.eos_token_ids)
         if params.min_tokens and (stops := tuple(i for i in stops if i in vocab)):
             self.stops[slot] = np.array(stops, np.int64)
@@ -55,11 +59,12 @@ class SlotSampling:
         self.penalised[slot] = table.has_effect(params, {Effect.PENALTY})
         self.filtered[slot] = params.temperature > 0.0 and table.has_effect(params, {Effect.FILTER})
         self.bound[slot] = table.has_effect(params, {Effect.GRAMMAR})
-        second_pass = SECOND_PASS if slot in self.bias else SECOND_PASS - {Effect.BIAS}
+        biased = slot in self.bias or slot in self.allowed
+        second_pass = SECOND_PASS if biased else SECOND_PASS - {Effect.BIAS}
         # The captured pass would change logits whose log-probabilities are wanted.
         reported = self.penalised[slot] and params.logprobs is not None
         self.changed[slot] = reported or table.has_effect(params, second_pass)
-        others = params.logprobs is not None or self.penalised[slot] or slot in self.bias
+        others = params.logprobs is not None or self.penalised[slot] or biased
         self.only_masked[slot] = self.bound[slot] and not others
 
         row = np.zeros(NUM_PARAMS, np.int32)
@@ -75,6 +80,7 @@ class SlotSampling:
     def remove(self, slot: int) -> None:
         """Forget what does not get overwritten by the next `add`."""
         self.bias.pop(slot, None)
+        self.allowed.pop(slot, None)
         self.stops.pop(slot, None)
         self.held_until[slot] = 0
 

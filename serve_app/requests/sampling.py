@@ -82,6 +82,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     min_p: Annotated[float, _limits("min_p")] | None = None
     repetition_penalty: Annotated[float, _limits("repetition_penalty")] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     include_stop_str_in_output: bool = False
@@ -133,6 +134,10 @@ class SamplingFields(OpenRequestModel, OutputOptions):
             for name, asks in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
                 if asks:
                     raise invalid(name, f"cannot be combined with {grammar.field}, which says where the output ends")
+            if self.allowed_token_ids:
+                raise invalid(
+                    "allowed_token_ids", f"cannot be combined with {grammar.field}, which says what is allowed"
+                )
         super().check()
 
     @cached_property
@@ -151,6 +156,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "logit_bias": self._bias,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
             "seed": None if seed is None else seed & SEED_MASK,
             "logprobs": self.num_logprobs(),
             "prompt_logprobs": self.num_prompt_logprobs(),

@@ -224,6 +224,7 @@ PARAMS = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     frequency_penalty=st.sampled_from([0.0, 0.5]),
     presence_penalty=st.sampled_from([0.0, -0.5]),
+    allowed_token_ids=st.sampled_from([(), (), (3, 1, 6, 19)]),
     logit_bias=st.sampled_from([(), ((3, 2.0), (7, -100.0)), ((20, 1.0),)]),
     min_tokens=st.sampled_from([0, 4]),
     stop_token_ids=st.sampled_from([(), (5, 6), (2**31 - 1,)]),
@@ -284,6 +285,19 @@ def test_penalties_see_sampled_tokens_and_parameters_leave_with_their_slot():
     sampler.remove(0)
     sampler.add(NewSlot(0, np.array([4], np.int32), 1, 0, SamplingParams(temperature=0)))
     assert sample(sampler, slots, logits.clone(), [0], [3])[0].tolist() == [4]
+
+
+def test_only_allowed_tokens_are_drawn():
+    few = SamplingParams(temperature=0, allowed_token_ids=(2, 3), logprobs=1)
+    drawn = SamplingParams(allowed_token_ids=(2, 3, 3), logit_bias=((1, 90.0),))
+    # The only one that is allowed is drawn although min_tokens holds it back.
+    held = SamplingParams(temperature=0, allowed_token_ids=(5,), min_tokens=3, max_tokens=4, stop_token_ids=(5,))
+    sampler, slots = open_slots(8, [([1], 1, 9, few), ([1], 1, 9, held), *[([1], 1, i, drawn) for i in range(20)]])
+    logits = torch.tensor([0.0, 5.0, 4.0, 4.0, 0.0, -9.0, 0.0, 0.0]).repeat(22, 1)
+    ids, logprobs = sample(sampler, slots, logits, [*range(22)], [1] * 22)
+    assert ids.tolist()[:2] == [2, 5]
+    assert {*ids.tolist()[2:]} == {2, 3}
+    assert logprobs.top_ids[0].tolist() == [1], "log-probabilities are the model's own"
 
 
 def test_logit_bias_forces_and_bans():

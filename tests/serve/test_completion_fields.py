@@ -165,7 +165,7 @@ async def test_harmless_values_and_nulls():
 @pytest.mark.parametrize(
     "fields",
     [{"guided_json": {}}, {"guided_choice": ["a"]}, {"use_beam_search": True}, {"length_penalty": 2}, {"suffix": "b"},
-     {"bad_words": ["a"]}, {"allowed_token_ids": [1]}, {"typical_p": 0.5}, {"max_new_tokens": 5},
+     {"banned_tokens": ["a"]}, {"typical_p": 0.5}, {"max_new_tokens": 5},
      {"best_of": 2},
      {"return_prompt_text": True}, {"truncation_side": "right"}],
 )  # fmt: skip

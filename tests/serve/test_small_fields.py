@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from tokenizers import AddedToken
@@ -13,6 +14,7 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from tests.serve.test_chat_api import CALL, QWEN, THINKING, TOOLS, engine_of
+from tests.serve.test_forced_calls import BYTE_ENGINE, BYTES, GrammarEngine
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of
 
 EFFORT = QWEN + "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
@@ -145,6 +147,35 @@ async def test_a_completion_between_two_texts():
         await asked.completions.create(model=MODEL, prompt="ab", suffix="c", echo=True)
     with pytest.raises(openai.BadRequestError, match="no marks to fill in a text"):
         await client(engine).completions.create(model=MODEL, prompt="ab", suffix="c")
+
+
+async def test_allowed_token_ids_reach_the_engine():
+    engine = FakeEngine()
+    await client(engine).chat.completions.create(**chat(), extra_body={"allowed_token_ids": [97, 98]})
+    assert engine.requests[0].params.allowed_token_ids == (97, 98)
+    for fields, says in (({"allowed_token_ids": [999]}, "999"), ({"allowed_token_ids": [1], "regex": "a"}, "regex")):
+        with pytest.raises(openai.BadRequestError, match=rf"allowed_token_ids.*{says}"):
+            await client(engine).chat.completions.create(**chat(), extra_body=fields)
+
+
+async def test_bad_words_are_in_no_answer():
+    engine = GrammarEngine(seed=1)
+    answer = await client(engine).completions.create(
+        model=MODEL, prompt="a", max_tokens=400, extra_body={"bad_words": ["cat", "e", "ä\n"]}
+    )
+    assert answer.choices[0].text == engine.text
+    assert "e" not in engine.text
+    matcher, mask = BYTE_ENGINE.matcher(engine.requests[0].params.grammar.lark), np.zeros(BYTES.num_words, np.int32)
+    allowed = []
+    for byte in b"cca":
+        matcher.advance([byte])
+        matcher.fill(mask)
+        allowed.append({*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()})
+    everything = {*b"abcdfghijklmnopqrstuvwxyz \n", EOS}
+    assert [everything - each for each in allowed] == [set(), set(), {ord("t")}]
+    form: Any = {"type": "json_object"}
+    with pytest.raises(openai.BadRequestError, match="response_format does; send one of them"):
+        await client(engine).chat.completions.create(**chat(), response_format=form, extra_body={"bad_words": ["a"]})
 
 
 async def test_routes_that_watch_a_server():

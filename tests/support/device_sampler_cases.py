@@ -346,6 +346,7 @@ def draw_params(rng: np.random.Generator) -> SamplingParams:
         frequency_penalty=pick(0.0, 0.0, 0.5),
         presence_penalty=pick(0.0, -0.5),
         logit_bias=pick((), (), ((3, 2.0), (7, -100.0)), ((2**31 - 1, 1.0),)),
+        allowed_token_ids=pick((), (), (), (7, 3, 5, 3)),
         min_tokens=pick(0, 0, 4),
         stop_token_ids=pick((), (5, 6), (2**31 - 1,)),
         ignore_eos=pick(True, False),
