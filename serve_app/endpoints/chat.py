@@ -101,7 +101,7 @@ def _predicted(request: ChatRequest, model: ServedModel) -> tuple[int, ...]:
     if request.prediction is None or model.draft != NGRAM:
         return ()
     limit = model.info.max_model_len
-    ids = prompt_ids(model.tokenizer, request.prediction.text(), False, limit, "prediction", keep_end=True)
+    ids = prompt_ids(model.tokenizer, request.prediction.text(), False, limit, "prediction", kept="start")
     return tuple(ids[:limit])
 
 
