@@ -172,6 +172,7 @@ OUTPUTS = {
             ],
         ),
         ("[get-area_2(precision='2', unit='5', ratio='None')]", "", [{"precision": 2, "unit": "5", "ratio": None}]),
+        (r"[get_weather(city='\ud800é')]", "", [{"city": "\ud800é"}]),
         ("[1] says so. [get_weather(city='Dallas')]", "[1] says so. [get_weather(city='Dallas')]", []),
         ("[get_weather('Dallas')]", "[get_weather('Dallas')]", []),
         ("[put(a=1)]", "[put(a=1)]", []),
@@ -269,6 +270,10 @@ def test_what_is_cut_off_is_as_long_as_it_got():
     assert read("qwen3_coder", ["<tool_call><function=get_weather><parameter=city>\nDal"])[2] == [
         ("get_weather", '{"city": "Dal')
     ]
+    for key in ("<param", "\n<parameter=st"):
+        text = f"<tool_call><function=get_weather><parameter=city>Dallas</parameter>{key}"
+        assert read("qwen3_coder", [text]) == ("", "", [("get_weather", '{"city": "Dallas"')])
+    assert read("pythonic", ["[get_weather(city='Dallas', st"]) == ("", "", [("get_weather", '{"city": "Dallas"')])
     assert read("pythonic", ["[get_weather(city='Dal"])[2] == [("get_weather", '{"city": \'Dal')]
     assert read("harmony", ["<|channel|>analysis<|message|>Hm. <|en"])[1] == "Hm. <|en"
     assert read("harmony", ["<|channel|>commentary to=functions.now <|constrain|>json<|message|>{"])[2] == [

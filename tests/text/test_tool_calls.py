@@ -52,6 +52,12 @@ def read(form: ToolFormat, parts: list[str], **options) -> tuple[str, list[tuple
         ('<tool_call>\n{ "arguments": {"a": 1}, "name": "f"}\n</tool_call>', "", [("f", '{"a": 1}')]),
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+        (
+            '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}',
+            "",
+            [("f", '{"a": "\\ud800"}')],
+        ),  # half a character
+        ('<tool_call>{"arguments": "\\ud800", "name": "f"}', "", [("f", "?")]),
         ('<tool_call>{"name": "f", "arguments": {}, "id": "}"}</tool_call>', "", [("f", "{}")]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', "", [("f", '{"a": 1}')]),  # a brace forgotten
         # begun, but not valid or not ended: the arguments as generated

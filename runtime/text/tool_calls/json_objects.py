@@ -11,6 +11,7 @@ import re
 
 from runtime.text.reasoning import MAX_SPACES
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, JsonValue, ToolCallParser, ToolFormat
+from runtime.text.tool_calls.written_values import dumped
 
 _HEAD = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -109,7 +110,9 @@ class JsonObjectParser(ToolCallParser):
         arguments = call.get("arguments", call.get("parameters")) or {}
         if not self._may_call(call.get("name")):
             return None
-        return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        if isinstance(arguments, str):  # in which half a character may be escaped
+            return call["name"], arguments.encode("utf-8", "replace").decode()
+        return call["name"], dumped(arguments)
 
 
 _BEGIN = '{"name": "'

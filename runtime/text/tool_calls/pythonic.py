@@ -35,7 +35,8 @@ class PythonicParser(PlainArgumentsParser):
             self._depth, self._quote, self._scanned = 0, "", 0
             self._state = self._literal
             return True
-        if not final and len(text) < MAX_HEAD_CHARS and _KEY_SO_FAR.match(text):
+        if (text or not final) and len(text) < MAX_HEAD_CHARS and _KEY_SO_FAR.match(text):
+            self._held = "" if final else text  # the last text was cut off here
             return False
         self._give_end()
         self._held = text.removeprefix(")")

@@ -33,9 +33,13 @@ class TaggedParser(PlainArgumentsParser):
             self._held = text[key.end() :]
             self._state = self._value_text
             return True
-        is_key = text.startswith(self.key_mark) and len(text) < MAX_HEAD_CHARS
-        if not final and (is_key or self.key_mark.startswith(text)):
-            return False
+        is_begun = text.startswith(self.key_mark) and len(text) < MAX_HEAD_CHARS
+        if is_begun or self.key_mark.startswith(text):
+            if not final:
+                return False
+            if text and "\n" not in text:  # the output was cut off here
+                self._held = ""
+                return False
         self._give_end()
         return self._after_arguments(final)
 

@@ -17,6 +17,16 @@ def json_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+def dumped(value: object) -> str:
+    """A value as JSON; half a character, which no output can hold, stays escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
 def types_of(parameters: object, name: str) -> frozenset[str]:
     """The JSON types that a parameter may have; none if its schema does not tell."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
@@ -35,7 +45,7 @@ def _types(schema: object) -> frozenset[str]:
             parts = [_types(option) for option in options]
             return frozenset[str]().union(*parts) if all(parts) else frozenset()
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    return frozenset(_TYPES[type(value)] for value in values) if isinstance(values, list) else frozenset()
+    return frozenset(_TYPES.get(type(value), "string") for value in values) if isinstance(values, list) else frozenset()
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
@@ -59,7 +69,7 @@ def json_of_literal(text: str, types: frozenset[str]) -> str:
             value = read(text)
             if isinstance(value, str) and types and "string" not in types:
                 return as_json(value, types)
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return dumped(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     return f'"{json_text(text)}"'
