@@ -12,6 +12,11 @@ from tests.support.runner_driver import Driver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
+LIKE_OTHERS = {  # cases whose steps have the kernels of another one
+    "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower", "granite 4", "seed",
+    "glm",
+}  # fmt: skip
+
 
 def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
     runner = ModelRunner(
@@ -26,7 +31,7 @@ def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
     return logits_of(Driver(runner), tokens[:110], tokens[110:])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
 def test_fp32_logits_are_those_of_the_torch_path(case):
     want = steps_on_gpu(case, "torch", "float32")
     for config in ({"cuda_graphs": True}, {"cuda_graphs": False}, {"cuda_graphs": True, "deterministic": True}):
@@ -34,7 +39,7 @@ def test_fp32_logits_are_those_of_the_torch_path(case):
         assert (got - want).abs().max() < 1e-4 * want.abs().max(), config
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
 def test_bf16_logits_agree_with_the_torch_path(case):
     """Rounding may choose between experts that are nearly as good: such tokens may differ, half of all may not."""
     want = steps_on_gpu(case, "torch", "bfloat16")
@@ -47,7 +52,7 @@ def test_bf16_logits_agree_with_the_torch_path(case):
         assert torch.equal(got.argmax(-1)[clear], want.argmax(-1)[clear])
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "gpt2"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "olmo3", "gpt2"])
 def test_bits_do_not_depend_on_batch_mates(case):
     """Deterministic: a row decoded beside three others, in a graph or not, has the bits of the row alone."""
     runner = ModelRunner(
