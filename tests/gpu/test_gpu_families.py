@@ -6,16 +6,11 @@ import torch
 from runtime.core.config import EngineConfig
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
-from tests.support.family_cases import CASES, spec_of
+from tests.support.family_cases import CASES, LIKE_OTHERS, spec_of
 from tests.support.family_steps import logits_of
 from tests.support.runner_driver import Driver
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-
-LIKE_OTHERS = {  # cases whose steps have the kernels of another one
-    "mistral, some windows", "mistral, with a vision tower", "ministral3, with a vision tower", "granite 4", "seed",
-    "glm",
-}  # fmt: skip
 
 
 def steps_on_gpu(case: str, backend: str, dtype: str, **config) -> torch.Tensor:
