@@ -127,7 +127,8 @@ class SamplingFields(OpenRequestModel, OutputOptions):
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
         if isinstance(self.seed, list) and len(self.seed) != (num_prompts := self.num_prompts()):
-            raise invalid("seed", f"has {len(self.seed)} numbers for {num_prompts} prompts; send one, or one for each")
+            problem = f"is a list of length {len(self.seed)}, and the number of prompts is {num_prompts}"
+            raise invalid("seed", f"{problem}; send one number, or one for each prompt")
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "is only allowed when stream is true")
         if (grammar := self.requested_grammar()) is not None:
