@@ -200,7 +200,7 @@ class Front:
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For other Ray jobs: `body` is that of /v1/completions or, with messages, of /v1/chat/completions.
 
-        Yields {"index", "text", "token_ids", "finish_reason"} as tokens come, with "reasoning" or "tool_calls"
+        Yields {"index", "text", "token_ids", "finish_reason", "seed"} as tokens come, with "reasoning" or "tool_calls"
         (pieces of them, as in a stream) where a chat has some; docs/handle_call.py shows a caller."""
         content = encode_json(body)
         endpoint: Endpoint[Any] = CHAT if "messages" in body else COMPLETIONS
@@ -217,6 +217,7 @@ class Front:
                         "text": delta.text,
                         "token_ids": delta.token_ids,
                         "finish_reason": delta.finish_reason,
+                        "seed": prepared.requests[delta.index].seed,
                         **message_delta(delta),
                     }
 

@@ -45,7 +45,7 @@ def noisy_runner(noise, **config):
     return model
 
 
-def answers(params, count, speculation=None, seed=0, **config):
+def answers(params, count, speculation=None, seed=0, predictions=None, **config):
     """Tokens and log-probabilities of `count` requests with repetitive prompts; and how many guesses were right."""
     model = runner(**config)
     model.reset()
@@ -54,7 +54,8 @@ def answers(params, count, speculation=None, seed=0, **config):
     for i in range(count):
         phrase = rng.integers(2, TINY.vocab_size, rng.integers(2, 9)).tolist()
         prompt = (phrase * 9)[: int(rng.integers(1, 40))]
-        core.add(Request(str(i), prompt, len(prompt), params, seed=i))
+        prediction = tuple((predictions or {}).get(str(i), ()))
+        core.add(Request(str(i), prompt, len(prompt), params, seed=i, prediction=prediction))
         got[str(i)] = []
     while core.has_work:
         if (output := core.step()) is None:
@@ -228,6 +229,18 @@ def test_a_request_that_rests_alone_is_tried_again():
         counts.append(speculation._count(bad))
     assert counts[0] == 0
     assert counts[-1] > 0
+
+
+def test_a_prediction_changes_no_token_and_is_guessed():
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    want, _, _ = answers(params, 2)
+    wrong = {name: [*tokens[:9], 1, 1, 1, *tokens[9:]] for name, tokens in want.items()}
+    accepted = {}
+    for name, predictions in (("none", None), ("right", want), ("partly", wrong)):
+        got, _, accepted[name] = answers(params, 2, Speculation(Ngram(), 4, (), 0.0), predictions=predictions)
+        assert got == want, name
+    assert accepted["right"] > accepted["none"]
+    assert accepted["partly"] > accepted["none"]
 
 
 def test_ngram_looks_up_what_followed():
