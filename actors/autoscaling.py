@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
+    from runtime.core.engine_load import EngineLoad
+    from runtime.core.scheduler import Scheduler
+
 DRAIN_S = 2.0  # the prompts that wait should be computed within this
 ROWS = 0.8  # the share of its rows that an engine should use at most, and of its KV blocks
 BLOCKS = 0.9
@@ -32,6 +35,19 @@ class EngineFigures:
     num_used_blocks: float
     num_blocks: float
     idle_s: float  # since it last had a request
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, load: EngineLoad, idle_s: float) -> EngineFigures:
+        """Those of the engine with this scheduler."""
+        return cls(
+            queued_tokens=load.queued_tokens,
+            prefill_rate=scheduler.pacing.prefill_rate if scheduler.pacing is not None else 0.0,
+            num_live=len(scheduler.requests),
+            max_rows=scheduler.max_num_seqs,
+            num_used_blocks=load.num_blocks - load.num_free_blocks,
+            num_blocks=load.num_blocks,
+            idle_s=idle_s,
+        )
 
 
 def engines_needed(engines: Sequence[EngineFigures]) -> float:

@@ -125,16 +125,8 @@ class EngineLoop:
     def figures(self) -> EngineFigures:
         """For the policy of scaling; read as `stats` are."""
         scheduler = self.core.scheduler
-        load, num_live = EngineLoad.of(scheduler), len(scheduler.requests)
-        return EngineFigures(
-            queued_tokens=load.queued_tokens,
-            prefill_rate=scheduler.pacing.prefill_rate if scheduler.pacing is not None else 0.0,
-            num_live=num_live,
-            max_rows=scheduler.max_num_seqs,
-            num_used_blocks=load.num_blocks - load.num_free_blocks,
-            num_blocks=load.num_blocks,
-            idle_s=0.0 if num_live else time.monotonic() - self._progress,
-        )
+        idle_s = 0.0 if scheduler.requests else time.monotonic() - self._progress
+        return EngineFigures.of(scheduler, EngineLoad.of(scheduler), idle_s)
 
     def report(self, figures: MetricValues) -> Snapshot:
         """Add what a front has counted; all figures of this engine."""
@@ -338,9 +330,7 @@ class EngineLoop:
         if found:
             self._emit()  # what it has gained comes before its end
         for stream in found:
-            self.core.abort(stream.key)
-            self._end(stream, FinishReason.ABORT, None, "")
-            stream.connection.flush(self._meter.sampled_at_wall)
+            self._end_at_once(stream, FinishReason.ABORT)
 
     def _emit(self) -> None:
         """Sort the last step's columns by front and send each its frame."""
@@ -394,6 +384,12 @@ class EngineLoop:
             if connection.lease_expired:
                 connection.close()
 
+    def _end_at_once(self, stream: Stream, reason: FinishReason, error: str = "") -> None:
+        """End a request between two steps."""
+        self.core.abort(stream.key)
+        self._end(stream, reason, None, error)
+        stream.connection.flush(self._meter.sampled_at_wall)
+
     def _end(self, stream: Stream, reason: FinishReason, stop_id: int | None, error: str) -> None:
         stream.connection.frame.ended.append(Ended(stream.number, int(reason), stop_id, error))
         self._forget(stream)
@@ -419,9 +415,7 @@ class EngineLoop:
 
     def _fail_requests(self, adapter: str, error: str) -> None:
         for state in [s for s in self.core.scheduler.requests.values() if s.request.adapter == adapter]:
-            self.core.abort(state.owner.key)
-            self._end(state.owner, FinishReason.ERROR, None, error)
-            state.owner.connection.flush(self._meter.sampled_at_wall)
+            self._end_at_once(state.owner, FinishReason.ERROR, error)
 
     def _set_reason(self, reason: str | None) -> None:
         self.reason = reason
@@ -439,8 +433,7 @@ class EngineLoop:
         self.executor.close()
         if (culprit := self.core.lose()) is not None:
             text = f"The model runners were lost {culprit.num_losses} times while computing this request."
-            self._end(culprit.owner, FinishReason.ERROR, None, text)
-            culprit.owner.connection.flush(self._meter.sampled_at_wall)
+            self._end_at_once(culprit.owner, FinishReason.ERROR, text)
         self.executor, info = self._adapters.restart(self._start_runners, self._fail_requests)
         if info.fingerprint != self.info.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")

@@ -49,7 +49,7 @@ def _gauge(help: str) -> Metric:
 
 
 def _counter(help: str, label: str = "", *values: str) -> Metric:
-    return Metric("counter", help, (), label, values or ("",))
+    return Metric("counter", help, (), label, values if label else ("",))
 
 
 def _histogram(help: str, bounds: tuple[float, ...]) -> Metric:
