@@ -1,0 +1,8 @@
+"""Kernels under Triton's interpreter, which is quickened in every process that imports a test, a rank's included."""
+
+import os
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETING:
+    import tests.support.interpreter  # noqa: F401

@@ -1,31 +1,11 @@
 """Kernels under Triton's interpreter, in a session of their own: Triton decides at import whether it interprets."""
 
-import os
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from runtime.kernels.skinny_gemm_configs import SkinnyGemmConfig
-
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-
-if INTERPRETING:
-    from triton import language
-    from triton.runtime import interpreter
-
-    patch_language, plain_load = interpreter._patch_lang, language.load
-
-    def patch_language_once(fn: Callable) -> interpreter._LangPatchScope:
-        """Triton patches its language anew whenever a kernel calls a function, which takes longer than most of them."""
-        modules = [value for value in fn.__globals__.values() if value is language or value is language.core]
-        is_patched = all(module.load is not plain_load for module in modules)
-        return interpreter._LangPatchScope() if is_patched else patch_language(fn)
-
-    interpreter._patch_lang = patch_language_once
-    # Sums of integers are computed a second time to find overflows, which only a debugging session would tell.
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+from tests.triton import INTERPRETING
 
 
 @pytest.fixture
