@@ -161,7 +161,7 @@ def test_masks_of_random_grammars(grammar: dict[str, Pattern]):
 
 
 @pytest.mark.long
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(_GRAMMARS)
 def test_masks_of_many_random_grammars(grammar: dict[str, Pattern]):
     check_random(grammar, 3)

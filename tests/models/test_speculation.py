@@ -20,13 +20,13 @@ from tests.support.fake_runner import FixedShare, Recorded
 from tests.support.runner_driver import TINY, tiny_runner
 
 SAMPLING = {
-    "greedy": SamplingParams(max_tokens=64, temperature=0.0),
-    "0.3": SamplingParams(max_tokens=64, temperature=0.3),
-    "0.7, top-k": SamplingParams(max_tokens=64, temperature=0.7, top_k=20),
-    "1.0, top-p": SamplingParams(max_tokens=64, temperature=1.0, top_p=0.9),
+    "greedy": SamplingParams(max_tokens=32, temperature=0.0),
+    "0.3": SamplingParams(max_tokens=32, temperature=0.3),
+    "0.7, top-k": SamplingParams(max_tokens=32, temperature=0.7, top_k=20),
+    "1.0, top-p": SamplingParams(max_tokens=32, temperature=1.0, top_p=0.9),
     "1.5, all": SamplingParams(
-        max_tokens=64, temperature=1.5, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
-        frequency_penalty=0.3, presence_penalty=-0.2, logit_bias=((3, 2.0), (9, -5.0)), min_tokens=20,
+        max_tokens=32, temperature=1.5, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
+        frequency_penalty=0.3, presence_penalty=-0.2, logit_bias=((3, 2.0), (9, -5.0)), min_tokens=10,
         stop_token_ids=(5, 6, 7, 8), logprobs=3,
     ),
 }  # fmt: skip
