@@ -35,6 +35,12 @@ class Adapters(NamedTuple):
     def rank(self) -> int:
         return self.b.shape[2]
 
+    @property
+    def first_ends(self) -> tuple[int, int]:
+        """Of the first two of up to three parts."""
+        first, second, *_ = *self.ends, self.ends[-1], self.ends[-1]
+        return first, second
+
     def write(
         self, index: int, parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None], row_order: torch.Tensor | None
     ) -> None:
@@ -95,15 +101,30 @@ def add_adapters_torch(
         y.index_add_(0, at, torch.cat(added, 1))
 
 
+class RowAdapters(NamedTuple):
+    """The adapters of a step's rows, for one fused map."""
+
+    rows: torch.Tensor  # [num_tokens]
+    adapters: Adapters
+    add: AddAdapters
+
+    def __call__(self, y: torch.Tensor, x: torch.Tensor) -> None:
+        """Add what they give for the map's inputs x to its result y."""
+        self.add(y, x, self.rows, self.adapters)
+
+
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
 def _shrink_row_kernel(
     x_ptr,  # [num_tokens, K], rows x_stride apart
     rows_ptr,  # [num_tokens]
     a_ptr,  # [max_loras, NUM_RANKS, K]
+    norm_ptr,  # [K], read with NORM: x is RMS-normalised first
     small_ptr,  # [num_tokens, NUM_RANKS] fp32
     x_stride,
+    eps,
     K: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -120,12 +141,19 @@ def _shrink_row_kernel(
         a = a_ptr + ((index - 1) * NUM_RANKS + ranks)[:, None] * K + cols
         x = x_ptr + token.to(tl.int64) * x_stride + cols
         acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
+        squares = tl.zeros((1, BLOCK_K), tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             inside = cols < K - start
             product = tl.load(a + start, mask=inside, other=0.0).to(tl.float32)
-            product *= tl.load(x + start, mask=inside, other=0.0).to(tl.float32)
-            acc += product
-        tl.store(small_ptr + token * NUM_RANKS + ranks, tl.sum(acc, 1))
+            values = tl.load(x + start, mask=inside, other=0.0).to(tl.float32)
+            if NORM:
+                squares += values * values
+                values *= tl.load(norm_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
+            acc += product * values
+        small = tl.sum(acc, 1)
+        if NORM:
+            small *= tl.rsqrt(tl.sum(squares) / K + eps)
+        tl.store(small_ptr + token * NUM_RANKS + ranks, small)
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -246,6 +274,24 @@ def _expand_tile_kernel(
         tl.store(y, total.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+def shrink_rows_triton(
+    x: torch.Tensor,
+    rows: torch.Tensor,
+    adapters: Adapters,
+    norm_weight: torch.Tensor | None = None,  # x is RMS-normalised first
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """A x of each row, [num_tokens, num_parts * rank] in fp32; not written for rows without an adapter."""
+    (num_tokens, size_in), num_ranks, pdl = x.shape, adapters.a.shape[1], use_pdl(x)
+    small = torch.empty((num_tokens, num_ranks), dtype=torch.float32, device=x.device)
+    _shrink_row_kernel[(num_tokens, num_ranks // _SHRINK_RANKS)](
+        x, rows, adapters.a, x if norm_weight is None else norm_weight, small, x.stride(0), eps,
+        K=size_in, NUM_RANKS=num_ranks, NORM=norm_weight is not None, BLOCK_R=_SHRINK_RANKS,
+        BLOCK_K=min(_SHRINK_COLUMNS, next_power_of_2(size_in)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return small
+
+
 def add_adapters_triton(
     y: torch.Tensor, x: torch.Tensor, rows: torch.Tensor, adapters: Adapters, deterministic: bool = False
 ) -> None:
@@ -253,19 +299,14 @@ def add_adapters_triton(
     (num_tokens, size_in), size_out = x.shape, y.shape[1]
     a, b, ends = adapters
     rank, num_parts, pdl = adapters.rank, len(ends), use_pdl(x)
-    small = torch.empty((num_tokens, num_parts * rank), dtype=torch.float32, device=x.device)
     shape = {"RANK": rank, "NUM_RANKS": num_parts * rank, "PDL": pdl, "launch_pdl": pdl}
     if deterministic or num_tokens <= MAX_SINGLE_ROWS:
-        block_k = min(_SHRINK_COLUMNS, next_power_of_2(size_in))
-        _shrink_row_kernel[(num_tokens, num_parts * rank // _SHRINK_RANKS)](
-            x, rows, a, small, x.stride(0), K=size_in, NUM_RANKS=num_parts * rank, BLOCK_R=_SHRINK_RANKS,
-            BLOCK_K=block_k, PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
-        first, second = (*ends, size_out, size_out)[:2]
+        small, (first, second) = shrink_rows_triton(x, rows, adapters), adapters.first_ends
         _expand_row_kernel[(num_tokens, -(-size_out // _EXPAND_OUTPUTS))](
             small, rows, b, y, y.stride(0), size_out, first, second, BLOCK_N=_EXPAND_OUTPUTS, num_warps=4, **shape
         )
         return
+    small = torch.empty((num_tokens, num_parts * rank), dtype=torch.float32, device=x.device)
     num_tiles = -(-num_tokens // _TILE_ROWS)
     _shrink_tile_kernel[(num_tiles, num_parts)](
         x, rows, a, small, x.stride(0), num_tokens, K=size_in, BLOCK_M=_TILE_ROWS, BLOCK_K=_TILE_COLUMNS,

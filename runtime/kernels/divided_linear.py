@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
+from runtime.kernels.adapters import RowAdapters
 from runtime.kernels.all_reduce import sum_partials_torch
 from runtime.kernels.communicator import Communicator
 from runtime.kernels.experts import ExpertLayer, Experts
-from runtime.kernels.linear import Add, Linear, Product
+from runtime.kernels.linear import Linear, Product
 
 
 class ReducedLinear(Linear):
@@ -32,9 +33,9 @@ class ReducedLinear(Linear):
         else:
             self.norm(self.communicator.reduced(partial).to(x.dtype), post_norm, eps, residual)
 
-    def with_adapters(self, add: Add) -> Linear:
+    def with_adapters(self, adapters: RowAdapters) -> Linear:
         """Adapters' matrices are divided as the weight is: what a rank adds is part of the sum, too."""
-        return ReducedLinear(super().with_adapters(add), self.communicator)
+        return ReducedLinear(super().with_adapters(adapters), self.communicator)
 
 
 class ReducedExperts:

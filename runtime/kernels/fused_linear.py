@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from runtime.kernels.adapters import RowAdapters
 from runtime.kernels.batch_invariant_linear import batch_invariant_linear_triton
 from runtime.kernels.gated_activation import Activation, gated_activation_triton
-from runtime.kernels.linear import Linear, Norm
+from runtime.kernels.linear import AdaptedLinear, Linear, Norm
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_triton
 
@@ -76,6 +77,10 @@ class FusedLinear(Linear):
         y = self._skinny_normed(x, norm_weight, eps, activation=self.folded)
         return self.activate(y) if self.folded is None else y
 
+    def with_adapters(self, adapters: RowAdapters) -> Linear:
+        one_row = len(adapters.rows) == 1 and not self.deterministic
+        return FusedAdaptedLinear(self, adapters) if one_row else AdaptedLinear(self, adapters)
+
     def logits(
         self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -92,3 +97,13 @@ class FusedLinear(Linear):
         if out is None:
             return torch.mm(h, weight.t(), out_dtype=wide)
         return torch.mm(h, weight.t(), out_dtype=wide, out=out)
+
+
+class FusedAdaptedLinear(FusedLinear):
+    """`FusedLinear` for a step of one row that has an adapter: what it adds is made by one small kernel more, and added
+    within the product. Nothing else is less fused than without."""
+
+    def __init__(self, own: FusedLinear, adapters: RowAdapters) -> None:
+        Linear.__init__(self, self._any_product, own.norm, own.activate)
+        self.weight, self.bias, self.deterministic, self.folded = own.weight, own.bias, False, own.folded
+        self.skinny_gemm = partial(own.skinny_gemm, adapters=adapters)

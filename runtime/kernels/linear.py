@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from runtime.kernels.adapters import RowAdapters
+
 Product = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, in] -> [num_tokens, out]
-Add = Callable[[torch.Tensor, torch.Tensor], None]  # adds something that it makes of the second to the first, in place
 Activate = Callable[[torch.Tensor], torch.Tensor]  # [num_tokens, 2 * ffn], or [num_tokens, ffn] -> [num_tokens, ffn]
 
 _EXPECTED_ROWS = 64  # rows for which oneDNN chooses its layout; 8 to 256 were measured to give the same speed
@@ -81,22 +82,22 @@ class Linear:
         """`normed` for the output head. The fused form returns float32, and writes to `out` if it is given."""
         return self.normed(x, norm_weight, eps)
 
-    def with_adapters(self, add: Add) -> Linear:
-        """The same map for a step whose rows have adapters: `add(y, x)` adds theirs to its result y of x."""
-        return AdaptedLinear(self, add)
+    def with_adapters(self, adapters: RowAdapters) -> Linear:
+        """The same map for a step whose rows have adapters."""
+        return AdaptedLinear(self, adapters)
 
 
 class AdaptedLinear(Linear):
     """A map and what adapters add to it, which is computed from the normed input, too, so that nothing is fused but the
     residual."""
 
-    def __init__(self, own: Linear, add: Add) -> None:
+    def __init__(self, own: Linear, adapters: RowAdapters) -> None:
         super().__init__(self._sum, own.norm, own.activate)
-        self.own, self.add = own, add
+        self.own, self.adapters = own, adapters
 
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         y = self.own.product(x)
-        self.add(y, x)
+        self.adapters(y, x)
         return y
 
     def add_to(
@@ -106,7 +107,7 @@ class AdaptedLinear(Linear):
             super().add_to(residual, x, post_norm, eps)
         else:
             self.own.add_to(residual, x)
-            self.add(residual, x)
+            self.adapters(residual, x)
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

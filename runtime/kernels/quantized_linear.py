@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels._triton import jit, tl, use_pdl
+from runtime.kernels.adapters import RowAdapters
 from runtime.kernels.batch_invariant_linear import MAX_SPLIT_TILES, _counters
 from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.gated_activation import Activation
-from runtime.kernels.linear import Norm
+from runtime.kernels.linear import AdaptedLinear, Linear, Norm
 from runtime.kernels.quantized_configs import QuantizedTiling, quantized_sum_order, quantized_tiling, step_columns
 from runtime.kernels.quantized_skinny_gemm import (
     _add_step,
@@ -274,6 +275,9 @@ class QuantizedLinear(FusedLinear):
         self.quantized = weight
         self.skinny_gemm = partial(quantized_skinny_gemm_triton, weight=weight, bias=bias, fixed_order=deterministic)
         self.tiled = partial(quantized_linear_triton, weight=weight, bias=bias, fixed_order=deterministic)
+
+    def with_adapters(self, adapters: RowAdapters) -> Linear:
+        return AdaptedLinear(self, adapters)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_tiled(x):

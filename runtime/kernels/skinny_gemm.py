@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
+from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.adapters import RowAdapters, add_adapters_torch, shrink_rows_triton
 from runtime.kernels.gated_activation import Activation, activated
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
@@ -33,11 +34,14 @@ def skinny_gemm_torch(
     activation: Activation | None = None,  # N = 2 * ffn, rows of gate, then of up: act(gate) * up
     out_dtype: torch.dtype | None = None,  # of a result without residual; x's dtype if None
     out: torch.Tensor | None = None,  # contiguous, for a result without residual
+    adapters: RowAdapters | None = None,
 ) -> torch.Tensor:
     """x @ weight.T + bias -> [num_rows, N] (or [num_rows, ffn], or the residual), step by step."""
     if norm_weight is not None:
         x = F.rms_norm(x, norm_weight.shape, norm_weight, eps)
     y = F.linear(x, weight, bias)
+    if adapters is not None:
+        add_adapters_torch(y, x, adapters.rows, adapters.adapters)
     if activation is not None:
         gate, up = y.chunk(2, -1)
         y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
@@ -89,15 +93,20 @@ def _finish(
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=["num_rows"])
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
 def _vector_kernel(
     x_ptr,  # [num_rows, K], rows x_stride apart
     weight_ptr,  # [N, K] contiguous
     bias_ptr,  # [N]; this and the next two are read if BIAS, NORM, RESIDUAL
     norm_ptr,  # [K]
     residual_ptr,  # [num_rows, N] contiguous
+    rows_ptr,  # [num_rows]; this and the next two are read if RANK, as kernels/adapters.py has them
+    b_ptr,  # [max_loras, N, RANK]
+    small_ptr,  # [num_rows, NUM_RANKS] fp32
     out_ptr,  # [num_rows, N] contiguous, or N // 2 columns with ACTIVATION
     x_stride,
+    end_0,  # outputs up to the end of an adapter's first part, and of the second
+    end_1,
     num_rows,  # not specialised on: a number that was not seen at start must not compile a kernel while serving
     N,
     eps,
@@ -106,6 +115,8 @@ def _vector_kernel(
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    RANK: tl.constexpr,  # 0: no row has an adapter
+    NUM_RANKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at least 8
     AHEAD: tl.constexpr,  # steps from a load of the weight to its use, 1 or 2
@@ -123,6 +134,14 @@ def _vector_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if RANK:
+        index = tl.load(rows_ptr + token).to(tl.int64)
+        ranks = tl.arange(0, RANK)[None, :]
+        part = (rows >= end_0).to(tl.int32) + (rows >= end_1).to(tl.int32)
+        has = (rows < tl.where(index > 0, N, 0))[:, None]
+        b = tl.load(b_ptr + ((index - 1) * N + rows)[:, None] * RANK + ranks, mask=has, other=0.0).to(tl.float32)
+        small = tl.load(small_ptr + token * NUM_RANKS + part[:, None] * RANK + ranks, mask=has, other=0.0)
+        added = tl.sum(b * small, 1)
     xs = x_ptr + token * x_stride + cols
     # A thread holds 8 neighbouring columns, 16 bytes: it sums those at once and keeps an eighth of the registers.
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
@@ -144,6 +163,8 @@ def _vector_kernel(
     y = tl.sum(acc, 1)
     if NORM:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
+    if RANK:
+        y += added
     _finish(
         y[:, None], token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
         BIAS, RESIDUAL, ACTIVATION, 1, BLOCK_N,
@@ -250,6 +271,7 @@ def skinny_gemm_triton(
     activation: Activation | None = None,
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
+    adapters: RowAdapters | None = None,  # of one row, or in float32; not with `fixed_order`
     fixed_order: bool = False,  # one row, too, is summed in the order of `sum_order`; not for float32
 ) -> torch.Tensor:
     """`skinny_gemm_torch` as one kernel with fp32 sums; x's rows may be strided."""
@@ -269,10 +291,15 @@ def skinny_gemm_triton(
     }  # fmt: skip
     bias = x if bias is None else bias  # the kernel needs a pointer, but does not read it without BIAS
     if one_by_one:
+        of_adapters, (end_0, end_1), rank, num_ranks = (x, x, x), (0, 0), 0, 0
+        if adapters is not None:
+            (rows, stacks, _), (end_0, end_1) = adapters, adapters.adapters.first_ends
+            small = shrink_rows_triton(x, rows, stacks, norm_weight, eps)
+            of_adapters, rank, num_ranks = (rows, stacks.b, small), stacks.rank, small.shape[1]
         _vector_kernel[(grid_n, num_rows)](
-            x, weight, bias, x if norm_weight is None else norm_weight, out, out, x.stride(0), num_rows, size_out, eps,
-            NORM=norm_weight is not None, BLOCK_K=max(min(config.block_k, next_power_of_2(size_in)), 8),
-            AHEAD=config.stages, **options,
+            x, weight, bias, x if norm_weight is None else norm_weight, out, *of_adapters, out, x.stride(0),
+            end_0, end_1, num_rows, size_out, eps, RANK=rank, NUM_RANKS=num_ranks, NORM=norm_weight is not None,
+            BLOCK_K=max(min(config.block_k, next_power_of_2(size_in)), 8), AHEAD=config.stages, **options,
         )  # fmt: skip
         return out
     if norm_weight is not None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.core.sharding import leaves_of
 from runtime.kernels import select
-from runtime.kernels.adapters import Adapters
+from runtime.kernels.adapters import Adapters, RowAdapters
 from runtime.kernels.communicator import Communicator, OneRank
 from runtime.kernels.divided_linear import (
     ColumnLeaves,
@@ -321,7 +321,7 @@ class Decoder:
         add = self.kernels.add_adapters
 
         def adapted(linear: Linear, adapters: Adapters) -> Linear:
-            return linear.with_adapters(lambda y, x: add(y, x, rows, adapters))
+            return linear.with_adapters(RowAdapters(rows, adapters, add))
 
         layers = []
         for layer, of in zip(self.layers, self.adapters, strict=True):

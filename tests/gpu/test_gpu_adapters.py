@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
-from runtime.kernels.adapters import add_adapters_torch, add_adapters_triton, make_adapters
+from runtime.kernels.adapters import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
+from runtime.kernels.fused_linear import FusedLinear
+from runtime.kernels.linear import AdaptedLinear
 from tests.gpu.test_gpu_determinism import SPECS, prompt
 from tests.support.runner_driver import Driver, tiny_runner
 
@@ -37,6 +39,24 @@ def test_kernels(sizes, size_in, rank, dtype):
         alone = y[-1:].clone()
         add_adapters_triton(alone, x[-1:], rows[-1:], stacks, deterministic=True)
         assert torch.equal(alone[0], by_rows[-1])
+
+
+@pytest.mark.parametrize(("sizes", "size_in"), [((2048, 512, 512), 2048), ((8192, 8192), 2048), ((2048,), 8192)])
+def test_one_row_within_the_product(sizes, size_in):
+    device, size_out = torch.device("cuda"), sum(sizes)
+    torch.manual_seed(0)
+    stacks = make_adapters(sizes, size_in, 8, 16, torch.bfloat16, device)
+    stacks.a.normal_(std=size_in**-0.5)
+    stacks.b.normal_(std=0.25)
+    weight = torch.randn(size_out, size_in, device=device).mul_(size_in**-0.5).bfloat16()
+    x, norm_weight = (torch.randn(n, size_in, device=device).bfloat16() for n in (1, 1))
+    own = FusedLinear(weight, None, "silu", deterministic=False)
+    for index in (0, 3, 8):
+        of_row = RowAdapters(torch.tensor([index], dtype=torch.int32, device=device), stacks, add_adapters_triton)
+        fused, plain = own.with_adapters(of_row), AdaptedLinear(own, of_row)
+        for verb in ("normed", "gated") if len(sizes) == 2 else ("normed",):
+            got, want = (getattr(linear, verb)(x, norm_weight[0], 1e-5) for linear in (fused, plain))
+            torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("config", [{}, {"quantization": "int4"}, {"dtype": "float32"}], ids=str)

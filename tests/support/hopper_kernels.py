@@ -34,7 +34,7 @@ from runtime.core.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
 from runtime.kernels import _triton, fp8_linear  # noqa: E402
-from runtime.kernels.adapters import add_adapters_triton, make_adapters  # noqa: E402
+from runtime.kernels.adapters import RowAdapters, add_adapters_triton, make_adapters  # noqa: E402
 from runtime.kernels.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
@@ -173,6 +173,10 @@ def adapters() -> Iterator[tuple[str, Callable[[], Any]]]:
         for rows in (1, 64, 1024):
             add = partial(add_adapters_triton, inputs(rows, sum(sizes)), inputs(rows, size_in), rows_of(rows), stacks)
             yield f"rank {rank}, {sizes} of {size_in} torch.bfloat16, {rows} rows", add
+        of_row = RowAdapters(rows_of(1), stacks, add_adapters_triton)
+        layer = FusedLinear(inputs(sum(sizes), size_in), None, "silu", deterministic=False).with_adapters(of_row)
+        normed = partial(layer.normed, inputs(1, size_in), inputs(1, size_in)[0], 1e-5)
+        yield f"rank {rank}, {sizes} of {size_in} torch.bfloat16, within the product", normed
     state, row = rows_of((65, 512)), rows_of(64)
     args = row, row, rows_of(65), state, state, 16, 64, 1, None, row
     yield "rows with adapters", partial(build_inputs, *args)
@@ -262,7 +266,7 @@ def main() -> None:
                 slot, start, count, one = np.array([[0], [0], [tokens], [1]], np.int32)
                 plan = StepPlan(0, new=[new], slots=slot, num_computed=start, num_tokens=count, num_samples=one)
                 steps._apply_writes(steps._state_writes(plan))
-                token_ids, logits, _ = steps._run(plan, filters=params.top_p < 1, penalties=True)
+                token_ids, logits, *_ = steps._run(plan, filters=params.top_p < 1, penalties=True)
                 steps.sampler.resample(logits, token_ids, slot, count, steps.tokens, steps.params)
             case = f"{name}, grammars"
             sizes = ((1,), (1, -(-spec.vocab_size // 32)), (4, 8), (256, 4), (256,), (1 << 20,))

@@ -1,14 +1,20 @@
 """What adapters add, by kernels: against the torch twin, and in steps that are launched and that are graphs."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.kernels import adapters
-from runtime.kernels.adapters import add_adapters_torch, add_adapters_triton, make_adapters
+from runtime.kernels.adapters import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
+from runtime.kernels.fused_linear import FusedLinear
+from runtime.kernels.gated_activation import gated_activation_torch
+from runtime.kernels.linear import Linear
+from runtime.kernels.rms_norm import rms_norm_torch
 from runtime.worker.runner import ModelRunner
 from tests.support.runner_driver import Driver, tiny_runner
 from tests.support.triton_engine import SHALLOW, replayed_graphs
@@ -44,6 +50,31 @@ def test_kernels(dtype, sizes, size_in, monkeypatch):
         add_adapters_triton(out, many, rows, stacks)
         repeated = want.repeat(-(-num_rows // len(ROWS)), 1)[:num_rows]
         torch.testing.assert_close(out.double(), repeated, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_one_row_within_the_product(index):
+    """The fused forms of a product, with what its adapter adds, against the plain ones in torch."""
+    torch.manual_seed(0)
+    sizes, size_in, rows = (24, 24), 40, torch.tensor([index], dtype=torch.int32)
+    stacks = make_adapters(sizes, size_in, 2, 5, torch.float32, torch.device("cpu"))
+    stacks.write(2, [(torch.randn(5, size_in), torch.randn(size, 5)) for size in sizes], None)
+    weight, bias, norm_weight = torch.randn(48, size_in) * 0.2, torch.randn(48), torch.randn(size_in)
+    x, residual = torch.randn(1, size_in), torch.randn(1, 48)
+    fused = FusedLinear(weight, bias, "silu", deterministic=False).with_adapters(
+        RowAdapters(rows, stacks, add_adapters_triton)
+    )
+    plain = Linear(
+        partial(F.linear, weight=weight, bias=bias), rms_norm_torch, partial(gated_activation_torch, activation="silu")
+    )
+    plain = plain.with_adapters(RowAdapters(rows, stacks, add_adapters_torch))
+    residuals = residual.clone(), residual.clone()
+    for linear, own in zip((fused, plain), residuals, strict=True):
+        linear.add_to(own, x)
+    torch.testing.assert_close(*residuals, rtol=1e-5, atol=1e-5)
+    for verb in ("normed", "gated"):
+        got, want = (getattr(linear, verb)(x, norm_weight, 1e-5) for linear in (fused, plain))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_steps_and_graphs(tmp_path, monkeypatch):
