@@ -58,7 +58,8 @@ class OneEngine:
         def start() -> tuple[Executor, ModelInfo]:
             return InProcess(ToyRunner(width)), INFO
 
-        self._loop = EngineLoop(EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192), start)
+        config = EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
+        self._loop = EngineLoop(config, start, lambda index, path: None)
 
     async def changed(self, known: list[str]) -> list[str]:
         if known:
