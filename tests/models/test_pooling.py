@@ -128,9 +128,7 @@ def test_no_toggle_changes_a_bit(kind, tmp_path):
     save_model(tmp_path, "llama")
     want = run(open_core(tmp_path, pooling=kind, deterministic=True, max_num_seqs=1))
     for toggle in (
-        {},
-        {"max_num_batched_tokens": 3, "max_num_seqs": 7},
-        {"pipeline_depth": 1, "batching": "static", "prefix_cache": False},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 7},
         {"chunked_prefill": False, "max_model_len": 128, "max_num_batched_tokens": 128, "kv_layout": "contiguous"},
         {"num_kv_blocks": 30, "max_model_len": 104, "max_num_batched_tokens": 8},
     ):
