@@ -34,7 +34,7 @@ _INSTEAD = {
         container""",
     "send it to /v1/chat/completions": """
         messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false""",
-    "send it to /v1/completions": 'prompt suffix="" echo=false return_draft_spans=false',
+    "send it to /v1/completions": 'prompt suffix="" echo=false',
     "send it to /v1/responses": "background=false",
     "send n": "best_of=1",
     "send max_tokens": """
@@ -115,6 +115,7 @@ _IGNORED = {
         bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank num_ctx
         num_batch num_gpu num_thread""",
     "a hint, which changes no token": "prediction stream_interval",
+    "only completions tell which of their text a draft had guessed": "return_draft_spans",
     "a report that no answer here has": "details timings_per_token return_progress diagnostics return_token_offsets",
 }
 IGNORED_FIELDS = {name: why for why, names in _IGNORED.items() for name in names.split()}
