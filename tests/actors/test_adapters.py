@@ -29,6 +29,11 @@ def with_adapter(group, name, i=0, **params):
     return replace(request(i, **params), adapter=group.adapters.served()[name].digest)
 
 
+def pace(engine, delay_s):
+    """Steps take so long from now on: long enough for what a test does to a stream, and then no time."""
+    engine.delay_s = engine.runners[-1].delay_s = delay_s
+
+
 async def check(reading, asked):
     for (tokens, reason, _), req in zip(await asyncio.wait_for(reading, 30), asked, strict=True):
         assert (tokens, reason) == sequential(req, 512)
@@ -58,6 +63,8 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
 
         # Its requests go on, new ones do not get it, and it is unloaded when they have ended.
         asked = [with_adapter(group, "a", max_tokens=80)]
+        for engine in engines:
+            pace(engine, 0.1)
         reading = asyncio.gather(read(group, asked[0]))
         await eventually(lambda: sum(map(live, engines)) == 1)
         unloading = asyncio.create_task(group.adapters.unload("a"))
@@ -65,6 +72,8 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
         with pytest.raises(CallboardError, match="not loaded"):
             await read(group, replace(asked[0], request_id="late"))
         assert not unloading.done()
+        for engine in engines:
+            pace(engine, 0.0)
         await check(reading, asked)
         await unloading
         await group.adapters.load("c", c)
@@ -74,12 +83,12 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
 
 async def test_no_death_takes_an_adapter_along(folders):
     a, b, _ = folders
-    engines = [Engine(delay_s=0.005, lora=(f"a={a}",), max_loras=3) for _ in range(2)]
+    engines = [Engine(delay_s=0.1, lora=(f"a={a}",), max_loras=3) for _ in range(2)]
     async with Group(*engines) as group:
         await group.adapters.load("b", b)
         asked = [with_adapter(group, "ab"[i % 2], i, max_tokens=80) for i in range(4)]
         reading = asyncio.gather(*(read(group, req) for req in asked))
-        await eventually(lambda: all(e.loop.core.steps_done > 10 for e in engines))
+        await eventually(lambda: all(e.loop.core.steps_done > 2 for e in engines))
         engines[0].runners[-1].dead = "Rank 0 is gone."
         await eventually(lambda: engines[0].loop.num_rebuilds and len(healthy(group)) == 2)
         assert set(engines[0].runners[-1].adapters) == {0, 1, 2}
@@ -87,6 +96,7 @@ async def test_no_death_takes_an_adapter_along(folders):
         await eventually(lambda: live(engines[1]) == 4)
         engines[1].die()  # now nobody has "b" but the front
         assert group.adapters.served().keys() == {"a", "b"}
+        pace(engines[0], 0.0)
         engines[0].restart()
         await check(reading, asked)
 
@@ -137,15 +147,15 @@ async def test_runners_that_are_lost_while_they_load_one(folders):
 
 
 async def test_files_that_have_changed_end_their_requests_alone(folders):
-    engine = Engine(delay_s=0.005, max_loras=2)
+    engine = Engine(delay_s=0.1, max_loras=2)
     async with Group(engine) as group:
         await group.adapters.load("a", folders[0])
         await group.adapters.load("b", folders[1])
         asked = [with_adapter(group, "a", max_tokens=100), with_adapter(group, "b", 1, max_tokens=100)]
         reading = asyncio.gather(*(read(group, req) for req in asked))
-        await eventually(lambda: engine.loop.stats()["running"] == 2 and engine.loop.core.steps_done > 10)
+        await eventually(lambda: engine.loop.stats()["running"] == 2 and engine.loop.core.steps_done > 2)
         save_adapter(Path(folders[1]), MODULES, 7)
-        engine.runners[-1].dead = "Rank 0 is gone."
+        engine.delay_s, engine.runners[-1].dead = 0.0, "Rank 0 is gone."
         good, bad = await asyncio.wait_for(reading, 30)
         assert good[:2] == sequential(asked[0], 512)
         assert "have changed" in bad[2].error
