@@ -34,6 +34,7 @@ from runtime.loading.resolve import resolve
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.answers import encode_json
+from serve_app.batches import Batches
 from serve_app.endpoints import CHAT, COMPLETIONS, Endpoint
 from serve_app.endpoints.chat import message_delta
 from serve_app.http import build_http_app
@@ -167,7 +168,10 @@ class Front:
         store = ResponseStore(settings, fronts.own)
         self.responses = AskedStore(store)
         stored = StoredResponses(store, fronts)
-        self._app = build_http_app(self._service, settings, stored=stored, echo_request_ids=False)
+        self._batches = Batches(settings)
+        self._app = build_http_app(
+            self._service, settings, stored=stored, batches=self._batches, echo_request_ids=False
+        )
         self._start = asyncio.create_task(self._connect(config))
         if await has_healthy_engine(engines_of(app_name)):  # of whichever model
             await self._start
@@ -179,6 +183,7 @@ class Front:
         await self._engines.start()
         self._service.start(tokenizer, defaults)
         self._service.grammars.start()
+        self._batches.start()
         context = serve.get_replica_context()
         ray_metrics = RayMetrics(self._service.model, context.replica_id.unique_id)
         is_first = lambda: serve.get_replica_context().rank.rank == 0  # noqa: E731  # the one that tells of the engines
@@ -194,7 +199,9 @@ class Front:
         return self._app
 
     async def drain(self, reason: str) -> int:
-        """Take no new requests from now on, for `reason`; the number of live ones, which go on."""
+        """Take no new requests from now on, for `reason`; the number of live ones, which go on. Those of batches end:
+        whoever runs the batch next sends them again."""
+        self._batches.stop()
         return self._engines.drain(reason)
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:

@@ -221,10 +221,9 @@ def _values(args: argparse.Namespace, settings: type) -> dict[str, Any]:
 def _http_settings(args: argparse.Namespace) -> HttpSettings:
     """Raises CallboardError if a value is out of range or the file of keys cannot be read."""
     settings: HttpSettings = _checked(HttpSettings, **_values(args, HttpSettings))
-    if settings.api_key_file is not None:  # the fronts have another working directory
-        settings = replace(settings, api_key_file=os.path.abspath(settings.api_key_file))
-    if settings.lora_folder is not None:
-        settings = replace(settings, lora_folder=os.path.abspath(settings.lora_folder))
+    for name in ("api_key_file", "lora_folder", "batch_folder"):
+        if (path := getattr(settings, name)) is not None:  # the fronts have another working directory
+            settings = replace(settings, **{name: os.path.abspath(path)})
     settings.api_keys()
     return settings
 

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
@@ -14,11 +15,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ExceptionHandler
 
 from runtime.output.fields import FieldError, shortened
 from serve_app.adapter_routes import adapter_routes
 from serve_app.answers import encode_json
 from serve_app.auth import AuthMiddleware, Cors, path_within
+from serve_app.batch_routes import batch_routes
+from serve_app.batches import Batches
 from serve_app.endpoints import ENDPOINTS
 from serve_app.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response, redacted
 from serve_app.generation import Generation
@@ -42,28 +46,31 @@ def build_http_app(
     settings: HttpSettings | None = None,
     *,
     stored: StoredResponses | None = None,
+    batches: Batches | None = None,
     echo_request_ids: bool = True,
 ) -> Starlette:
     """All routes; whatever goes wrong is answered in the error shape of the route's API.
 
-    Without `stored` responses those of this application are kept in it alone.
+    Without `stored` responses those of this application are kept in it alone. `batches` are told which routes answer
+    their requests; without them, those of this application are left to others.
     Under Serve, which itself adds X-Request-Id to every answer, `echo_request_ids` is off.
     Raises CallboardError if the file of API keys cannot be read."""
     settings = settings or HttpSettings()
     stored = stored or StoredResponses(ResponseStore(settings), OneFront())
-    return Starlette(
-        routes=_Routes(service, settings, stored).all(),
-        middleware=[
-            *([Middleware(Cors, settings)] if settings.cors_origin else []),
-            Middleware(AuthMiddleware, settings, echo_ids=echo_request_ids),
-        ],
-        exception_handlers={
-            HTTPException: _http_error,
-            ApiError: _refusal,
-            FieldError: _refusal,
-            Exception: _internal_error,
-        },
-    )
+    batches = batches or Batches(settings)
+    routes = [*_Routes(service, settings, stored).all(), *batch_routes(settings, batches)]
+    errors: dict[Any, ExceptionHandler] = {
+        HTTPException: _http_error,
+        ApiError: _refusal,
+        FieldError: _refusal,
+        Exception: _internal_error,
+    }
+    batches.routes = Starlette(routes=routes, exception_handlers=errors)  # whose batch it is was checked
+    middleware = [
+        *([Middleware(Cors, settings)] if settings.cors_origin else []),
+        Middleware(AuthMiddleware, settings, echo_ids=echo_request_ids),
+    ]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=errors)
 
 
 class _Routes:

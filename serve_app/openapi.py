@@ -12,6 +12,7 @@ from pydantic import BaseModel, create_model
 from pydantic.json_schema import models_json_schema
 
 from serve_app.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
+from serve_app.batch_routes import BatchesQuery, CreateBatchRequest, FilesQuery, UploadForm
 from serve_app.requests import (
     AbortRequest,
     ChatRequest,
@@ -149,6 +150,31 @@ ItemList = _answer(
     has_more=bool,
 )
 
+StoredFile = _answer(
+    "StoredFile", id=str, object=Literal["file"], bytes=int, created_at=int, filename=str, purpose=str, status=str
+)
+FileList = _answer("FileList", object=Literal["list"], data=_list_of(StoredFile), has_more=bool)
+DeletedFile = _answer("DeletedFile", id=str, object=Literal["file"], deleted=Literal[True])
+RequestCounts = _answer("RequestCounts", total=int, completed=int, failed=int)
+Batch = _answer(
+    "Batch",
+    id=str,
+    object=Literal["batch"],
+    endpoint=str,
+    input_file_id=str,
+    completion_window=str,
+    status=Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ],
+    output_file_id=str | None,
+    error_file_id=str | None,
+    created_at=int,
+    expires_at=int,
+    request_counts=RequestCounts,
+    metadata=dict[str, str] | None,
+)
+BatchList = _answer("BatchList", object=Literal["list"], data=_list_of(Batch), has_more=bool)
+
 ErrorObject = _answer("ErrorObject", message=str, type=str, param=str | None, code=str | None)
 Error = _answer("Error", error=ErrorObject)
 MessagesErrorObject = _answer("MessagesErrorObject", type=str, message=str)
@@ -163,7 +189,7 @@ _ERRORS = {
     400: "A field is at fault, or the body is no JSON object.",
     401: "The API key is missing or not known.",
     403: "The request names a host that this server does not answer as, or asks for what it does not allow.",
-    404: "There is no such model, or no such response.",
+    404: "There is no such model, or no such response, file or batch.",
     405: "The route has other methods.",
     408: "The body did not come in time.",
     413: "The body is too long.",
@@ -182,6 +208,7 @@ _GENERATION = (*_BODY, 404, 429, 499, 503, 504)
 _ADAPTERS = (*_BODY, 403, 503, 504)
 _STORED = (400, 404, 503)
 _RESPONSE = "/v1/responses/{response_id}"
+_FILES, _BATCHES = "/v1/files", "/v1/batches"
 _ANSWER_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
 
 
@@ -200,6 +227,7 @@ class _Operation:
     error: type[BaseModel] = Error
     method: str = ""
     query: type[BaseModel] | None = None
+    form: type[BaseModel] | None = None  # in place of JSON
 
 
 _OPERATIONS = (
@@ -233,6 +261,15 @@ _OPERATIONS = (
     _Operation(_RESPONSE, "Forget a stored response", DeletedResponse, (), _STORED, method="delete"),
     _Operation(f"{_RESPONSE}/cancel", "End a response in the background", ResponseObject, (), _STORED, method="post"),
     _Operation(f"{_RESPONSE}/input_items", "A response's input", ItemList, (), _STORED, query=InputItemsQuery),
+    _Operation(_FILES, "Upload a file", StoredFile, (), (*_BODY, 403, 404), method="post", form=UploadForm),
+    _Operation(_FILES, "Files", FileList, (), (400, 404), query=FilesQuery),
+    _Operation(f"{_FILES}/{{file_id}}", "A file, by its id", StoredFile, (), (404,)),
+    _Operation(f"{_FILES}/{{file_id}}", "Delete a file", DeletedFile, (), (404,), method="delete"),
+    _Operation(f"{_FILES}/{{file_id}}/content", "The bytes of a file", None, (), (404,)),
+    _Operation(_BATCHES, "Answer the requests of a file", Batch, (CreateBatchRequest,), (*_BODY, 404)),
+    _Operation(_BATCHES, "Batches, the newest first", BatchList, (), (400, 404), query=BatchesQuery),
+    _Operation(f"{_BATCHES}/{{batch_id}}", "A batch, by its id", Batch, (), (404,)),
+    _Operation(f"{_BATCHES}/{{batch_id}}/cancel", "End a batch", Batch, (), (400, 404), method="post"),
     _Operation("/v1/requests/{request_id}", "A request among a front's latest", RecordedRequest, (), (404,)),
     _Operation("/v1/models", "The model that is served, and its adapters", ModelList, errors=(503,)),
     _Operation("/v1/models/{model}", "The model or an adapter, by its name", ModelCard, errors=(404, 503)),
@@ -258,7 +295,9 @@ _OPERATIONS = (
 def document(settings: HttpSettings) -> dict[str, Any]:
     """The page for a server with these settings."""
     has_keys, has_hosts = bool(settings.api_keys()), bool(settings.allowed_host)
-    models = {m for op in _OPERATIONS for m in (op.answer, *op.requests, op.unready, op.error) if m is not None}
+    models = {
+        m for op in _OPERATIONS for m in (op.answer, *op.requests, op.form, op.unready, op.error) if m is not None
+    }
     in_order = sorted(models, key=lambda model: model.__name__)
     _, schemas = models_json_schema(
         [(model, "validation") for model in in_order], ref_template="#/components/schemas/{model}"
@@ -307,6 +346,9 @@ def _operation(op: _Operation, has_keys: bool, has_hosts: bool) -> dict[str, Any
         described["parameters"] = parameters
     if op.requests:
         described["requestBody"] = {"required": True, "content": _json(*op.requests)}
+    if op.form is not None:
+        content = {"multipart/form-data": {"schema": {"$ref": f"#/components/schemas/{op.form.__name__}"}}}
+        described["requestBody"] = {"required": True, "content": content}
     return described
 
 
@@ -314,6 +356,8 @@ _PATH_PARAMETERS = {
     "model": "It may hold slashes.",
     "response_id": "As it was answered.",
     "request_id": "Of its answer.",
+    "file_id": "As it was answered.",
+    "batch_id": "As it was answered.",
 }
 
 

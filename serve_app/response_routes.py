@@ -147,7 +147,7 @@ class _Routes:
         return await (self.delete if request.method == "DELETE" else self.retrieve)(request)
 
     async def retrieve(self, request: HttpRequest) -> Response:
-        query = _query(RetrieveQuery, request)
+        query = read_query(RetrieveQuery, request)
         if query.stream == "true":
             start = 0 if query.starting_after is None else query.starting_after + 1
             await self._ask("events", request, start)  # or it is refused
@@ -165,7 +165,7 @@ class _Routes:
         return Response(encode_json(deleted), media_type="application/json")
 
     async def input_items(self, request: HttpRequest) -> Response:
-        query = _query(InputItemsQuery, request)
+        query = read_query(InputItemsQuery, request)
         stored: list[bytes] = await self._ask("input_items", request)
         name = request.path_params["response_id"].removeprefix("resp_")
         items = [listed(item, f"{name}_{i}") for i, item in enumerate(ITEMS.validate_json(as_list(stored)))]
@@ -231,7 +231,7 @@ async def follow(
 _Q = TypeVar("_Q", bound=RequestModel)
 
 
-def _query(kind: type[_Q], request: HttpRequest) -> _Q:
+def read_query(kind: type[_Q], request: HttpRequest) -> _Q:
     """The parameters of a URL; raises FieldError for the first one at fault."""
     try:
         return kind.model_validate(dict(request.query_params))

@@ -85,6 +85,12 @@ class HttpSettings:
     recorded_request_bytes: int = setting(
         16 << 20, "memory of each front for its latest requests, which `callboard replay` sends again; 0: none", 0
     )
+    batch_folder: str | None = setting(
+        None, "folder for /v1/files and /v1/batches, on a disk that all fronts share; default: there are none"
+    )
+    batch_file_bytes: int = setting(200 << 20, "longest file that clients may upload", 1)
+    batch_max_requests: int = setting(50_000, "most requests of one batch", 1)
+    batch_concurrency: int = setting(16, "requests of batches that each front has under way at once", 1)
     otlp_traces_endpoint: str | None = setting(
         None, "OTLP/HTTP endpoint for a span of each request (extra otel), such as http://127.0.0.1:4318/v1/traces"
     )

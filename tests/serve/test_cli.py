@@ -80,6 +80,7 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
         "api_key": ("k0", "k1"), "api_key_file": str(tmp_path / "keys"), "cors_origin": ("https://a.example",),
         "max_body_bytes": 1000, "max_header_bytes": 2000, "max_n": 3, "max_stop": 2, "max_prompts": 5,
         "client_priority": True, "routing_policy": "least-load", "lora_folder": "/adapters",
+        "batch_folder": "/batches", "batch_file_bytes": 6000, "batch_max_requests": 7, "batch_concurrency": 8,
         "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0, "body_timeout_s": 8.5,
         "allowed_host": ("llm.example.org", "b"), "response_store_bytes": 4000, "response_life_s": 60.5,
         "recorded_request_bytes": 5000, "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",

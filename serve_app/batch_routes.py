@@ -1,0 +1,242 @@
+"""OpenAI's /v1/files and /v1/batches, where the operator has named a folder for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.datastructures import UploadFile
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive
+
+from runtime.output.fields import invalid
+from serve_app.answers import encode_json
+from serve_app.batch_store import BatchStore, Record
+from serve_app.batches import Batches
+from serve_app.errors import ApiError
+from serve_app.limits import read_json_body
+from serve_app.requests import parse
+from serve_app.requests.shapes import RequestModel, only
+from serve_app.response_routes import read_query
+from serve_app.settings import HttpSettings
+
+_DAY_S = 86_400
+_FORM_BYTES = 16 << 10  # of an upload, beside its file
+_Limit = Annotated[int, Field(ge=1, le=10_000, strict=False)]
+
+
+class FilesQuery(RequestModel):
+    """GET /v1/files."""
+
+    after: str | None = None  # the id of the last one known
+    limit: _Limit = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
+class BatchesQuery(RequestModel):
+    """GET /v1/batches."""
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=100, strict=False)] = 20
+
+
+class UploadForm(RequestModel):
+    """POST /v1/files, as multipart/form-data."""
+
+    file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
+    purpose: Literal["batch"]
+
+
+class CreateBatchRequest(RequestModel):
+    """POST /v1/batches."""
+
+    input_file_id: Annotated[str, Field(max_length=256)]
+    endpoint: Literal["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses"]
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
+    output_expires_after: Annotated[Any, only(None, says="files stay here until they are deleted; leave it out")] = None
+
+
+def batch_routes(settings: HttpSettings, batches: Batches) -> list[Route]:
+    """The routes of files and batches; without a folder each is a 404 that says how to get one."""
+    routes = _Routes(settings, batches)
+    return [
+        Route("/v1/files", routes.files, methods=["GET", "POST"]),
+        Route("/v1/files/{file_id}", routes.file, methods=["GET", "DELETE"]),
+        Route("/v1/files/{file_id}/content", routes.content),
+        Route("/v1/batches", routes.batches, methods=["GET", "POST"]),
+        Route("/v1/batches/{batch_id}", routes.batch),
+        Route("/v1/batches/{batch_id}/cancel", routes.cancel, methods=["POST"]),
+    ]
+
+
+class _Routes:
+    def __init__(self, settings: HttpSettings, batches: Batches) -> None:
+        self._settings, self._batches = settings, batches
+
+    @property
+    def _store(self) -> BatchStore:
+        if self._batches.store is None:
+            text = "This server keeps no files and runs no batches; its operator can start it with --batch-folder DIR."
+            raise ApiError(404, text, code="batches_off")
+        return self._batches.store
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    async def files(self, request: HttpRequest) -> Response:
+        store = self._store
+        if request.method == "POST":
+            return await self._upload(store, request)
+        query = read_query(FilesQuery, request)
+        wanted: Callable[[Record], bool] = lambda file: query.purpose in (None, file.object["purpose"])  # noqa: E731
+        ascending, owner = query.order == "asc", request.scope["owner"]
+        found = await asyncio.to_thread(store.files.page, owner, query.after, query.limit, ascending, wanted)
+        return _page(*found)
+
+    async def _upload(self, store: BatchStore, request: HttpRequest) -> Response:
+        self._check_upload(request)
+        most = self._settings.batch_file_bytes
+        receive = _bounded(request.receive, most + _FORM_BYTES, self._settings.body_timeout_s)
+        try:
+            async with HttpRequest(request.scope, receive).form(max_files=1, max_fields=8) as form:
+                if unknown := [name for name in form if name not in UploadForm.model_fields]:
+                    raise invalid(unknown[0], "is not supported here; leave it out")
+                file, purpose = form.get("file"), form.get("purpose")
+                if not isinstance(file, UploadFile):
+                    raise invalid("file", "is missing; send the file as a part of that name")
+                if purpose != "batch":
+                    raise invalid("purpose", "must be batch, which is all that files are for here")
+                if (file.size or 0) > most:
+                    raise _too_long(most)
+                owner, name = request.scope["owner"], (file.filename or "file")[:256]
+                return _json((await asyncio.to_thread(store.upload, file.file, owner, name)).object)
+        except ClientDisconnect:
+            return Response(status_code=400)  # which nobody reads
+
+    def _check_upload(self, request: HttpRequest) -> None:
+        headers = request.headers
+        if headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
+            text = "Send the file as multipart/form-data, with the parts file and purpose."
+            raise ApiError(415, text, code="unsupported_media_type")
+        # Pages of other sites can send forms without asking the server first, but not with a key.
+        origin, allowed = headers.get("origin"), self._settings.cors_origin
+        if origin is not None and not self._settings.api_keys() and not {origin, "*"} & set(allowed):
+            text = "Web pages may upload files here only if --cors-origin names their origin."
+            raise ApiError(403, text, code="origin_not_allowed")
+        length = headers.get("content-length", "")
+        if length.isdigit() and (len(length) > 18 or int(length) > self._settings.batch_file_bytes + _FORM_BYTES):
+            raise _too_long(self._settings.batch_file_bytes)
+
+    async def file(self, request: HttpRequest) -> Response:
+        store, file_id, owner = self._store, request.path_params["file_id"], request.scope["owner"]
+        if request.method == "DELETE":
+            await asyncio.to_thread(store.delete_file, file_id, owner)
+            return _json({"id": file_id, "object": "file", "deleted": True})
+        return _json((await asyncio.to_thread(store.files.read, file_id, owner)).object)
+
+    async def content(self, request: HttpRequest) -> Response:
+        store, file_id = self._store, request.path_params["file_id"]
+        await asyncio.to_thread(store.files.read, file_id, request.scope["owner"])
+        # Whatever was uploaded, a browser takes it for text.
+        headers = {"x-content-type-options": "nosniff"}
+        return FileResponse(store.files.path(file_id), headers=headers, media_type="text/plain")
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+
+    async def batches(self, request: HttpRequest) -> Response:
+        store, owner = self._store, request.scope["owner"]
+        if request.method == "POST":
+            body = await read_json_body(request.scope, request.receive, self._settings) or b""
+            asked = parse(CreateBatchRequest, body)
+            record = await asyncio.to_thread(_created, store, asked, owner)
+            self._batches.look_now()
+            return _json(record.object)
+        query = read_query(BatchesQuery, request)
+        found, has_more = await asyncio.to_thread(
+            store.batches.page, owner, query.after, query.limit, False, lambda batch: True
+        )
+        seen = [await asyncio.to_thread(store.batch, record.object["id"], owner) for record in found]
+        return _page(seen, has_more)
+
+    async def batch(self, request: HttpRequest) -> Response:
+        batch_id, owner = request.path_params["batch_id"], request.scope["owner"]
+        return _json((await asyncio.to_thread(self._store.batch, batch_id, owner)).object)
+
+    async def cancel(self, request: HttpRequest) -> Response:
+        batch_id, owner = request.path_params["batch_id"], request.scope["owner"]
+        return _json((await asyncio.to_thread(self._store.cancel, batch_id, owner)).object)
+
+
+def _created(store: BatchStore, asked: CreateBatchRequest, owner: str) -> Record:
+    """A new batch, on the disk."""
+    if store.files.read(asked.input_file_id, owner).object["purpose"] != "batch":
+        raise invalid("input_file_id", "is not the id of a file that was uploaded for a batch")
+    now = int(time.time())
+    times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    batch = {
+        "id": store.batches.new_id(),
+        "object": "batch",
+        "endpoint": asked.endpoint,
+        "errors": None,
+        "input_file_id": asked.input_file_id,
+        "completion_window": asked.completion_window,
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        "expires_at": now + _DAY_S,
+        **{f"{name}_at": None for name in times},
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": asked.metadata,
+    }
+    record = Record(owner, batch, [store.files.new_id(), store.files.new_id()])
+    store.add_batch(record)
+    return record
+
+
+def _bounded(receive: Receive, most: int, timeout_s: float) -> Receive:
+    """`receive` of a long body: it may have so many bytes in all, and no pause longer than that."""
+    left = most
+
+    async def bounded() -> Message:
+        nonlocal left
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await receive()
+        except TimeoutError:
+            text = f"Nothing of the file came for {timeout_s:g} seconds (body_timeout_s); send it faster."
+            raise ApiError(408, text, code="body_timeout") from None
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise _too_long(most - _FORM_BYTES)
+        return message
+
+    return bounded
+
+
+def _too_long(most: int) -> ApiError:
+    text = f"The file is over {most} bytes (batch_file_bytes); split it."
+    return ApiError(413, text, code="file_too_large")
+
+
+def _page(records: list[Record], has_more: bool) -> Response:
+    ids = [record.object["id"] for record in records] or [""]
+    data = [record.object for record in records]
+    more = {"first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
+    return _json({"object": "list", "data": data, **more})
+
+
+def _json(body: object) -> Response:
+    return Response(encode_json(body), media_type="application/json")
