@@ -282,7 +282,10 @@ class Copies:
         self.sources = {n: sources.get(re.sub(r"experts\.\d+\.", "", p)) for n, p in parameters.items()}
         self.shapes = {name: spec.shapes()[parameter] for name, parameter in parameters.items()}
         self.read = lru_cache(3)(dense.tensor)  # one expert's, for the next ones
-        self.fingerprint = "copies"
+        self.fingerprint, self.config = "copies", dense.config
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
 
     def names(self) -> list[str]:
         return list(self.shapes)
