@@ -84,6 +84,10 @@ class ToyRunner:
         return self._stamps
 
 
+class Replica:
+    """Stands where an engine's Serve replica is, without which an engine is none."""
+
+
 class ToyEngine:
     """The real engine loop around a toy runner."""
 
@@ -94,8 +98,11 @@ class ToyEngine:
             executor.accept()
             return executor, INFO
 
-        self._loop = await asyncio.to_thread(EngineLoop, CONFIG, start_runners)
+        self._loop = await asyncio.to_thread(EngineLoop, CONFIG, start_runners, lambda index, path: None)
         freeze_garbage()
+
+    async def health(self) -> None:
+        """It takes requests."""
 
     async def pid(self) -> int:
         return os.getpid()
@@ -205,13 +212,15 @@ def main() -> None:
     remote_engine: Any = ray.remote(ToyEngine)
     config = EngineConfig(model=args.model)
     runner = remote_runner.remote(list(words.values()), args.tick_ms / 1e3)
+    replica = ray.remote(num_cpus=0)(Replica).options(name="toy#toy", namespace="serve").remote()  # type: ignore[call-overload]
     engine = remote_engine.options(name=new_name(f"{engines_of(APP, config)}toy"), namespace=NAMESPACE).remote()
     ray.get(engine.start.remote(runner))
     serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"enable_access_log": False})
     front = serve.deployment(serve.ingress()(Front), num_replicas=args.fronts, max_ongoing_requests=4096)
-    serve.run(front.bind(config, HttpSettings(), "toy", None), name=APP)
+    serve.run(front.bind(config, HttpSettings(), "toy", None, False), name=APP)
     freeze_garbage()
     asyncio.run(measure(runner, engine, port, words, args.streams))
+    ray.kill(replica)
     serve.shutdown()
     ray.shutdown()
 
