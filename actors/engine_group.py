@@ -170,7 +170,7 @@ class EngineGroup:
         request, prompt = stream.request, stream.prompt
         if prompt is None:
             prompt = self._last_prompt
-            uses_cache = not request.params.pooled and (request.params.prompt_logprobs is None or stream.scored)
+            uses_cache = self._uses_cache(stream)
             wanted = request.cache_salt, uses_cache, request.adapter
             if prompt.token_ids is not request.token_ids or (prompt.salt, prompt.uses_cache, prompt.adapter) != wanted:
                 salt, adapter = request.cache_salt, request.adapter
@@ -179,6 +179,13 @@ class EngineGroup:
             prompt = prompt.continued(stream.received[num_seen:])
         stream.prompt = prompt
         return prompt
+
+    def _uses_cache(self, stream: Stream) -> bool:
+        """True if an engine takes over what it has cached of a stream's prompt; its KVCacheManager decides alike."""
+        params, pooling = stream.request.params, self.info.pooling
+        if params.pooled:
+            return pooling is not None and pooling.shares_prefixes
+        return params.prompt_logprobs is None or stream.scored
 
     def _submit(self, stream: Stream, choice: Choice) -> None:
         """Let the chosen engine serve a stream."""

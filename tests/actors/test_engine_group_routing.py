@@ -2,6 +2,9 @@
 
 import asyncio
 
+import pytest
+
+from runtime.core.pooling import Pooling
 from runtime.core.types import Request, SamplingParams
 from tests.actors.test_engine_group import Group, healthy, info_with, link_closing, live, running
 from tests.actors.test_link import Engine, eventually, link_to, only_link, read
@@ -55,6 +58,26 @@ async def test_second_turns_go_where_the_first_ones_were():
         assert (other.num_expected, other.num_cached) == (0, 0)
         scored = await first_output(group, asking(conversation(0), prompt_logprobs=0))
         assert (scored.num_expected, scored.num_cached) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "num_shared"), [(Pooling("last", num_labels=1), 32), (Pooling("last", normalized=True), 0)]
+)
+async def test_documents_go_where_their_query_was(pooling, num_shared):
+    """To rerankers. Of texts to be embedded engines keep nothing, so that none is expected to have their beginning."""
+    engines = [Engine(info=info_with(pooling=pooling)) for _ in range(3)]
+    async with Group(*engines) as group:
+        await eventually(lambda: all(is_pictured(group, e) for e in engines))
+        for i in range(4):
+            where = set()
+            for document in ([7, 8, 9], [10, 11], [12, 13, 14, 15]):
+                chosen, prompt = [], [*conversation(i, 32), *document]
+                asked = Request("r", prompt, len(prompt), SamplingParams(max_tokens=1, pooled=True))
+                (output,) = [output async for output in group.generate(asked, chosen.append)]
+                assert output.num_expected == output.num_cached == (num_shared if where else 0)
+                where.update(chosen)
+                await eventually(lambda: all(is_pictured(group, e) for e in engines) and not group._router._rows.any())
+            assert len(where) == 1 or not num_shared
 
 
 async def test_streams_of_a_dead_engine_go_to_the_one_that_holds_most_of_their_prefix():
