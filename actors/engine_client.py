@@ -75,6 +75,10 @@ class EngineClient(Protocol):
         """End a request by its id or its client's id for it, whoever submitted it; an unknown one is no error."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Let every engine forget what it has cached for no live request, before it takes what is asked from now on."""
+        ...
+
     def engines(self) -> list[str]:
         """The ids of the engines that there are now."""
         ...

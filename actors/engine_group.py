@@ -141,6 +141,10 @@ class EngineGroup:
         for link in self._links.values():
             link.abort(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        for link in self._links.values():
+            link.reset_prefix_cache()
+
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
         links, parts = [link for link in self._links.values() if link.connected], dict(figures)
         answers = await asyncio.gather(*(link.report(parts.pop(link.engine, MetricValues())) for link in links))

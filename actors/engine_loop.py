@@ -20,7 +20,7 @@ from actors.cache_feed import CacheFeed, Followers
 from actors.engine_adapters import EngineAdapters, LoadAdapter
 from actors.engine_client import Refusal
 from actors.link_server import Connection, LinkServer, Stream
-from actors.messages import Abort, AbortById, Adapters, Ended, Follow, FromFront, Refused, Status, Submit, client_id
+from actors.messages import Abort, AbortById, Adapters, Ended, Follow, Forget, FromFront, Refused, Status, Submit
 from actors.metrics import EngineMetrics, MetricValues, Snapshot
 from actors.queue_limits import QueueLimits
 from runtime.core.config import EngineConfig, ModelInfo
@@ -264,6 +264,8 @@ class EngineLoop:
             self._abort(message)
         elif isinstance(message, Follow):
             self._followers.follow(connection, message.wanted)
+        elif isinstance(message, Forget):
+            self.core.scheduler.pool.evict_unheld()
         elif isinstance(message, Adapters):
             self._adapters.apply(message.entries)
         elif connection not in self._connections:
@@ -285,7 +287,7 @@ class EngineLoop:
                 return
         stream = Stream(connection, message.stream, message.request.request_id)
         connection.streams[message.stream] = stream
-        self._by_id.setdefault(client_id(stream.request_id), {})[stream] = None
+        self._by_id.setdefault(stream.client_id, {})[stream] = None
         self._add(stream, replace(message.request, request_id=stream.key))
 
     def _add(self, stream: Stream, request: Request) -> None:
@@ -396,11 +398,10 @@ class EngineLoop:
 
     def _forget(self, stream: Stream) -> None:
         stream.connection.streams.pop(stream.number, None)
-        key = client_id(stream.request_id)
-        of_id = self._by_id.get(key, {})
+        of_id = self._by_id.get(stream.client_id, {})
         of_id.pop(stream, None)
         if not of_id:
-            self._by_id.pop(key, None)
+            self._by_id.pop(stream.client_id, None)
 
     def _status(self) -> Status:
         return Status(self._draining or self.reason, self._draining is not None, self._adapters.states())

@@ -26,6 +26,7 @@ from actors.messages import (
     CacheUpdate,
     EngineLoading,
     Follow,
+    Forget,
     FromFront,
     Heartbeat,
     Refused,
@@ -223,6 +224,10 @@ class EngineLink:
         """Let this engine tell of its cache and its load from now on, beginning with a snapshot; or no more."""
         self.is_followed = wanted
         self._send(Follow(wanted))
+
+    def reset_prefix_cache(self) -> None:
+        """Let this engine forget what it has cached for no request that is live."""
+        self._send(Forget())
 
     def tell_adapters(self, entries: list[AdapterEntry]) -> None:
         """Tell this engine what names of adapters mean."""

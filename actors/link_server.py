@@ -27,6 +27,7 @@ from actors.messages import (
     Report,
     Status,
     Tokens,
+    client_id,
     decode_from_front,
     encode,
 )
@@ -44,12 +45,13 @@ class Stream:
     """One live request of one connection: the `owner` that the scheduler carries."""
 
     __slots__ = (
-        "admitted_at", "arrived_at", "connection", "key", "last_at", "last_step", "num_accepted", "num_draft_tokens",
-        "number", "request_id",
+        "admitted_at", "arrived_at", "client_id", "connection", "key", "last_at", "last_step", "num_accepted",
+        "num_draft_tokens", "number", "request_id",
     )  # fmt: skip
 
     def __init__(self, connection: Connection, number: int, request_id: str) -> None:
         self.connection, self.number, self.request_id = connection, number, request_id
+        self.client_id = client_id(request_id)
         self.key = f"{connection.serial}.{number}"  # the scheduler's id: never that of a resubmission
         self.arrived_at = time.monotonic()
         self.admitted_at = 0.0  # 0: it has not been, yet

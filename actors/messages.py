@@ -1,6 +1,6 @@
 """The messages between a front and an engine on their link: msgpack, one a frame (transport.py).
 
-    front -> engine   Submit, Abort, AbortById, Heartbeat, Report, Follow, Adapters
+    front -> engine   Submit, Abort, AbortById, Heartbeat, Report, Follow, Adapters, Forget
     engine  -> front  Tokens (at most one a step), Refused, Status, Heartbeat and Snapshot (the answers to a Heartbeat
                         and a Report), CacheUpdate (to who follows: at most one a step and 20 ms)
 
@@ -127,6 +127,10 @@ class Adapters(msgspec.Struct, array_like=True, tag=12):
     entries: list[AdapterEntry]
 
 
+class Forget(msgspec.Struct, array_like=True, tag=13):
+    """Evict all cached blocks that no request holds. There is no answer; followers are told by a CacheUpdate."""
+
+
 class Follow(msgspec.Struct, array_like=True, tag=10):
     """The front wants to know (or, with False, no more) what the engine has cached and has to do. The answer is a
     CacheUpdate that is a snapshot, each time that it is asked."""
@@ -150,7 +154,7 @@ class EngineLoading(CallboardError):
     """There is an engine, but it has no address yet: it loads its model. The text says how far it is."""
 
 
-FromFront = Submit | Abort | AbortById | Follow | Adapters  # what a front tells an engine's step thread
+FromFront = Submit | Abort | AbortById | Follow | Adapters | Forget  # what a front tells an engine's step thread
 encode = msgspec.msgpack.Encoder().encode
 decode_from_front = msgspec.msgpack.Decoder(FromFront | Heartbeat | Report).decode
 decode_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat | CacheUpdate).decode

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
@@ -97,6 +97,7 @@ class _Routes:
             Route("/tokenizer_info", _get(lambda: tokenizer_info(service))),
             Route("/health", self.health),
             Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
             Route("/load", _get(lambda: {"server_load": service.num_live})),
             Route("/server_info", _get(service.description)),
             *PAGE_ROUTES,
@@ -130,6 +131,10 @@ class _Routes:
         asked = parse(AbortRequest, await read_json_body(request.scope, request.receive, settings) or b"")
         self._service.abort(asked.request_id, request.scope["owner"])
         return _json({"request_id": asked.request_id, "object": "request.abort"})
+
+    async def reset_prefix_cache(self, request: HttpRequest) -> Response:
+        self._service.reset_prefix_cache()
+        return PlainTextResponse("")
 
     async def recorded(self, request: HttpRequest) -> Response:
         return _json(self._recorded.found(request.path_params["request_id"], request.scope["owner"]))

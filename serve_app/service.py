@@ -118,6 +118,12 @@ class Service:
         error."""
         self._client.abort(owned(request_id, owner))
 
+    def reset_prefix_cache(self) -> None:
+        """Let every engine forget the prefixes that no live request holds; raises the 503 if none can be told."""
+        if reason := self.health():
+            raise _unavailable(reason, _RECOVERY_RETRY_S)
+        self._client.reset_prefix_cache()
+
     def description(self) -> dict[str, Any]:
         """The model and how it computes; raises the 503 while the service is loading."""
         model = self.named(None)

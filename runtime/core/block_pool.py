@@ -59,12 +59,7 @@ class BlockPool:
         """`count` blocks, held once each; the caller has checked `num_available`."""
         free, blocks = self._free, []
         for _ in range(count):
-            if free:
-                block = free.pop()
-            else:
-                block, _ = self._evictable.popitem(last=False)
-                self._cached[block] = 0
-                self._on_evict(block)
+            block = free.pop() if free else self._evict_next()
             self._refs[block] = 1
             blocks.append(block)
         return blocks
@@ -98,6 +93,18 @@ class BlockPool:
             if self._cached[block]:
                 self._cached[block] = 0
                 self._on_evict(block)
+
+    def evict_unheld(self) -> None:
+        """All evictable blocks become free."""
+        while self._evictable:
+            self._free.append(self._evict_next())
+
+    def _evict_next(self) -> int:
+        """The block that was released least recently, which is cached no more."""
+        block, _ = self._evictable.popitem(last=False)
+        self._cached[block] = 0
+        self._on_evict(block)
+        return block
 
     def find_faults(self, held: Mapping[int, int]) -> list[str]:
         """One sentence for each block that is not free, evictable or held as often as `held` says, in one place."""

@@ -45,7 +45,7 @@ class Served:
 
 ops = st.one_of(
     st.tuples(st.just("ask"), st.integers(1, 3), st.integers(1, 40)),
-    st.tuples(st.sampled_from(["steps", "update", "lose", "rebuild", "reconnect", "stop"])),
+    st.tuples(st.sampled_from(["steps", "update", "lose", "forget", "rebuild", "reconnect", "stop"])),
 )
 
 
@@ -72,6 +72,8 @@ def test_the_picture_is_the_cache(todo):
         elif op == "stop":
             served.feed.stop()
             served.send(served.feed.snapshot())
+        elif op == "forget":
+            served.core.scheduler.pool.evict_unheld()
         elif op == "lose":
             served.feed.update()
         elif not served.send(served.feed.update()):

@@ -2,12 +2,17 @@
 
 import asyncio
 
+import httpx
 import pytest
 
 from runtime.core.pooling import Pooling
 from runtime.core.types import Request, SamplingParams
+from serve_app.http import build_http_app
+from serve_app.service import Service
+from serve_app.settings import HttpSettings
 from tests.actors.test_engine_group import Group, healthy, info_with, link_closing, live, running
 from tests.actors.test_link import Engine, eventually, link_to, only_link, read
+from tests.support.fake_engine import MODEL, byte_tokenizer
 from tests.support.fake_runner import sequential
 
 
@@ -104,6 +109,24 @@ async def test_streams_of_a_dead_engine_go_to_the_one_that_holds_most_of_their_p
         await eventually(lambda: is_pictured(group, engines[2]))
         for engine in engines[1:]:
             engine.loop.close()
+
+
+async def test_engines_forget_their_prefixes_by_http():
+    engines = [Engine(), Engine()]
+    async with Group(*engines) as group:
+        service = Service(group, byte_tokenizer(), MODEL)
+        transport = httpx.ASGITransport(build_http_app(service, HttpSettings(api_key=("k",))))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            assert (await http.post("/reset_prefix_cache")).status_code == 401
+            for i in range(6):
+                await read(group, asking(conversation(i)))
+            assert all(keys_of(e) for e in engines)
+            answer = await http.post("/reset_prefix_cache", headers={"authorization": "Bearer k"})
+            assert (answer.status_code, answer.text) == (200, "")
+            assert [(await first_output(group, asking(conversation(i)))).num_cached for i in range(6)] == [0] * 6
+            await eventually(lambda: all(is_pictured(group, e) for e in engines))
+            group.drain("The server is stopping.")
+            assert (await http.post("/reset_prefix_cache", headers={"authorization": "Bearer k"})).status_code == 503
 
 
 async def test_a_picture_outlives_broken_connections_and_lost_runners():

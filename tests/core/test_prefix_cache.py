@@ -1,0 +1,21 @@
+"""The prefix cache on demand of who runs the server: what it forgets, and what it must not."""
+
+from runtime.core.types import SamplingParams
+from tests.core.test_scheduler import Session, first_plan
+
+
+def test_only_what_a_request_holds_is_not_forgotten():
+    session = Session(block_size=4, max_num_batched_tokens=64)
+    scheduler, prompt = session.core.scheduler, list(range(1, 14))
+    session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    session.finish()
+    session.add(prompt[:9], SamplingParams(max_tokens=9, ignore_eos=True))
+    session.step()
+    assert len(scheduler.kv_cache.cache) == 3
+    scheduler.pool.evict_unheld()
+    assert (len(scheduler.kv_cache.cache), scheduler.find_faults()) == (2, [])
+    session.finish()
+    scheduler.pool.evict_unheld()
+    assert (len(scheduler.kv_cache.cache), scheduler.find_faults()) == (0, [])
+    session.add(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    assert first_plan(session).num_tokens.tolist() == [13]
