@@ -5,10 +5,10 @@
     python -m benchmarks.faults --page                                                             # docs/faults.md
 
 A living application of two engines, on two nodes of one Ray, and two fronts gets one fault after another while streams
-are read; two applications one after another, of which the second speculates. The model is tiny, and its steps are
-slowed to `--step-ms`. Each token is compared with what the model says undisturbed. A repeat is one JSON line; those
-that the file has are not run again, so that a run goes on where it was ended. `--instances` run side by side, with
-ports, folders and a Ray of their own, and need three cores each.
+are read; three applications one after another, of which the second speculates and the third has engines of two ranks.
+The models are tiny, and their steps are slowed to `--step-ms`. Each token is compared with what the model says
+undisturbed. A repeat is one JSON line; those that the file has are not run again, so that a run goes on where it was
+ended. `--instances` run side by side, with ports, folders and a Ray of their own, and need three cores each.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _FIELDS = {  # of the application
     "step_timeout_s": 3.0,
 }
 _DRAFT = {"num_draft_tokens": 3, "draft_kv_cache_memory": 0.3}
+_RANKS = {"tensor_parallel_size": 2, "rank_invariant": True}  # one rank, undisturbed, says the same
 
 
 def selected(names: str | None) -> list[Fault]:
@@ -95,13 +96,17 @@ def _done(out: Path | None, streams: int) -> Counter[tuple[str, str]]:
 async def _run(cells: list[tuple[Fault, str]], args: argparse.Namespace) -> int:
     done, results, num_failed = _done(args.out, args.streams), Results("faults", args.out), 0
     with tempfile.TemporaryDirectory() as folder:
-        model = await asyncio.to_thread(_model, Path(folder, "tiny.gguf"))
-        for drafted in (False, True):
-            todo = [(f, w) for f, w in cells if (w == "verify") == drafted
+        tiny, divisible = await asyncio.to_thread(_models, Path(folder))
+        applications: list[tuple[bool, int, Path, dict[str, Any]]] = [
+            (False, 1, tiny, {}),
+            (True, 1, tiny, {"draft": str(tiny), **_DRAFT}),
+            (False, 2, divisible, _RANKS),
+        ]
+        for drafted, num_ranks, model, fields in applications:
+            todo = [(f, w) for f, w in cells if (w == "verify", f.num_ranks) == (drafted, num_ranks)
                     for _ in range(args.repeats - done[f.name, w])]  # fmt: skip
-            fields = _FIELDS | ({"draft": str(model), **_DRAFT} if drafted else {})
             while todo:
-                num_failed += await _with_application(model, fields, todo, results, args)
+                num_failed += await _with_application(model, _FIELDS | fields, todo, results, args)
     return int(num_failed > 0)
 
 
@@ -123,7 +128,8 @@ async def _with_application(
                 continue
             length = PROMPT_LENS.get(when, 20)
             if length not in answers:
-                answers[length] = await asyncio.to_thread(Answers, str(model), args.streams, length)
+                exact = "rank_invariant" in fields
+                answers[length] = await asyncio.to_thread(Answers, str(model), args.streams, length, exact)
             begin = time.monotonic()
             try:
                 figures = await Cell(application, server, answers[length], fault, when, args.hold_s).run()
@@ -140,10 +146,13 @@ async def _with_application(
     return 0
 
 
-def _model(path: Path) -> Path:
+def _models(folder: Path) -> tuple[Path, Path]:
+    """One for engines of one rank, and one that ranks can divide."""
+    from tests.support.divisible_model import write_divisible_model
     from tests.support.tiny_gguf import write_tiny_gguf
 
-    return write_tiny_gguf(path, llama__context_length=2048, llama__rope__freq_base=10000.0)
+    tiny = write_tiny_gguf(folder / "tiny.gguf", llama__context_length=2048, llama__rope__freq_base=10000.0)
+    return tiny, write_divisible_model(folder / "divisible")
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ def engines() -> dict[str, Any]:
 class Application:
     """Questions to the application, and things done to it, through Ray. All answers are JSON."""
 
-    def __init__(self, folder: str, url: str, session: str) -> None:
-        self.folder, self.url, self.session = folder, url, session
+    def __init__(self, folder: str, url: str, session: str, node_cpus: int = 2) -> None:
+        self.folder, self.url, self.session, self._node_cpus = folder, url, session, node_cpus
         self._nodes: list[Any] = []
 
     def processes(self) -> list[tuple[str, str, int]]:
@@ -129,7 +129,7 @@ class Application:
         params = RayParams(
             gcs_address=ray.get_runtime_context().gcs_address,
             node_ip_address="127.0.0.1",
-            num_cpus=2,
+            num_cpus=self._node_cpus,
             num_gpus=0,
             object_store_memory=100 << 20,
             min_worker_port=0,
@@ -209,14 +209,15 @@ def start(folder: str, model: str, **args: Any) -> Application:
     import ray
     from ray import serve
 
+    cpus = 1 + args.get("tensor_parallel_size", 1)  # of one engine; the head node has the fronts, too
     context: Any = ray.init(
-        "local", num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20
+        "local", num_cpus=cpus + 1, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20
     )
     sys.executable = own
     port = quiet_port()
     http = {"host": "127.0.0.1", "port": port, "location": "HeadOnly"}
     serve.start(http_options=http, logging_config={"enable_access_log": False})
-    found = Application(folder, f"http://127.0.0.1:{port}", context.address_info["session_dir"])
+    found = Application(folder, f"http://127.0.0.1:{port}", context.address_info["session_dir"], cpus)
     found.add_node()
     deploy(model, **args)
     end = time.monotonic() + 120

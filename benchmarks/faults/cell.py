@@ -35,12 +35,13 @@ class Asked(Protocol):
 class Answers:
     """Prompts, and what the model says to them, computed in this process and disturbed by nobody."""
 
-    def __init__(self, model: str, num_streams: int, prompt_len: int) -> None:
+    def __init__(self, model: str, num_streams: int, prompt_len: int, rank_invariant: bool = False) -> None:
         self.prompts = [
             [3 + (7 * i + 13 * j + i * j) % 250 for j in range(prompt_len + i % 7)] for i in range(num_streams)
         ]
         self.sampling = [{"temperature": 0.8 * (i % 2), "seed": i} for i in range(num_streams)]
-        llm = LLM(model, deterministic=True, num_threads=1, kv_cache_memory=0.3, max_model_len=2048)
+        exact = {"deterministic": True, "rank_invariant": rank_invariant, "num_threads": 1}
+        llm = LLM(model, **exact, kv_cache_memory=0.3, max_model_len=2048)
         params = [SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **fields) for fields in self.sampling]
         self.tokens = [answer.token_ids for answer in llm.generate(self.prompts, params)]
 
@@ -89,6 +90,8 @@ class Cell:
             return [self._gcs]
         if role == "engines":
             return [pid for name, _, pid in self._processes if name == "engine"]
+        if role == "rank":  # runners are told in the order of their ranks
+            return [pid for name, engine, pid in self._processes if (name, engine) == ("runner", self.victim)][1:2]
         found = [pid for name, engine, pid in self._processes
                  if name == role and (role not in ENGINE_ROLES or engine == self.victim)]  # fmt: skip
         return found if role == "haproxy" else found[:1]
@@ -198,7 +201,8 @@ class Cell:
         async with asyncio.timeout(_WHOLE_S):
             while (await self._pid_of_victim()) in (None, before):
                 await asyncio.sleep(0.02)
-            while self.fault.name.startswith("runner") and not self.pids("runner"):
+            role = self.fault.name.partition(" ")[0]
+            while role in ("runner", "rank") and not self.pids(role):
                 await self._pid_of_victim()
 
     async def _end_drained(self) -> None:

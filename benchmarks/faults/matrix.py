@@ -8,7 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.faults.cell import Cell
@@ -39,6 +39,7 @@ class Fault:
     is_final: bool = False  # the application cannot recover: another one is made
     through_proxy: bool = False
     none_when: dict[str, str] | None = None  # columns that make no sense, and why
+    num_ranks: int = 1  # of each engine of the application
 
     def why_not(self, when: str, has_disk: bool = True) -> str:
         """Why a cell is empty; empty if it is not."""
@@ -127,11 +128,14 @@ async def _read_again(cell: Cell) -> None:
 
 _NO_DRAFT = dict.fromkeys(("idle", "prefill", "decode", "drain", "start"), DRAFT_ONLY)
 _NO_STREAMS = {"idle": "nobody streams"}
+_TWO_RANKS: dict[str, Any] = {"hits_engine": True, "num_ranks": 2, "none_when": {"verify": "no draft with ranks"}}
 _NO_LINKS = {"start": "the engine that starts has no link yet"}
 FAULTS = [
     Fault("nothing", "what the machine and the measurement do by themselves", _nothing),
     _kill("runner", "SIGKILL to the runner of one engine (its only rank)", hits_engine=True),
     _stop("runner", "SIGSTOP to it; the engine looks at it every second", hits_engine=True),
+    _kill("rank", "SIGKILL to the runner of rank 1, of an engine that has two", **_TWO_RANKS),
+    _stop("rank", "SIGSTOP to it; the engine looks at it every second", **_TWO_RANKS),
     _kill("draft", "SIGKILL to the draft of one engine", hits_engine=True, none_when=_NO_DRAFT),
     _stop("draft", "SIGSTOP to it", hits_engine=True, none_when=_NO_DRAFT),
     _kill("engine", "SIGKILL to one of two engines", hits_engine=True),
@@ -167,8 +171,6 @@ FAULTS = [
 BY_NAME = {fault.name: fault for fault in FAULTS}
 # What no cell shows, and why.
 ABSENT = {
-    "rank": "the ranks of a model are lost together, which is the row of the runner; "
-    "tests/processes/test_rank_actors.py kills and stops some of two",
     "head node": "the fronts of an application on one machine are on its head node; with fronts elsewhere it is the "
     "row of the GCS, which is what the head node alone has",
 }

@@ -62,6 +62,8 @@ def test_the_page_is_that_of_the_lines(tmp_path: Path):
 def test_every_cell_that_makes_no_sense_says_why():
     assert BY_NAME["draft killed"].why_not("decode")
     assert not BY_NAME["draft killed"].why_not("verify")
+    assert BY_NAME["rank killed"].why_not("verify")
+    assert not BY_NAME["rank stopped"].why_not("decode")
     assert BY_NAME["full disk"].why_not("decode", has_disk=False)
     assert all(set(fault.none_when or {}) < set(WHEN) for fault in FAULTS)
 

@@ -6,33 +6,19 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.library.make_random_model import write_folder
 from runtime.llm import LLM
-from runtime.models import load_spec
-from runtime.models.weights import random_parameter
 from tests.processes.test_actors import PROMPTS, Server, sampling, wait_for
+from tests.support.divisible_model import write_divisible_model
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 NUM_TOKENS = 200  # of each answer
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262,
-    "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
-    "bos_token_id": 1, "eos_token_id": 0, "torch_dtype": "float32",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module", name="divisible_path")
 def model(tmp_path_factory) -> Path:
-    """A model that ranks can divide among themselves."""
-    folder = tmp_path_factory.mktemp("divisible")
-    shapes = load_spec(CONFIG)[0].shapes()
-    generator = torch.Generator().manual_seed(0)
-    write_folder(folder, CONFIG, lambda name: random_parameter(name, shapes[name], generator))
-    return folder
+    return write_divisible_model(tmp_path_factory.mktemp("divisible"))
 
 
 @pytest.fixture(scope="module", name="undisturbed")
