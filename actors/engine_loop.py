@@ -30,7 +30,7 @@ from runtime.core.engine_load import EngineLoad
 from runtime.core.executor import Executor
 from runtime.core.request_state import RequestState
 from runtime.core.step_pacing import StepPacing
-from runtime.core.types import CallboardError, FinishReason, Request, StepOutput
+from runtime.core.types import NOT_FINITE, CallboardError, FinishReason, Request, StepOutput
 
 logger = logging.getLogger(__name__)
 # While a step need not be planned yet, the loop looks whether the one in flight has ended already: after a share of the
@@ -378,7 +378,7 @@ class EngineLoop:
             if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
                 stop_id = state.tokens[-1]
             if reason is FinishReason.ERROR:
-                error = "The model gave logits that are not finite for this request."
+                error = NOT_FINITE
             self._end(state.owner, reason, stop_id, error)
             touched.add(state.owner.connection)
         for connection in touched:

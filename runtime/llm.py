@@ -8,11 +8,11 @@ for answer in llm.generate(["Once upon a time", "def fibonacci(n):"], SamplingPa
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
@@ -21,9 +21,11 @@ from runtime.core.draft import LocalWire
 from runtime.core.draft_client import DraftClient, speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
+from runtime.core.pooling import POOLED, required_pooling
 from runtime.core.request_state import RequestState
 from runtime.core.requests import requests_of
 from runtime.core.types import (
+    NOT_FINITE,
     CallboardError,
     FinishReason,
     Request,
@@ -40,6 +42,8 @@ from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions, OutputOptions
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
+from runtime.output.score_prompt import PairPrompter
+from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
 from runtime.structured.grammar import compiled
 from runtime.structured.pattern import GrammarError
 from runtime.text.chat import load_tokenizer
@@ -107,6 +111,23 @@ class _Choice:
         )
 
 
+class _Vector:
+    """The vector of a prompt that is being pooled."""
+
+    def __init__(self) -> None:
+        self.pooled = b""
+        self.reason = FinishReason.NONE
+        self.error = ""
+
+    def take(self, output: RequestOutput) -> str:
+        """Adds what a step gave, which is no text."""
+        self.pooled, self.reason, self.error = output.pooled or b"", output.finish_reason, output.error
+        return ""
+
+
+_Owner = TypeVar("_Owner", _Choice, _Vector)  # of a request
+
+
 class LLM:
     """One engine and one runner in this process. Keyword arguments are EngineConfig's fields; not thread-safe."""
 
@@ -150,10 +171,9 @@ class LLM:
         `options` are those of runtime.output.options.OutputOptions, as over HTTP: `n` completions of each prompt, one
         after the other in the result; `response_format` or `structured_outputs`, which they match."""
         asked = read_options(OutputOptions, options)
-        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
-        batch = cast(Sequence[Prompt], [prompts] if is_one else prompts)
         grammar = asked.requested_grammar()
-        return self._run([(self._encode(p), None, grammar) for p in batch], params, asked.n or 1, progress, adapter)
+        batch: list[_Prompt] = [(ids, None, grammar) for ids in self._encode_all(prompts)]
+        return self._run(batch, params, asked.n or 1, progress, adapter)
 
     def chat(
         self,
@@ -192,6 +212,46 @@ class LLM:
             if not choice.reason:
                 self._abort_all()
 
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        dimensions: int | None = None,
+        *,
+        progress: bool | None = None,
+        adapter: str = "",
+    ) -> list[list[float]]:
+        """The vectors of texts or lists of token ids, all together, in the order given, as /v1/embeddings makes them.
+
+        `dimensions` keeps so many numbers of each, where the model is trained for that."""
+        pooling = required_pooling(self.runner.info.pooling)
+        if pooling.num_labels:
+            raise CallboardError("This model makes scores, not embeddings; use `score`.")
+        check_dimensions(dimensions, pooling)
+        pooled = self._pool(self._encode_all(texts), progress, adapter)
+        return [embedding(p, pooling, dimensions).tolist() for p in pooled]
+
+    def score(
+        self,
+        query: str,
+        documents: str | Sequence[str],
+        instruction: str | None = None,
+        *,
+        progress: bool | None = None,
+        adapter: str = "",
+    ) -> list[float]:
+        """How well each document goes with a query, all together, in the order given, as /v1/score has it: a
+        classifier's probability, or the cosine of two embeddings. `instruction` is for rerankers that read one."""
+        pooling = required_pooling(self.runner.info.pooling)
+        if pooling.num_labels > 1:
+            raise CallboardError(f"This model's classifier has {pooling.num_labels} labels; a score is of one label.")
+        pairs = [(query, text) for text in ([documents] if isinstance(documents, str) else documents)]
+        if pooling.num_labels:
+            prompter = PairPrompter(self.tokenizer, pooling)
+            prompts = [prompter.ids(query, text, instruction, None) for query, text in pairs]
+        else:
+            prompts = [self._encode(text) for text in texts_of(pairs)]
+        return scores(pairs, self._pool(prompts, progress, adapter), pooling)
+
     def load_adapter(self, path: str) -> str:
         """Load the adapter (LoRA) in a folder that peft has written, while there is room (`max_loras`). Returns the
         digest that names it from then on."""
@@ -209,6 +269,10 @@ class LLM:
     def unload_adapter(self, adapter: str) -> None:
         """Make room for another one; no stream may have it any more."""
         self.engine.scheduler.adapters.release(adapter)
+
+    def _encode_all(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
+        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        return [self._encode(prompt) for prompt in cast(Sequence[Prompt], [prompts] if is_one else prompts)]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -233,17 +297,36 @@ class LLM:
             raise CallboardError(
                 f"There are {len(prompts)} prompts and {len(each)} SamplingParams; send one or as many."
             )
-        show = len(prompts) >= _LONG_BATCH if progress is None else progress
+        pairs = zip(prompts, each, strict=True)
+        choices = (c for prompt, p in pairs for c in self._add(prompt, p, num_choices, adapter))
+        done = self._finish(choices, "completions", len(prompts) >= _LONG_BATCH if progress is None else progress)
+        return [choice.completion() for choice in done]
+
+    def _pool(self, prompts: list[list[int]], progress: bool | None, adapter: str) -> list[bytes]:
+        """What the model pools of each prompt."""
+        vectors = (self._add_pooled(ids, adapter) for ids in prompts)
+        done = self._finish(vectors, "prompts", len(prompts) >= _LONG_BATCH if progress is None else progress)
+        for at, vector in enumerate(done):
+            if vector.error:
+                raise CallboardError(f"Prompt {at} has no vector: {vector.error}")
+        return [vector.pooled for vector in done]
+
+    def _add_pooled(self, ids: list[int], adapter: str) -> _Vector:
+        vector = _Vector()
+        self.engine.add(Request(next(self._names), ids, len(ids), POOLED, adapter=adapter), vector)
+        return vector
+
+    def _finish(self, added: Iterable[_Owner], unit: str, show: bool) -> list[_Owner]:
+        """Serve the requests that going through `added` adds, to their ends."""
         try:
-            pairs = zip(prompts, each, strict=True)
-            choices = [c for prompt, p in pairs for c in self._add(prompt, p, num_choices, adapter)]
-            with tqdm(total=len(choices), desc="completions", disable=None if show else True) as bar:
+            owners = list(added)
+            with tqdm(total=len(owners), desc=unit, disable=None if show else True) as bar:
                 while self.engine.has_work:
-                    bar.update(sum(bool(choice.reason) for choice, _ in self._step()))
+                    bar.update(sum(bool(owner.reason) for owner, _ in self._step()))
         except BaseException:  # also Ctrl-C: nothing of this call may run on in the next
             self._abort_all()
             raise
-        return [choice.completion() for choice in choices]
+        return owners
 
     def _add(self, prompt: _Prompt, params: SamplingParams, num_choices: int, adapter: str) -> list[_Choice]:
         ids, form, asked = prompt
@@ -266,15 +349,15 @@ class LLM:
         while self.engine.has_work:
             self.engine.step()
 
-    def _step(self) -> list[tuple[_Choice, str]]:
-        """One step; returns the choices that gained something, with their new text."""
+    def _step(self) -> list[tuple[_Choice | _Vector, str]]:
+        """One step; returns the owners of requests that gained something, with their new text."""
         output = self.engine.step()
         self.engine.submit()  # the next steps compute while this one's tokens become text
         gained = []
         for state, new in _by_request(output).items() if output is not None else ():
-            choice: _Choice = state.owner
-            gained.append((choice, choice.take(new)))
-            if choice.reason and not new.finish_reason:  # its text ended it
+            owner: _Choice | _Vector = state.owner
+            gained.append((owner, owner.take(new)))
+            if owner.reason and not new.finish_reason:  # its text ended it
                 self.engine.abort(state.request.request_id)
         return gained
 
@@ -293,11 +376,13 @@ def _by_request(step: StepOutput) -> dict[RequestState, RequestOutput]:
         output.token_ids.append(token)
         if i in step.logprobs:
             output.logprobs.append(step.logprobs[i])
-    for state, scores in step.prompt_logprobs:
-        output_of(state).prompt_logprobs = list(scores.of(state.request.token_ids[1:]))
+    for state, logprobs in step.prompt_logprobs:
+        output_of(state).prompt_logprobs = list(logprobs.of(state.request.token_ids[1:]))
+    for state, vector in step.pooled:
+        output_of(state).pooled = vector
     for state, reason in step.finished:
         output = output_of(state)
-        output.finish_reason, output.error = reason, state.failure
+        output.finish_reason, output.error = reason, NOT_FINITE if reason is FinishReason.ERROR else state.failure
         if reason is FinishReason.STOP and state.tokens[-1] in state.params.stop_token_ids:
             output.stop_token_id = state.tokens[-1]
     return gained

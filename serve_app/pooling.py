@@ -11,7 +11,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from runtime.core.types import Request, SamplingParams
+from runtime.core.pooling import POOLED
+from runtime.core.types import Request
 from runtime.output.fields import invalid
 from serve_app.auth import clean_id
 from serve_app.endpoints.pooled import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
@@ -23,7 +24,6 @@ from serve_app.requests import parse
 from serve_app.service import MAX_PROMPT_TOKENS, Service, owned
 from serve_app.settings import HttpSettings
 
-_POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)
 _MANY_NUMBERS = 1 << 14  # whose JSON takes a while
 
 
@@ -81,7 +81,7 @@ class PooledRoute:
         name = endpoint.id_prefix + request_id
         priority, salt = request.priority, request.cache_salt or ""
         requests = [
-            Request(f"{owned(name, scope['owner'])}-{i}", ids, len(ids), _POOLED, 0, priority, salt, model.adapter)
+            Request(f"{owned(name, scope['owner'])}-{i}", ids, len(ids), POOLED, 0, priority, salt, model.adapter)
             for i, ids in enumerate(prompts)
         ]
         return PreparedPooling(name, request, model, pooling, requests)

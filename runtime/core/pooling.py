@@ -8,6 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.core.types import CallboardError, SamplingParams
+
+POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)  # of each request for a vector
+
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
@@ -25,3 +29,10 @@ class Pooling:
         """True if requests keep what they computed for others: those of a ranker begin with one query, while texts to
         be embedded have little in common, and a mean needs the states of all tokens."""
         return self.num_labels > 0 and self.kind == "last"
+
+
+def required_pooling(pooling: Pooling | None) -> Pooling:
+    """A model's pooling; raises CallboardError for one that makes no vectors."""
+    if pooling is None:
+        raise CallboardError("This model makes no vectors; start it with pooling=last or pooling=mean.")
+    return pooling

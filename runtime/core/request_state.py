@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from runtime.core.config import ModelInfo
+from runtime.core.pooling import required_pooling
 from runtime.core.types import CallboardError, PromptLogprobs, Request
 
 NEVER = 1 << 62
@@ -120,9 +121,9 @@ def checked_tokens(request: Request, info: ModelInfo) -> array[int]:
     if not is_known:
         bad = next(i for i in request.token_ids if not 0 <= i < info.vocab_size)
         raise CallboardError(f"Token id {bad} is not in this model's vocabulary of {info.vocab_size}.")
-    if request.params.pooled and info.pooling is None:
-        raise CallboardError("This model makes no vectors; start it with pooling=last or pooling=mean.")
-    if not (info.makes_text or request.params.pooled):
+    if request.params.pooled:
+        required_pooling(info.pooling)
+    elif not info.makes_text:
         raise CallboardError("This model has no output head and makes no text; ask it for embeddings or scores.")
     if request.params.grammar is not None and not info.eos_token_ids:
         raise CallboardError("This model has no end-of-sequence token; structured output needs one to end with.")

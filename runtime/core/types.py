@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, overload
 from runtime.core.sampling_fields import Effect, sampling, table_of
 
 _LEAST_TEMPERATURE = 1e-5
+NOT_FINITE = "The model gave logits that are not finite for this request."  # with FinishReason.ERROR
 
 
 class CallboardError(Exception):

@@ -15,7 +15,7 @@ from runtime.core.pooling import Pooling
 from runtime.core.types import Request
 from runtime.output.fields import invalid
 from runtime.output.score_prompt import PairPrompter
-from runtime.output.vectors import embedding, score
+from runtime.output.vectors import check_dimensions, embedding, scores, texts_of
 from serve_app.answers import encode_json
 from serve_app.errors import ApiError
 from serve_app.prepared_request import ServedModel
@@ -91,14 +91,11 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
     def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[list[int]]:
         if pooling.num_labels:
             raise ApiError(400, "This model makes scores, not embeddings; ask /v1/rerank or /v1/score.", param="model")
-        if request.dimensions is not None and not pooling.cuts_dimensions:
-            raise invalid("dimensions", "is not supported by this model, whose vectors have one size; leave it out")
+        check_dimensions(request.dimensions, pooling)
         return POOLING.prompts(request, model, pooling)
 
     def answer(self, prepared: PreparedPooling[EmbeddingRequest], pooled: Sequence[bytes]) -> bytes:
         encode, dimensions = _encoding(prepared.request.encoding_format), prepared.request.dimensions
-        if dimensions is not None and dimensions > (size := len(pooled[0]) // 4):
-            raise invalid("dimensions", f"is {dimensions}; this model's vectors have {size}")
         vectors = (embedding(p, prepared.pooling, dimensions) for p in pooled)
         data = [{"object": "embedding", "index": i, "embedding": encode(v)} for i, v in enumerate(vectors)]
         return prepared.body("list", data=data)
@@ -113,13 +110,12 @@ class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
         pairs = request.pairs()
         if pooling.num_labels:
             return _pair_ids(request, pairs, request.instruction, model, pooling, "text_2")
-        texts = dict.fromkeys(text for pair in pairs for text in pair)  # each is embedded once
-        return [_input_ids(request, text, model, "text_1") for text in texts]
+        return [_input_ids(request, text, model, "text_1") for text in texts_of(pairs)]
 
     def answer(self, prepared: PreparedPooling[ScoreRequest], pooled: Sequence[bytes]) -> bytes:
-        scores = _scores(prepared.request.pairs(), pooled, prepared.pooling)
+        found = scores(prepared.request.pairs(), pooled, prepared.pooling)
         return prepared.body(
-            "list", data=[{"object": "score", "index": i, "score": value} for i, value in enumerate(scores)]
+            "list", data=[{"object": "score", "index": i, "score": value} for i, value in enumerate(found)]
         )
 
 
@@ -132,16 +128,15 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
         pairs = [(request.query, text) for text in request.texts()]
         if pooling.num_labels:
             return _pair_ids(request, pairs, request.instruction, model, pooling, "documents")
-        texts = dict.fromkeys(text for pair in pairs for text in pair)
-        return [_input_ids(request, text, model, "documents") for text in texts]
+        return [_input_ids(request, text, model, "documents") for text in texts_of(pairs)]
 
     def answer(self, prepared: PreparedPooling[RerankRequest], pooled: Sequence[bytes]) -> bytes:
         request, texts = prepared.request, prepared.request.texts()
-        scores = _scores([(request.query, text) for text in texts], pooled, prepared.pooling)
-        best = sorted(range(len(texts)), key=lambda i: -scores[i])[: request.top_n or None]
+        found = scores([(request.query, text) for text in texts], pooled, prepared.pooling)
+        best = sorted(range(len(texts)), key=lambda i: -found[i])[: request.top_n or None]
         shows = request.return_documents is not False
         results = [
-            {"index": i, "relevance_score": scores[i], **({"document": {"text": texts[i]}} if shows else {})}
+            {"index": i, "relevance_score": found[i], **({"document": {"text": texts[i]}} if shows else {})}
             for i in best
         ]
         return prepared.body("rerank", results=results)
@@ -208,15 +203,6 @@ def _checked(ids: list[int], limit: int, where: str) -> list[int]:
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
-
-
-def _scores(pairs: list[tuple[str, str]], pooled: Sequence[bytes], pooling: Pooling) -> list[float]:
-    if pooling.num_labels:
-        return [score(p) for p in pooled]
-    unit = Pooling(pooling.kind, normalized=True)
-    texts = dict.fromkeys(text for pair in pairs for text in pair)
-    vectors = {text: embedding(p, unit) for text, p in zip(texts, pooled, strict=True)}
-    return [float(vectors[a] @ vectors[b]) for a, b in pairs]
 
 
 def _encoding(name: str) -> Any:

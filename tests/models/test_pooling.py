@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -16,8 +17,11 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.pooling import Pooling
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
+from runtime.llm import LLM
 from runtime.loading.pooling import read_pooling
+from runtime.output.score_prompt import PairPrompter
 from runtime.output.vectors import embedding, score
+from runtime.text.tokenizer import Tokenizer
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import CheckpointSource
 from tests.actors.test_link import INFO, Engine, eventually, link_to
@@ -165,6 +169,72 @@ def test_what_is_not_supported_is_named(tmp_path):
     (tmp_path / "modules.json").unlink()
     with pytest.raises(CallboardError, match="pooling=last"):
         run(open_core(tmp_path), [[1, 2]])
+
+
+# ---- offline Python --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(tmp_path, write_tiny_gguf):
+    """A tiny model as an LLM, with a module after its own. Of the tokenizer's ids it has those of capital letters."""
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tiny.gguf").unlink()
+
+    def load_with(case, module, config, **settings):
+        save_model(tmp_path, case)
+        modules = [("", "Transformer"), ("1", module), ("2", "Normalize")]
+        (tmp_path / "modules.json").write_text(json.dumps([{"path": p, "type": f"x.{name}"} for p, name in modules]))
+        (tmp_path / "1").mkdir(exist_ok=True)
+        (tmp_path / "1/config.json").write_text(json.dumps(config))
+        with mock.patch.object(ModelRunner, "_warm_up"):
+            return LLM(str(tmp_path), device="cpu", num_threads=1, **SIZES | settings)
+
+    return load_with
+
+
+TEXTS = ["WHERE IS IT", "C", "HERE, AND NOT THERE", "WHERE IS IT"]
+
+
+def test_vectors_offline(load, tmp_path):
+    llm = load("qwen3", "Pooling", {"pooling_mode_lasttoken": True})
+    core, pooling = open_core(tmp_path), Pooling("last", True, True)
+    ids = [llm.tokenizer.encode(text) for text in TEXTS]
+    want = [embedding(pooled, pooling).tolist() for pooled in run(core, ids)]
+    for asked in (TEXTS, ids):
+        for found, expected in zip(llm.embed(asked), want, strict=True):
+            assert found == pytest.approx(expected, abs=1e-6)
+    (short,) = llm.embed(TEXTS[0], 20)
+    assert short == pytest.approx(np.array(want[0][:20]) / np.linalg.norm(want[0][:20]), abs=1e-5)
+    cosines = np.array(want) @ np.array(want[0])
+    assert llm.score(TEXTS[0], TEXTS) == pytest.approx(cosines.tolist(), abs=1e-5)
+    assert llm.score(TEXTS[0], TEXTS[1]) == pytest.approx(cosines[1:2].tolist(), abs=1e-5)
+    assert llm.score(TEXTS[0], []) == llm.embed([]) == []
+    for dimensions, named in ((0, "at least 1"), (61, "vectors have 60")):
+        with pytest.raises(CallboardError, match=f"dimensions is {dimensions}.* {named}"):
+            llm.embed(TEXTS, dimensions)
+    with pytest.raises(CallboardError, match="prompt is empty"):
+        llm.embed([TEXTS[0], []])
+    assert not llm.engine.has_work, "the texts before the one that is refused"
+    llm.runner.decoder.embed[ids[1][0]] = math.nan
+    with pytest.raises(CallboardError, match=r"Prompt 1 has no vector: The model .* not finite"):
+        llm.embed(TEXTS)
+    assert "not finite" in llm.generate(TEXTS[1])[0].error
+    assert llm.embed([TEXTS[2]])[0] == pytest.approx(want[2], abs=1e-6)
+
+
+def test_scores_offline(load, tmp_path):
+    model = "llama", "LogitScore", {"true_token_id": 7, "false_token_id": 9}
+    llm = load(*model)
+    core, prompter = open_core(tmp_path), PairPrompter(llm.tokenizer, llm.runner.info.pooling)
+    pairs = [prompter.ids(TEXTS[0], text, None, None) for text in TEXTS]
+    assert llm.score(TEXTS[0], TEXTS) == pytest.approx([score(p) for p in run(core, pairs)], abs=1e-5)
+    assert llm.engine.scheduler.stats.prompt_tokens_cached > 0  # the query's
+    with pytest.raises(CallboardError, match="makes scores, not embeddings"):
+        llm.embed(TEXTS)
+    plain = load(*model, pooling="none")
+    for ask in (plain.embed, partial(plain.score, "Q")):
+        with pytest.raises(CallboardError, match="makes no vectors; start it with pooling=last"):
+            ask(["A"])
 
 
 # ---- the link --------------------------------------------------------------------------------------------------------
