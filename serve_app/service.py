@@ -194,6 +194,7 @@ class Service:
             if not requests:
                 _check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
                 _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)
+                _check_token_ids("logprob_token_ids", params.logprob_token_ids, model)
                 _check_token_ids("stop_token_ids", params.stop_token_ids, model)
             requests += requests_of(
                 names,

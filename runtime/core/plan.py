@@ -84,19 +84,23 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     logprob_rows: Int32s = EMPTY
     ranks: Int32s = EMPTY  # [m] of the token, from 1
     logprobs: Float32s = np.zeros(0, np.float32)  # [m] of the token
-    # Best first, as many as the most demanding row asked for.
+    # Best first, as many as the most demanding row asked for; after `num_best` of them those asked for by id.
     top_ids: Int32s = np.zeros((0, 0), np.int32)  # [m, n]
     top_logprobs: Float32s = np.zeros((0, 0), np.float32)  # [m, n]
     begun: tuple[int, int] = 0, 0  # outputs whose grammar was taken up, by the engine that serves it: lazy, eager
     failures: dict[int, str] = {}  # why a grammar cannot go on, by the number of the token
     pooled_rows: Int32s = EMPTY  # [k] which of token_ids are in place of a vector
     pooled: Float32s = np.zeros((0, 0), np.float32)  # [k, width] these vectors
+    num_best: int = 0
 
-    def sampled_logprobs(self, at: int, num_top: int) -> TokenLogprobs:
-        """Of the token that `logprob_rows[at]` sampled."""
-        top = zip(self.top_ids[at, :num_top].tolist(), self.top_logprobs[at, :num_top].tolist(), strict=True)
+    def sampled_logprobs(self, at: int, num_top: int, num_by_id: int = 0) -> TokenLogprobs:
+        """Of the token that `logprob_rows[at]` sampled, which asked for so many of the best and so many by their id."""
+        best, by_id = slice(min(num_top, self.num_best)), slice(self.num_best, self.num_best + num_by_id)
+        ids = [i for columns in (best, by_id) for i in self.top_ids[at, columns].tolist()]
+        values = [value for columns in (best, by_id) for value in self.top_logprobs[at, columns].tolist()]
+        top = dict(zip(ids, values, strict=True))  # one that is both stands where the best are
         token_id = int(self.token_ids[self.logprob_rows[at]])
-        return TokenLogprobs(token_id, float(self.logprobs[at]), int(self.ranks[at]), tuple(top))
+        return TokenLogprobs(token_id, float(self.logprobs[at]), int(self.ranks[at]), tuple(top.items()))
 
     def prompt_logprobs(self, at: int, count: int, num_top: int) -> PromptLogprobs:
         """Of `count` prompt tokens from the `at`-th on."""

@@ -369,7 +369,8 @@ class Scheduler:
                 self._end(*finished[-1])
                 continue
             if row in logprobs_at:
-                logprobs[len(states)] = result.sampled_logprobs(logprobs_at[row], state.params.logprobs or 0)
+                num_wanted = state.params.logprobs or 0, len(state.params.logprob_token_ids)
+                logprobs[len(states)] = result.sampled_logprobs(logprobs_at[row], *num_wanted)
             tokens = state.tokens
             tokens.append(token)
             states.append(state)

@@ -79,6 +79,7 @@ class SamplingParams:
     ignore_eos: bool = sampling(False, Effect.LENGTH)
     seed: int | None = sampling(None, Effect.TEXT)  # None: the front draws one; engines have it in the Request (C4)
     logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)  # n: the sampled token's and the n best ones'
+    logprob_token_ids: tuple[int, ...] = sampling((), Effect.REPORT)  # where there are `logprobs`, also those of these
     # n: at each prompt position, its own token's and the n best ones'
     prompt_logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)
     grammar: Grammar | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
@@ -126,7 +127,7 @@ class TokenLogprobs(NamedTuple):
     token_id: int
     logprob: float
     rank: int  # 1 is the most likely token
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first; then those asked for by id that are not there
 
 
 class PromptLogprobs(NamedTuple):

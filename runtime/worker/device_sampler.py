@@ -187,5 +187,9 @@ class DeviceSampler(SlotSampling):
             return None
         index = self._upload(rows)
         ids = token_ids.index_select(0, index).long().clamp(min=0)  # a failed row's are not delivered
-        own, ranks, top_ids, top = token_logprobs(logits.index_select(0, index).float(), ids, int(wanted.max()))
-        return Logprobs(rows.astype(np.int32), ranks, own, top_ids, top)
+        scored = self.scored_ids(host_slots[rows])
+        others = None if scored is None else self._upload(scored.reshape(-1)).view(scored.shape)
+        chosen = logits.index_select(0, index).float()
+        own, ranks, top_ids, top = token_logprobs(chosen, ids, int(wanted.max()), others)
+        num_best = top.shape[1] - (0 if others is None else others.shape[1])
+        return Logprobs(rows.astype(np.int32), num_best, ranks, own, top_ids, top)

@@ -67,4 +67,4 @@ class PromptScorer:
             logits = self.split.whole(self.decoder.logits(hidden.index_select(0, rows)).float())
             slices.append(token_logprobs(logits, tokens.index_select(0, follow).long(), num_top))
         own, ranks, top_ids, top = (torch.cat(parts) for parts in zip(*slices, strict=True))
-        return Logprobs(EMPTY, ranks, own, top_ids, top)
+        return Logprobs(EMPTY, top.shape[1], ranks, own, top_ids, top)

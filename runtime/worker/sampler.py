@@ -29,6 +29,7 @@ class Logprobs:
     """Log-probabilities of the rows that asked for them, and of prompt tokens; see StepResult."""
 
     rows: Int32s
+    num_best: int  # of each row's alternatives; those asked for by id come after them
     ranks: torch.Tensor
     logprobs: torch.Tensor
     top_ids: torch.Tensor
@@ -36,7 +37,8 @@ class Logprobs:
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Logprobs:
         """With `move` applied to each tensor."""
-        return Logprobs(self.rows, *(move(x) for x in (self.ranks, self.logprobs, self.top_ids, self.top_logprobs)))
+        moved = map(move, (self.ranks, self.logprobs, self.top_ids, self.top_logprobs))
+        return Logprobs(self.rows, self.num_best, *moved)
 
     def then(self, prompts: Logprobs) -> Logprobs:
         """With those of prompt tokens after these. Nobody reads what fills up the side with fewer alternatives."""
@@ -46,7 +48,7 @@ class Logprobs:
             for a, b in ((self.top_ids, prompts.top_ids), (self.top_logprobs, prompts.top_logprobs))
         ]
         pairs = ((self.ranks, prompts.ranks), (self.logprobs, prompts.logprobs), *filled)
-        return Logprobs(self.rows, *(torch.cat(pair) for pair in pairs))
+        return Logprobs(self.rows, self.num_best, *(torch.cat(pair) for pair in pairs))
 
 
 class Sampler(SlotSampling):
@@ -174,8 +176,12 @@ class Sampler(SlotSampling):
         if not len(rows):
             return None
         index = self._tensor(rows)
-        own, ranks, top_ids, top = token_logprobs(logits.index_select(0, index), token_ids[index], int(wanted.max()))
-        return Logprobs(rows.astype(np.int32), ranks, own, top_ids, top)
+        scored = self.scored_ids(slots[rows])
+        others = None if scored is None else self._tensor(scored)
+        chosen = logits.index_select(0, index)
+        own, ranks, top_ids, top = token_logprobs(chosen, token_ids[index], int(wanted.max()), others)
+        num_best = top.shape[1] - (0 if others is None else others.shape[1])
+        return Logprobs(rows.astype(np.int32), num_best, ranks, own, top_ids, top)
 
     def _float(self, column: int, slots: Int32s) -> NDArray[np.float32]:
         values: NDArray[np.float32] = self.rows[slots, column].view(np.float32)

@@ -36,6 +36,7 @@ class SlotSampling:
         self.bound = np.zeros(num_slots, bool)  # by a grammar
         self.only_masked = np.zeros(num_slots, bool)  # by a grammar, and nothing else is wanted
         self.num_logprobs = np.full(num_slots, -1, np.int32)  # alternatives to report; -1: nothing
+        self.scored: dict[int, NDArray[np.int64]] = {}  # slot -> ids whose log-probabilities are reported, too
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # slot -> ids, values
         self.allowed: dict[int, NDArray[np.int64]] = {}  # slot -> the only ids that may be drawn
         self.stops: dict[int, NDArray[np.int64]] = {}  # slot -> ids held back
@@ -56,6 +57,8 @@ class SlotSampling:
             self.stops[slot] = np.array(stops, np.int64)
             self.held_until[slot] = new.prompt_len + params.min_tokens
         self.num_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        if params.logprobs is not None and params.logprob_token_ids:
+            self.scored[slot] = np.clip(np.array(params.logprob_token_ids, np.int64), 0, self.vocab_size - 1)
         self.penalised[slot] = table.has_effect(params, {Effect.PENALTY})
         self.filtered[slot] = params.temperature > 0.0 and table.has_effect(params, {Effect.FILTER})
         self.bound[slot] = table.has_effect(params, {Effect.GRAMMAR})
@@ -79,10 +82,22 @@ class SlotSampling:
 
     def remove(self, slot: int) -> None:
         """Forget what does not get overwritten by the next `add`."""
+        self.scored.pop(slot, None)
         self.bias.pop(slot, None)
         self.allowed.pop(slot, None)
         self.stops.pop(slot, None)
         self.held_until[slot] = 0
+
+    def scored_ids(self, slots: Int32s) -> NDArray[np.int64] | None:
+        """[n, most of one] the ids whose log-probabilities each row reports beside the best, then zeros; None if there
+        are none."""
+        found = [self.scored.get(slot, ()) for slot in slots.tolist()] if self.scored else []
+        if not (most := max(map(len, found), default=0)):
+            return None
+        ids = np.zeros((len(found), most), np.int64)
+        for row, own in zip(ids, found, strict=True):
+            row[: len(own)] = own
+        return ids
 
     def wants_second_pass(self, slots: Int32s, positions: Int32s) -> Bools:
         """[n] the rows whose logits are changed before a token is drawn from them."""

@@ -49,6 +49,7 @@ def make_result(
         result.logprobs = logprobs.logprobs.numpy()
         result.top_ids = logprobs.top_ids.numpy().astype(np.int32)
         result.top_logprobs = logprobs.top_logprobs.numpy()
+        result.num_best = logprobs.num_best
     if masks is not None:
         result.begun, result.failures = masks.begun, masks.failures
     return result

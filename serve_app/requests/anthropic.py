@@ -199,7 +199,8 @@ class Metadata(RequestModel):
 
 
 # Fields of a chat that Anthropic's requests say otherwise, or whose answer has no place in theirs.
-_FIELDS_OF_CHATS = """n stop logprobs top_logprobs prompt_logprobs return_token_ids return_prompt_token_ids
+_FIELDS_OF_CHATS = """n stop logprobs top_logprobs prompt_logprobs logprob_token_ids return_token_ids
+    return_prompt_token_ids
     return_tokens_as_token_ids stream_options response_format include_reasoning max_completion_tokens
     parallel_tool_calls continue_final_message add_generation_prompt"""
 FIELDS_OF_CHATS = frozenset(_FIELDS_OF_CHATS.split())

@@ -40,7 +40,7 @@ _INSTEAD = {
     "send max_tokens": """
         max_output_tokens max_new_tokens n_predict=-1 t_max_predict_ms=0|-1 num_predict=-1
         max_tokens_to_sample""",
-    "send logprobs": "top_logprobs=0 logprob_token_ids=[] top_n_tokens=0 n_probs=0",
+    "send logprobs": "top_logprobs=0 top_n_tokens=0 n_probs=0",
     "send messages or prompt": "input previous_input_messages=[]",
     "send a message of the role system": 'instructions tool_prompt="" system="" safe_prompt=false',
     "send the whole conversation as messages": "previous_response_id conversation context_management=[]",

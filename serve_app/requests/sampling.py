@@ -17,6 +17,7 @@ from runtime.text.sampling_defaults import SamplingDefaults
 from serve_app.requests.other_servers import UNSUPPORTED_FIELDS, Refused
 from serve_app.requests.shapes import OpenRequestModel, RequestModel, TokenId, text_or_list
 
+MAX_SCORED_IDS = 64  # of one request: entries at each token of its answer, beside the best
 MAX_BIASES = 1024  # of one request; a step of all slots with so many takes a few milliseconds longer
 MAX_CHOICES = 1024  # of one request: its prompts times n
 
@@ -83,6 +84,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
     repetition_penalty: Annotated[float, _limits("repetition_penalty")] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_SCORED_IDS, fail_fast=True)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     include_stop_str_in_output: bool = False
@@ -126,6 +128,10 @@ class SamplingFields(OpenRequestModel, OutputOptions):
             raise invalid("truncate_prompt_tokens", "is 0, which would leave no prompt; use -1 for all that fits")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "is not available when stream is true; leave one out")
+        if self.logprob_token_ids and self.num_logprobs() is None:
+            raise invalid(
+                "logprob_token_ids", "is only allowed when log-probabilities are asked for; send logprobs, too"
+            )
         if isinstance(self.seed, list) and len(self.seed) != (num_prompts := self.num_prompts()):
             problem = f"is a list of length {len(self.seed)}, and the number of prompts is {num_prompts}"
             raise invalid("seed", f"{problem}; send one number, or one for each prompt")
@@ -158,6 +164,7 @@ class SamplingFields(OpenRequestModel, OutputOptions):
             "logit_bias": self._bias,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "allowed_token_ids": tuple(self.allowed_token_ids or ()),
+            "logprob_token_ids": tuple(self.logprob_token_ids or ()),
             "seed": None if seed is None else seed & SEED_MASK,
             "logprobs": self.num_logprobs(),
             "prompt_logprobs": self.num_prompt_logprobs(),

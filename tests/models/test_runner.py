@@ -61,9 +61,27 @@ def test_results_follow_the_rows_that_sample(runner):
     assert result.top_ids.shape == (1, 2)
     assert result.top_ids[0, 0] == result.token_ids[0]
     assert result.top_logprobs[0, 0] == result.logprobs[0] == pytest.approx(driver.logits[0].log_softmax(0).max())
+    assert result.num_best == 2
     nothing = driver.step((0, 10, 5, 0))
     assert len(nothing.token_ids) == 0
     assert nothing.step_id == 1
+
+
+def test_log_probabilities_by_token_id_come_after_the_best(runner):
+    driver = Driver(runner)
+    wanted = [SamplingParams(logprobs=2, logprob_token_ids=(7, 3, 2**31 - 1)), SamplingParams(logprobs=1)]
+    wanted.append(SamplingParams(temperature=0, logprobs=0, logprob_token_ids=(5,)))
+    for slot, params in enumerate(wanted):
+        driver.open(slot, tokens_of(slot, 5), params)
+    result = driver.step((0, 0, 5, 1), (1, 0, 5, 1), (2, 0, 5, 1))
+    raw = driver.logits.log_softmax(-1)
+    for row, params in enumerate(wanted):
+        num_top = params.logprobs
+        found = result.sampled_logprobs(row, num_top, len(params.logprob_token_ids)).top
+        last = raw.shape[1] - 1
+        ids = raw[row].topk(num_top).indices.tolist() + [min(i, last) for i in params.logprob_token_ids]
+        assert [i for i, _ in found] == list(dict.fromkeys(ids))
+        assert [value for _, value in found] == pytest.approx([raw[row, i].item() for i, _ in found])
 
 
 def test_a_plan_may_reuse_a_slot_and_its_blocks_at_once(runner):

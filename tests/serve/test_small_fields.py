@@ -158,6 +158,20 @@ async def test_allowed_token_ids_reach_the_engine():
             await client(engine).chat.completions.create(**chat(), extra_body=fields)
 
 
+async def test_log_probabilities_by_token_id():
+    fields = {"logprob_token_ids": [97, 98]}
+    asked = {**chat(), "logprobs": True, "top_logprobs": 1, "max_tokens": 1}
+    answer = await client(FakeEngine()).chat.completions.create(**asked, extra_body=fields)
+    top = answer.choices[0].logprobs.content[0].top_logprobs
+    assert [(entry.token, entry.logprob) for entry in top] == [("A", -1.5), ("a", -9.5), ("b", -9.5)]
+    of_prompt = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+    answer = await client(FakeEngine()).completions.create(**of_prompt, logprobs=0, extra_body=fields)
+    assert answer.choices[0].logprobs.top_logprobs == [{"a": -9.5, "b": -9.5, "H": -0.5}]
+    for wrong, says in (({**fields, "logprobs": None}, "send logprobs"), ({"logprob_token_ids": [999]}, "999")):
+        with pytest.raises(openai.BadRequestError, match=f"logprob_token_ids.*{says}"):
+            await client(FakeEngine()).completions.create(**of_prompt, logprobs=0, extra_body=wrong)
+
+
 async def test_bad_words_are_in_no_answer():
     engine = GrammarEngine(seed=1)
     answer = await client(engine).completions.create(

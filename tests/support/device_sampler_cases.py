@@ -351,6 +351,7 @@ def draw_params(rng: np.random.Generator) -> SamplingParams:
         stop_token_ids=pick((), (5, 6), (2**31 - 1,)),
         ignore_eos=pick(True, False),
         logprobs=pick(None, None, 0, 3),
+        logprob_token_ids=pick((), (), (4,), (9, 2, 2**31 - 1)),
     )
 
 

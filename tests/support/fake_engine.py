@@ -168,10 +168,9 @@ class FakeEngine:
             if self.num_wrong is not None and (right := len(output.token_ids) - 1):
                 output.verified = [Verified(0, right + self.num_wrong, right)]
             if params.logprobs is not None:
-                output.logprobs = [
-                    TokenLogprobs(i, -0.5, 1, tuple((65 + k, -1.5 - k) for k in range(params.logprobs)))
-                    for i in output.token_ids
-                ]
+                top = [(65 + k, -1.5 - k) for k in range(params.logprobs)]
+                top += [(i, -9.5) for i in params.logprob_token_ids]
+                output.logprobs = [TokenLogprobs(i, -0.5, 1, tuple(top)) for i in output.token_ids]
             if at + self.group >= len(ids):
                 reason = FinishReason.STOP if ids[-1] == EOS or ends else FinishReason.LENGTH
                 output = replace(output, finish_reason=reason, stop_token_id=ids[-1] if ends else None)
