@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
+from actors.runner_group import LocalProcess
 from benchmarks.faults.matrix import ENGINE_ROLES, Fault
 from benchmarks.faults.tcp_proxy import TcpProxy
 from runtime.core.types import SamplingParams
@@ -79,6 +80,7 @@ class Cell:
         self.proxy, self.reads = TcpProxy(), asyncio.Event()
         self.reads.set()
         self.victim = ""
+        self._struck: list[LocalProcess] = []  # got a signal
         self._processes: list[tuple[str, str, int]] = []
         self._stopping = asyncio.Event()
         self._clients = [Client(i) for i in range(len(answers.prompts))]
@@ -95,6 +97,13 @@ class Cell:
         found = [pid for name, engine, pid in self._processes
                  if name == role and (role not in ENGINE_ROLES or engine == self.victim)]  # fmt: skip
         return found if role == "haproxy" else found[:1]
+
+    def send(self, role: str, number: signal.Signals) -> None:
+        """A signal to the processes that a fault with this name hits."""
+        for pid in self.pids(role):
+            with suppress(ProcessLookupError):
+                self._struck.append(LocalProcess(pid))
+                os.kill(pid, number)
 
     async def run(self) -> dict[str, Any]:
         await self._until_whole()
@@ -143,6 +152,8 @@ class Cell:
                 missing = await self.application.ask("strength")
             except RuntimeError as e:  # it was cut off itself
                 missing = str(e)
+            if any(process.is_stopped for process in self._struck):
+                missing = "a process is stopped, and nobody has noticed"
             if not missing and found:
                 return found - since
             found = 0.0 if missing else time.monotonic()

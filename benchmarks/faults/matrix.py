@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -52,9 +51,7 @@ def _signal(role: str, number: signal.Signals) -> Callable[[Cell], Awaitable[Non
     """To the process of the victim engine, or to the first one of that role (HAProxy and all engines: to all)."""
 
     async def send(cell: Cell) -> None:
-        for pid in cell.pids(role):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        cell.send(role, number)
 
     return send
 
