@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import os
+import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.faults.__main__ import selected
-from benchmarks.faults.cell import Client
+from benchmarks.faults.cell import Cell, Client
 from benchmarks.faults.matrix import BY_NAME, FAULTS, WHEN
 from benchmarks.faults.page import PAGE, write_page
 from benchmarks.faults.tcp_proxy import TcpProxy
@@ -66,6 +69,27 @@ def test_every_cell_that_makes_no_sense_says_why():
     assert not BY_NAME["rank stopped"].why_not("decode")
     assert BY_NAME["full disk"].why_not("decode", has_disk=False)
     assert all(set(fault.none_when or {}) < set(WHEN) for fault in FAULTS)
+
+
+async def test_no_application_is_whole_while_a_process_of_it_is_stopped():
+    process = subprocess.Popen(["sleep", "60"])
+    num_asked = 0
+
+    async def ask(method: str) -> str:  # all is there, says who has not noticed yet
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 4:
+            process.kill()
+            process.wait()
+        return ""
+
+    answers = SimpleNamespace(prompts=[])
+    cell = Cell(SimpleNamespace(ask=ask), None, answers, BY_NAME["runner stopped"], "decode", None)
+    cell._processes = [("runner", cell.victim, process.pid)]
+    await cell.fault.do(cell)
+    os.waitpid(process.pid, os.WUNTRACED)
+    await cell._until_whole()
+    assert num_asked == 5
 
 
 async def test_a_line_is_slow_or_swallows():
