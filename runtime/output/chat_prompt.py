@@ -38,6 +38,11 @@ class ChatPrompter:
         self._template, self._tokenizer = ChatTemplate.of(tokenizer), tokenizer
         self._close_is_special = tokenizer.token_to_id(reasoning.CLOSE) in tokenizer.special_ids
 
+    @property
+    def roles(self) -> frozenset[str]:
+        """The roles that the template names."""
+        return self._template.roles
+
     def prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Raises FieldError, of the template too if it refuses the messages."""
         template, tools, forced = self._template, options.offered_tools(), options.forced_call()

@@ -7,6 +7,7 @@ also tells what the model writes: `tool_format` and `thinks` are read off it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,9 @@ _MEMORY = 512 << 20  # address space of a process that renders; at rest it takes
 _DEADLINE_S = 5.0  # until it is killed, if it cannot be interrupted
 _MAX_CHILDREN = 8  # prompts that are rendered at a time
 _T = TypeVar("_T")
+# In a template: what the role of a message is compared with, a text or a list of them.
+_COMPARED_ROLE = re.compile(r"""\brole['")\]]*\s*(?:[!=]=|(?:not\s+)?in\b)\s*('[^']*'|"[^"]*"|[\[(][^\])]*[\])])""")
+_QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
 
 # Marks the end of the message that is to be continued. Its trailing space tells whether the template trims messages.
 _CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -55,6 +59,12 @@ class ChatTemplate:
             template.tool_format = FORMATS[tokenizer.tool_call_parser]
             template.has_channels = template.tool_format is HARMONY
         return template
+
+    @cached_property
+    def roles(self) -> frozenset[str]:
+        """The roles that the template names, which it tells apart from others; it may take more."""
+        compared = _COMPARED_ROLE.findall(self.source) + _COMPARED_ROLE.findall(self._tool_source)
+        return frozenset(one or other for texts in compared for one, other in _QUOTED.findall(texts))
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from runtime.core.config import NGRAM
+from runtime.output.fields import invalid
 from runtime.output.message_parser import MessageFormat
 from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
@@ -15,6 +16,7 @@ from serve_app.errors import ApiError
 from serve_app.prepared_request import PreparedRequest, Prompts, ServedModel
 from serve_app.prompt_ids import prompt_ids
 from serve_app.requests import ChatRequest
+from serve_app.requests.messages import ROLES
 from serve_app.sse import ChoiceRenderer, ChunkStream, EventStream
 
 
@@ -38,6 +40,11 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         """The token ids of a chat, and how what comes after them is read."""
         if model.chats is None:
             raise ApiError(400, f"{model.name!r} has no chat template; use /v1/completions with a plain prompt.")
+        roles = model.chats.roles.union(ROLES)
+        for i, message in enumerate(request.messages):
+            if message.role not in roles:
+                known = ", ".join(map(repr, [*ROLES, *sorted(roles.difference(ROLES))]))
+                raise invalid(f"messages.{i}.role", f"is {message.role!r}; this model's messages have {known}")
         prompt = model.chats.prompt(request.template_messages(), request)
         return model.encode(request, prompt.text, False, where), prompt.message_format
 

@@ -27,6 +27,9 @@ class RefusalPart(RequestModel):
         return self.refusal
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of OpenAI's chats, for all templates
+
+
 def _kind_of_part(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "<refusal>" if kind == "refusal" else "<text>"
@@ -75,7 +78,7 @@ class ToolCall(RequestModel):
 
 
 class ChatMessage(RequestModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern="^[a-z][a-z0-9_.-]{0,63}$")]  # one of ROLES, or one that the template names
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None  # of an assistant

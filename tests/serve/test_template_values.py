@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.text.chat import ChatTemplate
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of
 
 LLAMA = (Path(__file__).parents[1] / "data/chat_templates/llama3.2.jinja").read_text()
@@ -47,6 +48,20 @@ async def test_values_that_are_too_much_for_a_template(fields: dict, param: str 
     assert (response.status_code, error["param"]) == (400, param)
     assert re.search(says, error["message"])
     assert engine.requests == []
+
+
+async def test_roles_are_those_that_the_template_names():
+    """Llama's compares the role with "ipython" too; what is only a word of it is none."""
+    async with client_of(engine := FakeEngine(max_model_len=1 << 12), byte_tokenizer(LLAMA)) as client:
+        for role, status in (("ipython", 200), ("python", 400), ("Environment", 400), ("tools", 400), (None, 400)):
+            messages = [{"role": "user", "content": "1 + 1?"}, {"role": role, "content": "2"}]
+            response = await client.post("/v1/chat/completions", json=chat(messages=messages))
+            assert response.status_code == status
+            assert status == 200 or response.json()["error"]["param"] == "messages.1.role"
+    (request,) = engine.requests
+    assert b"<|start_header_id|>ipython<|end_header_id|>" in bytes(request.token_ids)
+    source = """{% if m['role'] in ["critic", 'judge'] and m.role != "robot" %}{{ m['content'] }}{% endif %}"""
+    assert ChatTemplate(source, {}).roles == {"critic", "judge", "robot"}
 
 
 async def test_ordinary_tools_are_no_matter():
