@@ -68,7 +68,7 @@ class EngineAdapters:
     # ---- the step thread ------------------------------------------------------------------------------------------
 
     def states(self) -> list[AdapterState]:
-        """What fronts are told."""
+        """The state of every name, as fronts are told."""
         return list(self._states.values())
 
     def is_awaited(self, digest: str) -> bool:

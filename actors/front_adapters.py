@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FrontAdapters:
-    """What each name means (adapters.py), from what the engines of these links tell."""
+    """The meaning of each name (adapters.py), from what the engines of these links tell."""
 
     def __init__(self, links: Callable[[], Sequence[EngineLink]]) -> None:
         self._links = links

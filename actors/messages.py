@@ -122,7 +122,7 @@ class Status(msgspec.Struct, array_like=True, tag=6):
 
 
 class Adapters(msgspec.Struct, array_like=True, tag=12):
-    """What names of adapters mean, as far as the front knows it better than the engine. The answer is a Status."""
+    """The meaning of names of adapters that the front knows better than the engine. The answer is a Status."""
 
     entries: list[AdapterEntry]
 
