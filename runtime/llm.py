@@ -303,7 +303,7 @@ class LLM:
         return [choice.completion() for choice in done]
 
     def _pool(self, prompts: list[list[int]], progress: bool | None, adapter: str) -> list[bytes]:
-        """What the model pools of each prompt."""
+        """The pooled vector of each prompt."""
         vectors = (self._add_pooled(ids, adapter) for ids in prompts)
         done = self._finish(vectors, "prompts", len(prompts) >= _LONG_BATCH if progress is None else progress)
         for at, vector in enumerate(done):

@@ -15,7 +15,7 @@ POOLED = SamplingParams(max_tokens=1, temperature=0.0, pooled=True)  # of each r
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What a model's vectors are made of: hidden states after the final norm, of the last token or the mean of all."""
+    """The source of a model's vectors: hidden states after the final norm, of the last token or the mean of all."""
 
     kind: Literal["last", "mean"]
     normalized: bool = False  # fronts divide a vector by its length

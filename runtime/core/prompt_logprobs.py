@@ -1,4 +1,4 @@
-"""What prompts give beside tokens: log-probabilities, which become whole again here, and vectors (pooling.py).
+"""The answers of prompts beside tokens: log-probabilities, which become whole again here, and vectors (pooling.py).
 
 A prompt may take several steps, and a preemption starts it again; what came before it is dropped with its epoch (C3).
 """

@@ -1,4 +1,4 @@
-"""What adapters (LoRA) add to a linear map: y += B (A x) with the A and B of each row's own adapter.
+"""The addition of adapters (LoRA) to a linear map: y += B (A x) with the A and B of each row's own adapter.
 
 Two kernels: `shrink` makes the few numbers A x of each row, `expand` adds B times these. Up to MAX_SINGLE_ROWS rows,
 and in deterministic mode always, a program has one row, so that its bits depend on nothing else; with more rows, tiles

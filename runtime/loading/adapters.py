@@ -39,7 +39,7 @@ _MOST_HEADER_BYTES = 100 << 20  # as the format's own readers allow
 
 
 class AdaptedMap(NamedTuple):
-    """What an adapter adds to one linear map: scale * B (A x), with A [rank, in] and B [out, rank]."""
+    """The addition of an adapter to one linear map: scale * B (A x), with A [rank, in] and B [out, rank]."""
 
     a: str  # names of the tensors
     b: str

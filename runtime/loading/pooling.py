@@ -16,7 +16,7 @@ _OF_MATRYOSHKA = "Qwen3"  # its embedding models are, and their files do not say
 
 
 class PoolingFiles(NamedTuple):
-    """What the files of a model say."""
+    """The pooling that the files of a model ask for."""
 
     pooling: Pooling
     # The score is the logit of the first of these tokens as the next one, less that of the second if there are two.

@@ -99,7 +99,7 @@ class ChatPrompter:
         return {mark: i for mark, i in ids.items() if i is not None and i in self._tokenizer.special_ids}
 
     def _effort(self, options: ChatOptions) -> dict[str, Any]:
-        """What `reasoning_effort` means to the template; raises FieldError if it means nothing."""
+        """The template arguments for `reasoning_effort`; raises FieldError if the template reads none."""
         source, effort = self._template.source, options.reasoning_effort
         if effort is None:
             return {}
