@@ -75,7 +75,7 @@ class ChatTemplate:
 
     @cached_property
     def _probed(self) -> tuple[ToolFormat | None, bool]:
-        """The findings of a call that the template is given: its format, and whether its arguments have to be a text."""
+        """The findings of a call that the template is given: its format, and if its arguments have to be a text."""
         name, arguments = "callboard_probe", {"n": 1}
         schema = {"type": "object", "properties": {"n": {"type": "integer", "description": "A number."}}}
         function = {"name": name, "description": "Tells the format.", "parameters": schema}
