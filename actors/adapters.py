@@ -11,7 +11,7 @@ import msgspec
 
 
 class AdapterEntry(msgspec.Struct, array_like=True, frozen=True):
-    """What was said of a name."""
+    """The meaning of a name, as somebody has said it."""
 
     name: str
     path: str  # of its folder, on the engines' nodes; "": nothing has this name any more

@@ -1,4 +1,4 @@
-"""What adapters (LoRA) cost the engine in this process: random weights of a published shape, adapters for all maps.
+"""The price of adapters (LoRA) in this process: random weights of a published shape, adapters for all linear maps.
 
     python -m benchmarks.engine.adapters --model llama-3.2-1b --cells 1x128x512 64x128x256 --adapters 0 1 8
     python -m benchmarks.engine.adapters --model llama-3.1-8b --cells --loads 10 --streams 64

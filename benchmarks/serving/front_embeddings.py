@@ -1,4 +1,4 @@
-"""What HTTP and the front take of a CPU for an embedding: a toy runner behind a real engine loop, link and HTTP server.
+"""The CPU time of HTTP and the front for an embedding: a toy runner behind a real engine loop, link and HTTP server.
 
     python -m benchmarks.serving.front_embeddings [--posts 2000] [--width 1024] [--text-len 100]
 

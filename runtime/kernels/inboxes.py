@@ -9,10 +9,10 @@ one before it, which is due again two launches later.
 Programs keep their turn in device memory, since a graph that is replayed has no other: program i of a rank talks to
 programs i of the others alone, and is launched by every operation. While one launch waits for other ranks, those that
 follow it may come to the device, too, and wait there: two ranks of one process on one device, which only tests have,
-need few programs. Every wait ends after a number of looks at the inbox and leaves the number
-of the rank that was missing, plus one, in a word that the host reads; what is launched then waits no more. The threads
-of a program must agree about each wait, as they meet in it: they decide by what all of them have reduced, and by state
-that only their own program writes."""
+need few programs, or launches that do not overlap. Every wait ends after a number of looks at the inbox and leaves the
+number of the rank that was missing, plus one, in a word that the host reads; what is launched then waits no more. The
+threads of a program must agree about each wait, as they meet in it: they decide by what all of them have reduced, and
+by state that only their own program writes."""
 
 from __future__ import annotations
 

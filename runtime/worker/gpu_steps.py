@@ -194,7 +194,7 @@ class GpuSteps:
         return [np.array([len(places), *places, *lengths], np.int32), *values, plan.draft_token_ids]
 
     def _has_adapters(self, plan: StepPlan) -> bool:
-        return bool(self.adapter_of[plan.slots].any())
+        return bool(self.decoder.adapters) and bool(self.adapter_of[plan.slots].any())
 
     def _apply_writes(self, writes: list[Int32s]) -> None:
         if num_writes := int(writes[0][0]):
