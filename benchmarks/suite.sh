@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Every measurement of RESULTS.md on one GPU, in stages of a few minutes each:
 #
-#   benchmarks/suite.sh OUT tests exactness engine quantized profile kernels soak start serving
+#   benchmarks/suite.sh OUT tests exactness engine quantized mixtures adapters profile kernels soak start serving
 #   benchmarks/suite.sh OUT tp                       # on several GPUs
 #   python -m benchmarks.library.report OUT/*.jsonl
 #
 # The stages up to `start` need torch and Triton; `serving` needs an installed Callboard. MODELS narrows the models.
+# With WORKERS=20 as many tests run side by side, on all GPUs (pytest-xdist).
 # OUT gets JSON lines, one file a benchmark, and logs; a stage that fails does not stop the next.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,7 +29,11 @@ folder() { # of random weights, made once
 
 for stage in "$@"; do
     case $stage in
-    tests) python -m pytest -q -m gpu -p no:cacheprovider 2>&1 | tail -30 | tee "$out/tests.txt" ;;
+    tests) # every result has its line in the log, even if time ends before the tests do
+        python -m pytest -v -m gpu -p no:cacheprovider ${WORKERS:+-n "$WORKERS"} tests >"$out/tests.log" 2>&1
+        grep -E "FAILED|ERROR" "$out/tests.log" | tee "$out/tests.txt"
+        tail -1 "$out/tests.log" | tee -a "$out/tests.txt"
+        ;;
     exactness) for model in $models; do bench engine.agreement --model "$model"; done ;;
     engine)
         for model in $models; do
@@ -56,6 +61,15 @@ for stage in "$@"; do
         for form in none fp8 int4; do
             folder llama-3.1-8b && bench engine.start --folder "$folders/llama-3.1-8b" --set quantization=$form
         done
+        ;;
+    mixtures)
+        for form in none fp8 int4; do
+            bench engine.decode --model qwen3-30b-a3b --repeats 2 --cells 1x128x256 64x128x256 --set quantization=$form
+        done
+        ;;
+    adapters)
+        bench engine.adapters --model llama-3.2-1b --cells 1x128x512 8x128x256 64x128x256 --adapters 0 1 8
+        bench engine.adapters --model llama-3.1-8b --cells --loads 10 --streams 64
         ;;
     profile) for batch in 1 256; do bench engine.profile_step --model llama-3.2-1b --batch $batch --trace "$out/trace-$batch.json.gz"; done ;;
     kernels) for model in $models; do bench kernels --model "$model"; done ;;

@@ -35,16 +35,19 @@ def test_fp32_logits_are_those_of_the_torch_path(case):
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - LIKE_OTHERS))
-def test_bf16_logits_agree_with_the_torch_path(case):
-    """Rounding may choose between experts that are nearly as good: such tokens may differ, half of all may not."""
-    want = steps_on_gpu(case, "torch", "bfloat16")
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_the_torch_path(case):
+    """How much rounding costs depends on the family. Medians of rows alone count with experts: rounding may choose
+    between two that are nearly as good, and then another one than in fp32 is multiplied with."""
+    exact = steps_on_gpu(case, "torch", "float32")
+
+    def errors(logits: torch.Tensor) -> torch.Tensor:
+        return (logits - exact).norm(dim=-1) / exact.norm(dim=-1)
+
+    usual = errors(steps_on_gpu(case, "torch", "bfloat16"))
     for config in ({"cuda_graphs": True}, {"cuda_graphs": False}, {"cuda_graphs": True, "deterministic": True}):
-        got = steps_on_gpu(case, "triton", "bfloat16", **config)
-        errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
-        assert (errors.median() if spec_of(case).experts else (got - want).norm() / want.norm()) < 2e-2, config
-        best = want.topk(2, -1).values
-        clear = (best[:, 0] - best[:, 1] > 4e-2 * want.abs().amax(-1)) & (errors < 2e-2)
-        assert torch.equal(got.argmax(-1)[clear], want.argmax(-1)[clear])
+        found = errors(steps_on_gpu(case, "triton", "bfloat16", **config))
+        assert found.median() < 1.5 * usual.median(), config
+        assert spec_of(case).experts or found.max() < 2 * usual.max(), config
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3 moe", "gemma2", "gemma3", "olmo3", "gpt2"])
