@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
 
 MAX_SINGLE_ROWS = 256
-_SHRINK_RANKS, _SHRINK_COLUMNS = 4, 1024  # of a program that has one row
+_FEW_ROWS = 8  # whose programs of shrink are so few that each has one rank and, up to _MOST_COLUMNS, all columns
+_MOST_COLUMNS = 16384
+_SHRINK_RANKS, _SHRINK_COLUMNS = 4, 1024  # of a program that has one of more rows
 _EXPAND_OUTPUTS = 128
 _TILE_ROWS, _TILE_COLUMNS, _TILE_OUTPUTS = 32, 64, 64
 _LEAST_RANK = 16  # of a matrix instruction
@@ -129,27 +131,30 @@ def _shrink_row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (i, j): BLOCK_R rows of A with row i of x."""
+    """Program (i, j): BLOCK_R rows of A with row i of x. Each tile of A is requested before it is needed, the first one
+    before what the kernel before this one makes."""
     token = tl.program_id(0)
     ranks = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     cols = tl.arange(0, BLOCK_K)[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     index = tl.load(rows_ptr + token).to(tl.int64)
+    a = a_ptr + ((index - 1) * NUM_RANKS + ranks)[:, None] * K + cols
+    tile = tl.load(a, mask=cols < tl.where(index > 0, K, 0), other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if index > 0:
-        a = a_ptr + ((index - 1) * NUM_RANKS + ranks)[:, None] * K + cols
         x = x_ptr + token.to(tl.int64) * x_stride + cols
         acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
         squares = tl.zeros((1, BLOCK_K), tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             inside = cols < K - start
-            product = tl.load(a + start, mask=inside, other=0.0).to(tl.float32)
             values = tl.load(x + start, mask=inside, other=0.0).to(tl.float32)
             if NORM:
                 squares += values * values
                 values *= tl.load(norm_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
-            acc += product * values
+            acc += tile.to(tl.float32) * values
+            tile = tl.load(a + start + BLOCK_K, mask=cols < K - start - BLOCK_K, other=0.0)
         small = tl.sum(acc, 1)
         if NORM:
             small *= tl.rsqrt(tl.sum(squares) / K + eps)
@@ -179,10 +184,12 @@ def _expand_row_kernel(
     inside = cols < N
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     index = tl.load(rows_ptr + token).to(tl.int64)
+    of_adapter = (cols < tl.where(index > 0, N, 0))[:, None]
+    b = tl.load(b_ptr + ((index - 1) * N + cols)[:, None] * RANK + ranks, mask=of_adapter, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if index > 0:
-        b = tl.load(b_ptr + ((index - 1) * N + cols)[:, None] * RANK + ranks, mask=inside[:, None], other=0.0)
         small = tl.load(small_ptr + token * NUM_RANKS + part[:, None] * RANK + ranks, mask=inside[:, None], other=0.0)
         y = y_ptr + token.to(tl.int64) * y_stride + cols
         total = tl.load(y, mask=inside, other=0.0).to(tl.float32) + tl.sum(b.to(tl.float32) * small, 1)
@@ -276,18 +283,22 @@ def _expand_tile_kernel(
 
 def shrink_rows_triton(
     x: torch.Tensor,
-    rows: torch.Tensor,
+    rows: torch.Tensor,  # not written by the kernel right before this one
     adapters: Adapters,
     norm_weight: torch.Tensor | None = None,  # x is RMS-normalised first
     eps: float = 0.0,
+    deterministic: bool = False,  # the same tiles for any number of rows
 ) -> torch.Tensor:
     """A x of each row, [num_tokens, num_parts * rank] in fp32; not written for rows without an adapter."""
     (num_tokens, size_in), num_ranks, pdl = x.shape, adapters.a.shape[1], use_pdl(x)
     small = torch.empty((num_tokens, num_ranks), dtype=torch.float32, device=x.device)
-    _shrink_row_kernel[(num_tokens, num_ranks // _SHRINK_RANKS)](
+    few = num_tokens <= _FEW_ROWS and not deterministic
+    block_r, most = (1, _MOST_COLUMNS) if few else (_SHRINK_RANKS, _SHRINK_COLUMNS)
+    block_k = min(most, next_power_of_2(size_in))
+    _shrink_row_kernel[(num_tokens, num_ranks // block_r)](
         x, rows, adapters.a, x if norm_weight is None else norm_weight, small, x.stride(0), eps,
-        K=size_in, NUM_RANKS=num_ranks, NORM=norm_weight is not None, BLOCK_R=_SHRINK_RANKS,
-        BLOCK_K=min(_SHRINK_COLUMNS, next_power_of_2(size_in)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        K=size_in, NUM_RANKS=num_ranks, NORM=norm_weight is not None, BLOCK_R=block_r, BLOCK_K=block_k,
+        PDL=pdl, num_warps=8 if block_k > 2048 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return small
 
@@ -301,7 +312,8 @@ def add_adapters_triton(
     rank, num_parts, pdl = adapters.rank, len(ends), use_pdl(x)
     shape = {"RANK": rank, "NUM_RANKS": num_parts * rank, "PDL": pdl, "launch_pdl": pdl}
     if deterministic or num_tokens <= MAX_SINGLE_ROWS:
-        small, (first, second) = shrink_rows_triton(x, rows, adapters), adapters.first_ends
+        small = shrink_rows_triton(x, rows, adapters, deterministic=deterministic)
+        first, second = adapters.first_ends
         _expand_row_kernel[(num_tokens, -(-size_out // _EXPAND_OUTPUTS))](
             small, rows, b, y, y.stride(0), size_out, first, second, BLOCK_N=_EXPAND_OUTPUTS, num_warps=4, **shape
         )

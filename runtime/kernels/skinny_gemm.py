@@ -100,7 +100,8 @@ def _vector_kernel(
     bias_ptr,  # [N]; this and the next two are read if BIAS, NORM, RESIDUAL
     norm_ptr,  # [K]
     residual_ptr,  # [num_rows, N] contiguous
-    rows_ptr,  # [num_rows]; this and the next two are read if RANK, as kernels/adapters.py has them
+    rows_ptr,  # [num_rows]; this and the next two are read if RANK, as kernels/adapters.py has them; not written
+    # by the kernel right before this one
     b_ptr,  # [max_loras, N, RANK]
     small_ptr,  # [num_rows, NUM_RANKS] fp32
     out_ptr,  # [num_rows, N] contiguous, or N // 2 columns with ACTIVATION
@@ -124,6 +125,8 @@ def _vector_kernel(
 ):
     """Program (i, j): rows i * BLOCK_N and on of the weight with row j of x."""
     token = tl.program_id(1)
+    if RANK:
+        index = tl.load(rows_ptr + token).to(tl.int64)
     rows = _weight_rows(N, ACTIVATION, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)[None, :]
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
@@ -131,17 +134,16 @@ def _vector_kernel(
     next_w = w
     if AHEAD == 2 and BLOCK_K < K:
         next_w = tl.load(weights + BLOCK_K, mask=cols < K - BLOCK_K, other=0.0, eviction_policy="evict_first")
+    if RANK:  # nothing of it waits for x, or x for it
+        ranks = tl.arange(0, RANK)[None, :]
+        part = (rows >= end_0).to(tl.int32) + (rows >= end_1).to(tl.int32)
+        has = (rows < tl.where(index > 0, N, 0))[:, None]
+        b = tl.load(b_ptr + ((index - 1) * N + rows)[:, None] * RANK + ranks, mask=has, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if RANK:
-        index = tl.load(rows_ptr + token).to(tl.int64)
-        ranks = tl.arange(0, RANK)[None, :]
-        part = (rows >= end_0).to(tl.int32) + (rows >= end_1).to(tl.int32)
-        has = (rows < tl.where(index > 0, N, 0))[:, None]
-        b = tl.load(b_ptr + ((index - 1) * N + rows)[:, None] * RANK + ranks, mask=has, other=0.0).to(tl.float32)
         small = tl.load(small_ptr + token * NUM_RANKS + part[:, None] * RANK + ranks, mask=has, other=0.0)
-        added = tl.sum(b * small, 1)
     xs = x_ptr + token * x_stride + cols
     # A thread holds 8 neighbouring columns, 16 bytes: it sums those at once and keeps an eighth of the registers.
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
@@ -164,7 +166,7 @@ def _vector_kernel(
     if NORM:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
     if RANK:
-        y += added
+        y += tl.sum(b.to(tl.float32) * small, 1)
     _finish(
         y[:, None], token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
         BIAS, RESIDUAL, ACTIVATION, 1, BLOCK_N,
