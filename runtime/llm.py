@@ -330,6 +330,8 @@ class LLM:
 
     def _add(self, prompt: _Prompt, params: SamplingParams, num_choices: int, adapter: str) -> list[_Choice]:
         ids, form, asked = prompt
+        if form is not None and form.budget is not None:
+            params = replace(params, thinking=form.budget)
         if asked is not None:
             if not self.runner.info.eos_token_ids:
                 raise invalid(asked.field, "needs a model with an end-of-sequence token, and this one has none")

@@ -184,13 +184,17 @@ class Service:
         _check_work(request, sum(lengths), prompts.where)
         for at, prompt in enumerate(prompts.token_ids):
             _check_token_ids(prompts.path(at), prompt, model)
-        if prompts.grammar is not None and not model.info.eos_token_ids:
-            raise invalid(prompts.grammar.field, "needs a model with an end-of-sequence token, and this one has none")
+        budget = None if prompts.message_format is None else prompts.message_format.budget
+        if (prompts.grammar or budget) and not model.info.eos_token_ids:
+            field = "thinking_token_budget" if prompts.grammar is None else prompts.grammar.field
+            raise invalid(field, "needs a model with an end-of-sequence token, and this one has none")
         answer_id = endpoint.new_id(request_id)
         names = (f"{owned(answer_id, owner)}-{i}" for i in count())
         requests: list[Request] = []
         for index, (prompt, most) in enumerate(zip(prompts.token_ids, max_tokens, strict=True)):
             params = request.sampling_params(most, self._defaults, index)
+            if budget is not None:
+                params = replace(params, thinking=budget)
             if not requests:
                 _check_token_ids("logit_bias", (i for i, _ in params.logit_bias), model)
                 _check_token_ids("allowed_token_ids", params.allowed_token_ids, model)

@@ -143,12 +143,10 @@ class DraftCore:
     def _open(self, owner: Hashable, opened: Open) -> None:
         self._num_opened += 1
         params = opened.request.params
-        grammar = params.grammar if self.keeps_grammars else None
-        request = replace(
-            opened.request,
-            request_id=str(self._num_opened),
-            params=replace(params, logprobs=None, prompt_logprobs=None, grammar=grammar),
-        )
+        params = replace(params, logprobs=None, prompt_logprobs=None)
+        if not self.keeps_grammars:
+            params = replace(params, grammar=None, thinking=None)
+        request = replace(opened.request, request_id=str(self._num_opened), params=params)
         try:
             state = self.scheduler.add(request, _Mirror(owner, opened.stream, opened.wanted))
         except CallboardError:

@@ -125,6 +125,6 @@ def checked_tokens(request: Request, info: ModelInfo) -> array[int]:
         required_pooling(info.pooling)
     elif not info.makes_text:
         raise CallboardError("This model has no output head and makes no text; ask it for embeddings or scores.")
-    if request.params.grammar is not None and not info.eos_token_ids:
+    if (request.params.grammar or request.params.thinking) and not info.eos_token_ids:
         raise CallboardError("This model has no end-of-sequence token; structured output needs one to end with.")
     return tokens

@@ -57,6 +57,16 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The most tokens of an output's reasoning, and the marks around it as tokens."""
+
+    num_tokens: int
+    close_ids: tuple[int, ...]  # that end reasoning; follow one another where they are several
+    open_id: int | None  # begins it; None: its mark is text
+    is_open: bool  # the prompt ends within reasoning
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling of one request, as a table (sampling_fields.py). Defaults are OpenAI's; `temperature=0` is greedy.
 
@@ -83,6 +93,7 @@ class SamplingParams:
     # n: at each prompt position, its own token's and the n best ones'
     prompt_logprobs: int | None = sampling(None, Effect.REPORT, 0, 20)
     grammar: Grammar | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
+    thinking: ThinkingBudget | None = sampling(None, Effect.GRAMMAR)  # noqa: RUF009
     # What comes back is a vector of the prompt (pooling.py); max_tokens is 1, and that token is dropped.
     pooled: bool = sampling(False, Effect.LENGTH)
     stop: tuple[str, ...] = sampling((), Effect.TEXT)  # matched by whoever makes the text

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runtime.core.types import CallboardError
+from runtime.core.types import CallboardError, ThinkingBudget
 from runtime.output.fields import FieldError, invalid
 from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions
@@ -42,6 +42,11 @@ class ChatPrompter:
     def roles(self) -> frozenset[str]:
         """The roles that the template names."""
         return self._template.roles
+
+    @property
+    def has_channels(self) -> bool:
+        """True if the model reasons in channels, where `thinking_token_budget` is no limit."""
+        return self._template.has_channels
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Raises FieldError, of the template too if it refuses the messages."""
@@ -79,8 +84,9 @@ class ChatPrompter:
             if options.requested_grammar() is not None and not options.continue_final_message:
                 text += FINAL  # it binds this message, and no header
             begun = text.rpartition(START)[2]
+        thinks = template.thinks and forced is None
         message_format = MessageFormat(
-            thinks=template.thinks and forced is None,
+            thinks=thinks,
             in_reasoning=in_reasoning,
             shows_reasoning=options.include_reasoning,
             tools=form,
@@ -89,6 +95,7 @@ class ChatPrompter:
             forced=forced,
             kept_special_ids=frozenset(special_marks.values()),
             begun=begun,
+            budget=self._budget(options, in_reasoning) if thinks and not template.has_channels else None,
         )
         return ChatPrompt(text, message_format)
 
@@ -111,6 +118,14 @@ class ChatPrompter:
             return {}
         problem = f"is {effort!r}, but this model's template reads neither reasoning_effort nor enable_thinking"
         raise invalid("reasoning_effort", f"{problem}; leave it out, or send what it reads as chat_template_kwargs")
+
+    def _budget(self, options: ChatOptions, in_reasoning: bool) -> ThinkingBudget | None:
+        """The budget of the output's reasoning; None if it has no limit."""
+        num_tokens = options.thinking_token_budget
+        if num_tokens is None or num_tokens < 0:
+            return None
+        close_ids = tuple(self._tokenizer.encode(reasoning.CLOSE, add_special_tokens=False))
+        return ThinkingBudget(num_tokens, close_ids, self._tokenizer.token_to_id(reasoning.OPEN), in_reasoning)
 
     def grammar(self, options: ChatOptions, form: MessageFormat | None) -> RequestedGrammar | None:
         """The grammar of the output, counted from where its prompt ends, by its format; None if it is free."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from runtime.core.types import ThinkingBudget
 from runtime.text.reasoning import ReasoningSplitter
 from runtime.text.tool_calls import CallDelta, ForcedCall, ToolFormat
 from runtime.text.tool_calls.harmony import HarmonyParser
@@ -24,6 +25,7 @@ class MessageFormat:
     forced: ForcedCall | None  # the prompt ends with its opening
     kept_special_ids: frozenset[int]  # tokens that mark reasoning and calls
     begun: str = ""  # the part of a turn in channels that the prompt ends with
+    budget: ThinkingBudget | None = None  # of reasoning
 
 
 class ParsedMessage(NamedTuple):

@@ -53,6 +53,7 @@ class ChatOptions(OutputOptions):
     parallel_tool_calls: bool | None = None
 
     include_reasoning: bool = True
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None  # vLLM's; -1: no limit
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

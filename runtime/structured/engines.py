@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.child import ChildPool, Overrun
-from runtime.core.types import CallboardError, Grammar
+from runtime.core.types import CallboardError, Grammar, ThinkingBudget
 from runtime.structured.automaton import Automaton, EagerMatcher, build
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.lazy import LazyEngine, LazyMatcher
 from runtime.structured.matcher import Matcher
 from runtime.structured.pattern import GrammarError
+from runtime.structured.thinking import ThinkingMatcher
 from runtime.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,16 @@ class Engines:
         self._builder = ThreadPoolExecutor(1, "automaton")
         self._child = ChildPool(1, _MEMORY, 10, load, vocabulary)
 
-    def matcher(self, grammar: Grammar) -> Matcher:
-        """For one output, at its beginning: 10 us for a known grammar, else about 1 ms. Raises CallboardError if the
-        grammar is too complex."""
+    def matcher(self, grammar: Grammar | None, thinking: ThinkingBudget | None = None) -> Matcher:
+        """For one output, at its beginning, with a grammar or a budget of its reasoning at least: 10 us for a known
+        grammar, else about 1 ms. Raises CallboardError if the grammar is too complex."""
+        inner = None if grammar is None else self._matcher(grammar)
+        if thinking is not None:
+            return ThinkingMatcher(thinking, self.vocabulary, inner)
+        assert inner is not None
+        return inner
+
+    def _matcher(self, grammar: Grammar) -> Matcher:
         with self._lock:
             entry = self._entries.get(grammar.key)
             known = entry is not None and (entry.automaton is not None or entry.prototype.may_be_copied)

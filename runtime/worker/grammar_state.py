@@ -18,13 +18,14 @@ import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
 from runtime.core.sharding import ALONE, Shard
-from runtime.core.types import CallboardError, Grammar
+from runtime.core.types import CallboardError, Grammar, ThinkingBudget
 from runtime.kernels.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.structured.automaton import EagerMatcher
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.engines import Engines
 from runtime.structured.lazy import LazyMatcher
 from runtime.structured.matcher import Matcher
+from runtime.structured.thinking import ThinkingMatcher
 from runtime.structured.vocabulary import Vocabulary
 from runtime.worker.device_automata import DeviceAutomata
 
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 class _Output:
     """The output of the request in a slot."""
 
-    grammar: Grammar
+    grammar: Grammar | None
+    thinking: ThinkingBudget | None
     prompt_len: int
     untaken: list[int]  # its last tokens, which the matcher has not advanced by
     num_taken: int = 0
@@ -131,8 +133,9 @@ class GrammarState:
     def add(self, new: NewSlot) -> None:
         """A request enters its slot."""
         self.remove(new.slot)
-        if new.params.grammar is not None and not self._shard.rank:
-            output = _Output(new.params.grammar, new.prompt_len, new.token_ids[new.prompt_len :].tolist())
+        grammar, thinking = new.params.grammar, new.params.thinking
+        if (grammar or thinking) and not self._shard.rank:
+            output = _Output(grammar, thinking, new.prompt_len, new.token_ids[new.prompt_len :].tolist())
             if self._engines is None:
                 output.failed, output.failure = True, "This model runner serves no structured output."
             self._outputs[new.slot] = output
@@ -140,7 +143,7 @@ class GrammarState:
     def remove(self, slot: int) -> None:
         """A request leaves its slot."""
         output = self._outputs.pop(slot, None)
-        if output is not None and output.matcher is not None:
+        if output is not None and output.matcher is not None and output.grammar is not None:
             self._made_engines().spent(output.grammar, output.host_s)
 
     def masks(self, plan: StepPlan) -> Masks | None:
@@ -164,7 +167,7 @@ class GrammarState:
                 if row.output.failed:
                     self.remove(row.slot)
             all_rows = rows = [row for row in rows if not row.output.failed]
-        for row in new:
+        for row in new + self._left_thinking(rows):
             row.output.on_device = self._moves(row.slot, row.output)
         failed = [row.first + i for row in rows if row.output.failed for i in range(len(row.guesses) + 1)]
         failures = {row.first: row.output.failure for row in rows if row.output.failed}
@@ -214,6 +217,20 @@ class GrammarState:
             return False
         return self._automata.enter(slot, matcher)
 
+    def _left_thinking(self, rows: list[_Row]) -> list[_Row]:
+        """Of the rows whose reasoning is over, those that go on with a grammar; the others are bound no longer. A draft
+        may have to take tokens back, so that nothing is ever over there."""
+        left = []
+        for row in rows:
+            matcher = row.output.matcher
+            if isinstance(matcher, ThinkingMatcher) and matcher.is_closed and not self._is_draft:
+                if matcher.inner is None:
+                    del self._outputs[row.slot]
+                else:
+                    row.output.matcher = matcher.inner
+                    left.append(row)
+        return left
+
     def _take(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
         """As the scheduler does (core/plan.py): samples count up to the first that does not equal its guess."""
         samples = tokens().tolist()
@@ -244,7 +261,7 @@ class GrammarState:
             try:
                 if output.matcher is None and not output.failed:
                     asked = time.perf_counter()
-                    output.matcher = self._made_engines().matcher(output.grammar)
+                    output.matcher = self._made_engines().matcher(output.grammar, output.thinking)
                     started += time.perf_counter() - asked  # masks alone count
                 if output.matcher is not None and not output.failed:
                     output.take()

@@ -31,7 +31,9 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         assert model.chats is not None, "the prompt was made with it"
         prompt, grammar = self.truncated(request, ids, model), model.chats.grammar(request, form)
         predicted = _predicted(request, model)
-        ignored = ("prediction",) if request.prediction is not None and not predicted else ()
+        ignored: tuple[str, ...] = ("prediction",) if request.prediction is not None and not predicted else ()
+        if request.thinking_token_budget is not None and model.chats.has_channels:
+            ignored += ("thinking_token_budget",)
         return Prompts([prompt], where, grammar, form, predicted, ignored)
 
     def prompt(

@@ -173,7 +173,7 @@ class Thinking(RequestModel):
     """A model that can be told whether to reason is told; what it reasons counts as output."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1)] | None = None  # max_tokens is the limit
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     def as_chat(self) -> dict[str, Any]:
@@ -181,6 +181,8 @@ class Thinking(RequestModel):
         fields: dict[str, Any] = {"include_reasoning": self.type != "disabled" and self.display != "omitted"}
         if self.type != "adaptive":
             fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}  # families' two names
+        if thinks:
+            fields["thinking_token_budget"] = self.budget_tokens
         return fields
 
 
@@ -202,7 +204,7 @@ class Metadata(RequestModel):
 _FIELDS_OF_CHATS = """n stop logprobs top_logprobs prompt_logprobs logprob_token_ids return_token_ids
     return_prompt_token_ids
     return_tokens_as_token_ids stream_options response_format include_reasoning max_completion_tokens
-    parallel_tool_calls continue_final_message add_generation_prompt"""
+    parallel_tool_calls continue_final_message add_generation_prompt thinking_token_budget"""
 FIELDS_OF_CHATS = frozenset(_FIELDS_OF_CHATS.split())
 
 
@@ -257,11 +259,8 @@ class CountTokensRequest(RequestModel):
         if (output := self.output_config) is not None and output.format is not None:
             json_schema = {"name": "output", "schema": output.format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
-        # What no model here reads is named among the ignored fields.
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
-            fields["thinking.budget_tokens"] = self.thinking.budget_tokens
         if output is not None and output.effort is not None:
-            fields["output_config.effort"] = output.effort
+            fields["output_config.effort"] = output.effort  # no model here reads it, so it is named as ignored
         return fields
 
     def _chat_messages(self) -> list[dict[str, Any]]:

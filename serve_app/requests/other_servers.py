@@ -24,16 +24,17 @@ _INSTEAD = {
         guideline="" negative_prompt="" include=[] logits_processors=[] prompt_embeds=[] input_embeds=[]
         samplers=[] grammar_triggers=[] image_data=[] response_fields=[] images=[] transforms=[] plugins=[]
         audio web_search_options moderation repetition_detection custom_logit_processor task
-        thinking_budget use_beam_search=false early_stopping=false watermarking=false return_hidden_states=false
+        use_beam_search=false early_stopping=false watermarking=false return_hidden_states=false
         return_routed_experts=false return_meta_info=false watermark=false penalize_nl=false post_sampling_probs=false
         grammar_lazy=false thinking_forced_open=false length_penalty=1 num_beams=1 guidance_scale=1
         kv_transfer_params={} ec_transfer_params={} vllm_xargs={} session_params={} images_config={}
         separate_reasoning=true stream_reasoning=true parse_tool_calls=true xtc_probability=0 n_indent=0 penalty_alpha=0
-        modalities=["text"] verbosity="medium" truncation_side="left" thinking_token_budget=-1 reasoning_budget=-1
+        modalities=["text"] verbosity="medium" truncation_side="left"
         image enable_response_messages=false reasoning_format="auto"|"deepseek" min_keep=0|1 mcp_servers=[]
         container""",
     "send it to /v1/chat/completions": """
-        messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false""",
+        messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false
+        thinking_token_budget=-1""",
     "send it to /v1/completions": 'prompt suffix="" echo=false',
     "send it to /v1/responses": "background=false",
     "send n": "best_of=1",
@@ -64,6 +65,7 @@ _INSTEAD = {
     "read usage.prompt_tokens_details": "return_cached_tokens_details=false",
     "send temperature 0": "do_sample=true",
     "send echo to /v1/completions": "return_full_text=false",
+    "send thinking_token_budget": "thinking_budget reasoning_budget=-1",
     "send top_p or min_p": "typical_p=1 tfs_z=1 top_n_sigma=-1|0 typical=1 tfs=1",
     "send prompt_logprobs": "decoder_input_details=false",
     "send repetition_penalty": "repeat_penalty=1 dry_multiplier=0 no_repeat_ngram_size=0 encoder_repetition_penalty=1",

@@ -208,7 +208,11 @@ async def test_arguments_that_are_cut_off_or_no_json():
 
 
 async def test_reasoning():
-    _, message = await answered("hm\n</think>\n\nHi.", THINKING, thinking={"type": "enabled", "budget_tokens": 2000})
+    thinking = {"type": "enabled", "budget_tokens": 2000}
+    engine, message = await answered("hm\n</think>\n\nHi.", THINKING, thinking=thinking)
+    budget = engine.requests[-1].params.thinking
+    assert budget is not None
+    assert budget.num_tokens == 2000
     assert content_of(message) == [
         {"type": "thinking", "thinking": "hm", "signature": ""},
         {"type": "text", "text": "Hi."},

@@ -10,11 +10,13 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
+from runtime.core.types import ThinkingBudget
 from runtime.text.tokenizer import Tokenizer
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from tests.serve.test_chat_api import CALL, QWEN, THINKING, TOOLS, engine_of
 from tests.serve.test_forced_calls import BYTE_ENGINE, BYTES, GrammarEngine
+from tests.serve.test_tool_call_formats import HARMONY
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, chat, client_of
 
 EFFORT = QWEN + "{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
@@ -98,6 +100,26 @@ async def test_effort_is_what_the_template_reads(template: str, effort: Any, end
     engine = FakeEngine()
     await client(engine, template).chat.completions.create(**chat(), reasoning_effort=effort)
     assert prompts(engine)[0].endswith(end)
+
+
+async def test_budget_of_reasoning():
+    async def budget_of(template: str, **fields: Any) -> ThinkingBudget | None:
+        engine = FakeEngine()
+        await client(engine, template).chat.completions.create(**chat(), extra_body=fields)
+        return engine.requests[-1].params.thinking
+
+    close = tuple(b"</think>")
+    assert await budget_of(THINKING, thinking_token_budget=5) == ThinkingBudget(5, close, None, True)
+    closed = {"thinking_token_budget": 0, "chat_template_kwargs": {"thinking": False}}
+    assert await budget_of(THINKING, **closed) == ThinkingBudget(0, close, None, False)
+    for template, number in ((THINKING, -1), (THINKING, None), (QWEN, 5), (HARMONY, 5)):
+        assert await budget_of(template, thinking_token_budget=number) is None
+    answer = await client(FakeEngine(), HARMONY).chat.completions.with_raw_response.create(
+        **chat(), extra_body={"thinking_token_budget": 5}
+    )
+    assert answer.headers["x-callboard-ignored-fields"] == "thinking_token_budget"
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget"):
+        await budget_of(THINKING, thinking_token_budget=-2)
 
 
 async def test_parts_and_reasoning_of_other_apis():
