@@ -132,8 +132,8 @@ class Cell:
                 await self.fault.undo(self)
         if self.when == "drain":
             await self._end_drained()
-        healed = time.monotonic()
-        whole_s = 0.0 if self.fault.is_final else await self._until_whole(healed)
+        ended = time.monotonic() if self.hold_s or self.when == "drain" else at
+        whole_s = 0.0 if self.fault.is_final else await self._until_whole(ended)
         await asyncio.sleep(max(0.0, at + _LEAST_S - time.monotonic()))
         await self._end()
         if self.fault.through_proxy and self.when != "start":
