@@ -107,6 +107,16 @@ class AuthMiddleware:
         return name
 
 
+def check_origin(headers: Headers, settings: HttpSettings) -> None:
+    """Raises ApiError for a request of a web page that `--cors-origin` does not name, where no key tells who asks.
+
+    For requests without JSON: browsers send those of any site's page without asking the server first."""
+    origin = headers.get("origin")
+    if origin is not None and not settings.api_keys() and not {origin, "*"} & set(settings.cors_origin):
+        text = f"Web pages of {shortened(origin)} may not do this; pass their origin to --cors-origin if they should."
+        raise ApiError(403, text, code="origin_not_allowed")
+
+
 def path_within(scope: Scope) -> str:
     """The path within the application; Serve may have given that a prefix."""
     path: str = scope["path"]

@@ -17,6 +17,7 @@ from starlette.types import Message, Receive
 
 from runtime.output.fields import invalid
 from serve_app.answers import encode_json
+from serve_app.auth import check_origin
 from serve_app.batch_store import BatchStore, Record
 from serve_app.batches import Batches
 from serve_app.errors import ApiError
@@ -130,11 +131,7 @@ class _Routes:
         if headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
             text = "Send the file as multipart/form-data, with the parts file and purpose."
             raise ApiError(415, text, code="unsupported_media_type")
-        # Pages of other sites can send forms without asking the server first, but not with a key.
-        origin, allowed = headers.get("origin"), self._settings.cors_origin
-        if origin is not None and not self._settings.api_keys() and not {origin, "*"} & set(allowed):
-            text = "Web pages may upload files here only if --cors-origin names their origin."
-            raise ApiError(403, text, code="origin_not_allowed")
+        check_origin(headers, self._settings)
         length = headers.get("content-length", "")
         if length.isdigit() and (len(length) > 18 or int(length) > self._settings.batch_file_bytes + _FORM_BYTES):
             raise _too_long(self._settings.batch_file_bytes)

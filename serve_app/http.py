@@ -20,7 +20,7 @@ from starlette.types import ExceptionHandler
 from runtime.output.fields import FieldError, shortened
 from serve_app.adapter_routes import adapter_routes
 from serve_app.answers import encode_json
-from serve_app.auth import AuthMiddleware, Cors, path_within
+from serve_app.auth import AuthMiddleware, Cors, check_origin, path_within
 from serve_app.batch_routes import batch_routes
 from serve_app.batches import Batches
 from serve_app.endpoints import ENDPOINTS
@@ -133,6 +133,7 @@ class _Routes:
         return _json({"request_id": asked.request_id, "object": "request.abort"})
 
     async def reset_prefix_cache(self, request: HttpRequest) -> Response:
+        check_origin(request.headers, self._settings)
         self._service.reset_prefix_cache()
         return PlainTextResponse("")
 

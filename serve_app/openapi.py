@@ -283,7 +283,7 @@ _OPERATIONS = (
     _Operation("/ready", "Whether the start is complete", Ready, unready=NotReady, open=True),
     _Operation("/ping", "The same, for SageMaker", Health, unready=Unhealthy, open=True),
     _Operation("/ping", "The same, for SageMaker", Health, unready=Unhealthy, open=True, method="post"),
-    _Operation("/reset_prefix_cache", "Forget prefixes that no request holds", None, errors=(503,), method="post"),
+    _Operation("/reset_prefix_cache", "Forget prefixes that no request holds", None, errors=(403, 503), method="post"),
     _Operation("/load", "How many requests this front answers now", Load),
     _Operation("/server_info", "The model, and how it computes", ServerInfo, errors=(503,)),
     _Operation("/metrics", "All metrics of the application, for Prometheus", None),

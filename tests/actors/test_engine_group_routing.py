@@ -125,6 +125,13 @@ async def test_engines_forget_their_prefixes_by_http():
             assert (answer.status_code, answer.text) == (200, "")
             assert [(await first_output(group, asking(conversation(i)))).num_cached for i in range(6)] == [0] * 6
             await eventually(lambda: all(is_pictured(group, e) for e in engines))
+            without_keys = httpx.ASGITransport(
+                build_http_app(service, HttpSettings(cors_origin=("https://a.example",)))
+            )
+            async with httpx.AsyncClient(transport=without_keys, base_url="http://test") as page:
+                for origin, status in (("https://a.example", 200), ("https://b.example", 403)):
+                    answer = await page.post("/reset_prefix_cache", headers={"origin": origin})
+                    assert answer.status_code == status
             group.drain("The server is stopping.")
             assert (await http.post("/reset_prefix_cache", headers={"authorization": "Bearer k"})).status_code == 503
 
