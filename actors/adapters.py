@@ -24,11 +24,19 @@ class AdapterState(msgspec.Struct, array_like=True, frozen=True):
     entry: AdapterEntry
     digest: str = ""  # of what has the name or, without a path, of what had it, as long as requests use that
     error: str = ""  # why it could not be loaded
+    # Of what had the name before: requests may ask for it until its successor is loaded and fronts know that, and go on
+    # to if that could not be loaded.
+    held: str = ""
 
     @property
     def is_served(self) -> bool:
         """Requests may ask for it."""
         return bool(self.entry.path and self.digest)
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """Of what requests may ask for."""
+        return frozenset({self.digest, self.held} - {""}) if self.entry.path else frozenset()
 
     @property
     def is_settled(self) -> bool:

@@ -2,6 +2,7 @@
 
     apply(entries)  ->  a thread reads the files  ->  an index  ->  all runners load it  ->  requests may ask for it
     a name is gone  ->  no new request gets what it meant  ->  the last one ends  ->  the index is free
+    a name is said again  ->  it means what it did until its successor is loaded, and then that is like one that is gone
 
 The step thread owns all of it. The other thread only reads files and waits for the runners, one adapter after another.
 """
@@ -16,6 +17,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from actors.adapters import AdapterEntry, AdapterState
 from actors.executor import RunnersLost
 from runtime.core.config import EngineConfig
@@ -26,6 +29,7 @@ from runtime.loading.adapters import read_adapter
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # to load one, where runners are lost meanwhile: it may be what kills them
+_HELD_S = 1.0  # requests may ask so long for what had a name before: fronts learn of its successor meanwhile
 _T = TypeVar("_T")
 
 LoadAdapter = Callable[[int, str], None]  # lets all runners load the adapter in a folder as the one of an index
@@ -83,12 +87,13 @@ class EngineAdapters:
             if known is not None and entry.version <= known.entry.version:
                 continue
             self._is_leaving = has_changed = True
+            before = (known.digest or known.held) if known is not None else ""
             if entry.path:
-                self._states[entry.name] = AdapterState(entry)
+                self._states[entry.name] = AdapterState(entry, held=before if known and known.entry.path else "")
                 self._num_loading += 1
                 self._entries.put(entry)
             else:
-                self._states[entry.name] = AdapterState(entry, known.digest if known is not None else "")
+                self._states[entry.name] = AdapterState(entry, before)
         if has_changed:
             self._changed()
             self.release_unused()
@@ -97,7 +102,7 @@ class EngineAdapters:
         """Called now and then: forget what has no name any more and is used by no request."""
         if not self._is_leaving:
             return
-        named = {state.digest for state in self._states.values() if state.is_served}
+        named = frozenset[str]().union(*(state.digests for state in self._states.values()))
         for digest in self._paths.keys() - named:
             self._table.close(digest)
             if not self._scheduler.uses_adapter(self._table.loaded[digest]):
@@ -132,8 +137,11 @@ class EngineAdapters:
         self._table.release(digest)
         del self._paths[digest]
         for name, state in self._states.items():
+            held = state.held if state.held != digest else ""
             if state.digest == digest:
-                self._states[name] = AdapterState(state.entry, error=error if state.entry.path else "")
+                self._states[name] = AdapterState(state.entry, error=error if state.entry.path else "", held=held)
+            else:
+                self._states[name] = msgspec.structs.replace(state, held=held)
 
     def _is_wanted(self, entry: AdapterEntry) -> bool:
         return self._states[entry.name].entry == entry
@@ -149,7 +157,19 @@ class EngineAdapters:
     def _serve(self, entry: AdapterEntry, digest: str) -> None:
         self._paths.setdefault(digest, entry.path)
         self._table.open(digest)
-        self._states[entry.name] = AdapterState(entry, digest)
+        before = self._states[entry.name].held
+        self._states[entry.name] = AdapterState(entry, digest, held=before if before != digest else "")
+        if self._states[entry.name].held:
+            timer = threading.Timer(_HELD_S, self._call, (partial(self._let_go, entry),))
+            timer.daemon = True
+            timer.start()
+
+    def _let_go(self, entry: AdapterEntry) -> None:
+        """No new request gets what had the name before."""
+        if self._is_wanted(entry):
+            self._states[entry.name] = msgspec.structs.replace(self._states[entry.name], held="")
+            self._is_leaving = True
+            self._changed()
 
     def _settle(self, entry: AdapterEntry, digest: str, index: int | None, error: str) -> None:
         """The loading of an entry has come to its end; it had that `index`."""
@@ -160,7 +180,7 @@ class EngineAdapters:
             self._serve(entry, digest)
         if error and self._is_wanted(entry):
             logger.warning("adapter %s: %s", entry.name, error)
-            self._states[entry.name] = AdapterState(entry, error=error)
+            self._states[entry.name] = AdapterState(entry, error=error, held=self._states[entry.name].held)
         self._changed()
 
     # ---- the thread that loads --------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ class AdapterClient(Protocol):
         ...
 
     async def load(self, name: str, path: str) -> None:
-        """Let all engines serve the adapter in a folder by this name, which has no meaning yet. Raises CallboardError
-        if one cannot: then none does."""
+        """Let all engines serve the adapter in a folder by this name, in the place of what has the name now. Raises
+        CallboardError if one cannot: then none does."""
         ...
 
     async def unload(self, name: str) -> None:

@@ -42,8 +42,11 @@ class FrontAdapters:
             known = self._entries.get(name)
             if known is None or known.version < state.entry.version:
                 self._set(state.entry)
-            if state.is_served and state.entry == self._entries[name]:
-                self._served[name] = state
+            if state.entry == self._entries[name]:
+                if state.is_served:
+                    self._served[name] = state
+                elif state.held:
+                    self._served.setdefault(name, AdapterState(state.entry, state.held))
         for each in self._links():
             self._tell(each)
         self._wake()
@@ -53,17 +56,23 @@ class FrontAdapters:
         self._wake()
 
     async def load(self, name: str, path: str) -> None:
-        """Returns when all engines that can be reached have it.
+        """Returns when all engines that can be reached have it. Until one has, the name means what it did.
 
-        Raises EngineRefusal if there is none, and CallboardError if one cannot load it; none serves it then."""
+        Raises EngineRefusal if there is none, and CallboardError if one cannot load it; none serves it then, but all
+        what had the name before, as far as its files are still there."""
         if not any(link.usable for link in self._links()):
             raise EngineRefusal("There is no engine now that could load an adapter; try again later.", Refusal.DRAINING)
+        known = self._entries.get(name)
+        before = known.path if known is not None else ""
         states = await self._say(name, path)
         error = next((state.error for state in states if state.error), "")
         if len({state.digest for state in states}) > 1:
             error = error or f"The engines find different files in {path!r}; give all nodes the same."
         if error:
-            await self._say(name, "")
+            if before != path:
+                await self._say(name, before)
+            elif any(state.digest for state in states):  # no folder has what the others go on with
+                await self._say(name, "")
             raise CallboardError(error)
 
     async def unload(self, name: str) -> None:
@@ -87,7 +96,8 @@ class FrontAdapters:
 
     def _set(self, entry: AdapterEntry) -> None:
         self._entries[entry.name] = entry
-        self._served.pop(entry.name, None)
+        if not entry.path:
+            self._served.pop(entry.name, None)
 
     def _tell(self, link: EngineLink) -> None:
         """Tell an engine all that it does not know; those of the settings are its own."""

@@ -315,7 +315,7 @@ class EngineLink:
         elif isinstance(message, Status):
             self.reason, self.draining = message.reason, message.draining
             self.adapters = {state.entry.name: state for state in message.adapters}
-            self.digests = frozenset(state.digest for state in message.adapters if state.is_served)
+            self.digests = frozenset[str]().union(*(state.digests for state in message.adapters))
             self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
             self._group.on_status(self)
         elif isinstance(message, Snapshot):

@@ -16,7 +16,7 @@ from runtime.output.fields import invalid, shortened
 from serve_app.errors import ApiError
 from serve_app.limits import deadline, read_json_body
 from serve_app.requests import parse
-from serve_app.requests.shapes import RequestModel, only
+from serve_app.requests.shapes import RequestModel
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
 
@@ -28,7 +28,7 @@ class LoadAdapterRequest(RequestModel):
 
     lora_name: _Name
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    load_inplace: Annotated[bool, only(False, says="this is not supported; unload the adapter first")] = False
+    load_inplace: bool = False  # an adapter that has the name already is replaced
 
 
 class UnloadAdapterRequest(RequestModel):
@@ -56,7 +56,7 @@ class _Routes:
         asked = parse(LoadAdapterRequest, body)
         path = await asyncio.to_thread(_path_within, folder, asked.lora_path)
         async with deadline(self._settings.request_timeout_s):
-            await self._service.load_adapter(asked.lora_name, path)
+            await self._service.load_adapter(asked.lora_name, path, asked.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest) -> Response:

@@ -151,11 +151,14 @@ class Service:
         """Of all that a request may ask for, the model itself first."""
         return [self.model_card(name) for name in (None, *self._client.adapters.served())]
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
         """Let requests ask for the adapter in a folder by this name; returns when all engines have it, or raises
         ApiError."""
-        if name == self.model or name in self._client.adapters.served():
-            raise invalid("lora_name", f"is {shortened(name)!r}, which is a model here already; unload it first")
+        if name == self.model:
+            raise invalid("lora_name", f"is {shortened(name)!r}, which the model itself is called already")
+        if name in self._client.adapters.served() and not may_replace:
+            text = "which is a model here already; unload it first, or send load_inplace"
+            raise invalid("lora_name", f"is {shortened(name)!r}, {text}")
         try:
             await self._client.adapters.load(name, path)
         except EngineRefusal as e:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,77 @@ async def test_adapters_come_and_go_at_all_engines_and_fronts(folders):
         await group.adapters.load("c", c)
         await check(asyncio.gather(read(other, req := with_adapter(group, "c"))), [req])
         other.close()
+
+
+async def test_one_that_replaces_another_is_there_before_that_goes(folders, monkeypatch):
+    timers: list[threading.Timer] = []
+    monkeypatch.setattr(threading.Timer, "start", lambda self: timers.append(self))
+
+    def time_passes():
+        while timers:
+            timer = timers.pop()
+            timer.function(*timer.args)
+
+    a, b, c = folders
+    engines = [Engine(lora=(f"x={a}",), max_loras=2) for _ in range(2)]
+    async with Group(*engines) as group:
+        other = link_to(*engines)
+        await other.start()
+        await eventually(lambda: len(healthy(other)) == 2)
+        old = with_adapter(group, "x", max_tokens=80)
+        loads, may_load = [e.load_adapter for e in engines], threading.Event()
+
+        def load_late(load, index, path):
+            assert may_load.wait(10)
+            load(index, path)
+
+        for engine, load in zip(engines, loads, strict=True):
+            engine.loop._adapters._load_onto = partial(load_late, load)
+            pace(engine, 0.1)
+        reading = asyncio.gather(read(group, old))
+        await eventually(lambda: sum(map(live, engines)) == 1)
+        replacing = asyncio.create_task(group.adapters.load("x", b))
+        await eventually(lambda: all(link.adapters["x"].held for link in group._links.values()))
+        late = link_to(*engines)  # it comes while the name means something that is not there yet
+        await late.start()
+        await eventually(lambda: len(healthy(late)) == 2)
+        for i, front in enumerate((group, other, late), 1):
+            assert front.adapters.served()["x"].digest == old.adapter
+            await check(asyncio.gather(read(front, req := with_adapter(front, "x", i, max_tokens=2))), [req])
+        may_load.set()
+        await replacing
+        new = with_adapter(group, "x", 4, max_tokens=2)
+        assert new.adapter != old.adapter
+        # A front that has not heard of it yet is not refused.
+        asked = [new, replace(old, request_id="unaware", params=new.params)]
+        await check(asyncio.gather(*(read(other, req) for req in asked)), asked)
+        with pytest.raises(CallboardError, match="max_loras"):  # both are needed
+            await group.adapters.load("y", c)
+        time_passes()
+        await eventually(lambda: not any(old.adapter in e.loop.core.scheduler.adapters._open for e in engines))
+        with pytest.raises(CallboardError, match="not loaded"):
+            await read(other, replace(asked[1], request_id="too late"))
+        assert live(engines[0]) + live(engines[1]) == 1
+        for engine in engines:
+            pace(engine, 0.0)
+        await check(reading, [old])
+        free = lambda: all(len(e.loop.core.scheduler.adapters.loaded) == 1 for e in engines)  # noqa: E731
+        await eventually(free)
+
+        for bad in ("/nowhere", b):  # the last one has other files by then
+            if bad == b:
+                save_adapter(Path(b), MODULES, 9, r=64)
+            with pytest.raises(CallboardError):
+                await group.adapters.load("x", bad)
+            for i, front in enumerate((group, other), 5):
+                await check(asyncio.gather(read(front, req := replace(new, request_id=f"{bad}{i}"))), [req])
+                assert front.adapters.served()["x"].digest == new.adapter
+        await group.adapters.load("x", c)
+        await eventually(lambda: other.adapters.served()["x"].digest not in (old.adapter, new.adapter))
+        time_passes()
+        await eventually(free)
+        other.close()
+        late.close()
 
 
 async def test_no_death_takes_an_adapter_along(folders):

@@ -83,8 +83,10 @@ async def test_what_cannot_be_loaded_or_unloaded(tmp_path: Path):
         bad = await http.post(load, json={"lora_name": "a", "lora_path": "bad"})
         assert_error(bad, 400, "lora_path", "<path> has no adapter_config.json", "adapter_not_loaded")
         inside = {"lora_name": "a", "lora_path": str(folder / "inside")}
-        assert_error(await http.post(load, json=inside | {"load_inplace": True}), 400, "load_inplace", "unload")
         assert (await http.post(load, json=inside)).status_code == 200
+        assert (await http.post(load, json=inside | {"load_inplace": True})).status_code == 200
+        taken = await http.post(load, json=inside | {"lora_name": MODEL, "load_inplace": True})
+        assert_error(taken, 400, "lora_name", "already")
         for name in ("a", MODEL):
             taken = await http.post(load, json=inside | {"lora_name": name})
             assert_error(taken, 400, "lora_name", "already")
