@@ -58,7 +58,11 @@ class Program:
             env=environment, preexec_fn=ignored and (lambda: signal.signal(ignored, signal.SIG_IGN)),
         )  # fmt: skip
         assert self.process.stdout.readline() == "begun\n"
-        assert any(command.startswith("sleep 60") for command in processes_with(self.mark))
+        end = time.monotonic() + 10
+        # The kernel tells that a program runs before its command line and its environment can be read.
+        while not any(command.startswith("sleep 60") for command in processes_with(self.mark)):
+            assert time.monotonic() < end
+            time.sleep(0.01)
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
