@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from itertools import islice
@@ -31,6 +33,18 @@ _LEAST_REST = 512  # tokens of a step that are left for its next piece
 _NEW_TOKENS = 8192  # of requests that enter by a graph's input
 _NO_ROWS = StepPlan(0)
 NO_WRITES: Int32s = np.zeros(1, np.int32)  # as kernels/scatter_writes.py has them
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keeps cycles from being collected: one may hold a graph, and to free a graph within a capture invalidates it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Bucket(NamedTuple):
@@ -156,7 +170,7 @@ class GraphRunner:
             self.run(bucket, step)  # kernels are compiled and workspaces made outside of a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
                 token_ids = self.run(bucket, step)
             self.add(CapturedGraph(bucket, graph, token_ids))
 

@@ -1,8 +1,21 @@
-"""Workers of pytest-xdist take turns with the GPUs of the host."""
+"""GPU tests side by side: workers of pytest-xdist take turns with the GPUs of a host, and keep none of their memory."""
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+import torch
 
 # Before any test asks CUDA, which reads this once.
 if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and (gpus := list(Path("/dev").glob("nvidia[0-9]*"))):
     os.environ["CUDA_VISIBLE_DEVICES"] = str(int(worker.removeprefix("gw")) % len(gpus))
+
+
+@pytest.fixture(autouse=True)
+def _memory_for_others() -> Iterator[None]:
+    yield
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

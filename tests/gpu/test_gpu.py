@@ -1,5 +1,7 @@
 """The same runner on a GPU: its fp32 tokens are the CPU's, and every kernel's compiled form agrees with its twin."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from runtime.kernels.rope import (
     rope_table,
 )
 from runtime.llm import LLM
+from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource
 
@@ -63,6 +66,30 @@ def test_fp32_tokens_are_those_of_the_cpu():
     # Two devices round differently, and a near tie may fall either way; random weights have few.
     assert sum(same) >= 11, [next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y) for a, b in
                              zip(on_cpu, on_gpu, strict=True) if a != b]  # fmt: skip
+
+
+def test_garbage_that_holds_a_graph_is_not_freed_within_a_capture(monkeypatch):
+    """What a runner before left behind, say: to free a graph within a capture invalidates it."""
+    graphs, decode = [], GpuSteps.decode
+    for _ in range(3):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            torch.zeros(4, device="cuda").add_(1)
+
+    def leave_garbage(*args):
+        if torch.cuda.is_current_stream_capturing() and graphs:
+            cycle = [graphs.pop()]
+            cycle.append(cycle)
+        return decode(*args)
+
+    monkeypatch.setattr(GpuSteps, "decode", leave_garbage)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        generate("cuda")
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not graphs
 
 
 def test_torch_and_triton_backends_agree_on_the_gpu():

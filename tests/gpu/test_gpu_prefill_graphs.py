@@ -2,7 +2,7 @@
 decoding rows; without it, the same logits up to rounding."""
 
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ HOT = SamplingParams(max_tokens=64, temperature=0.8)
 GARBAGE = 1 << 30
 
 
-@cache
+@lru_cache(2)  # each has 2 GiB, on a GPU that several workers may share
 def runner_of(shape: str, dtype: str, deterministic: bool) -> ModelRunner:
     return tiny_runner(
         SPECS[shape], device="cuda", dtype=dtype, deterministic=deterministic, max_num_seqs=200, max_model_len=2048,

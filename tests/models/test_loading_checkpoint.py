@@ -46,19 +46,6 @@ def test_every_stored_type_is_read_and_converted(tmp_path, dtype):
         assert torch.equal(actual, expected.to(dtype))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_tensors_reach_a_gpu_whole(tmp_path):
-    """Small ones, and some that fill the upload's two buffers several times over."""
-    large = {f"large {n}": torch.randint(-128, 128, (n,), dtype=torch.int8) for n in (64 << 20, 200_000_001)}
-    tensors = _tensors() | large
-    checkpoint = open_checkpoint(_folder(tmp_path, {"model.safetensors": tensors}))
-    for name, expected in tensors.items():
-        actual = checkpoint.tensor(name, torch.float32, "cuda")
-        assert actual.is_cuda
-        assert torch.equal(actual.cpu(), expected.float()), name
-
-
 def test_a_read_tensor_is_independent_of_the_file(tmp_path):
     checkpoint = open_checkpoint(_folder(tmp_path, {"model.safetensors": {"w": torch.ones(4)}}))
     checkpoint.tensor("w", torch.float32).zero_()
