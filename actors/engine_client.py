@@ -75,8 +75,9 @@ class EngineClient(Protocol):
         """End a request by its id or its client's id for it, whoever submitted it; an unknown one is no error."""
         ...
 
-    def reset_prefix_cache(self) -> None:
-        """Let every engine forget what it has cached for no live request, before it takes what is asked from now on."""
+    async def reset_prefix_cache(self) -> None:
+        """Let every engine forget what it has cached for no live request, before it takes what is asked from now on;
+        returns when all have. Raises CallboardError if one does not say so in time."""
         ...
 
     def engines(self) -> list[str]:

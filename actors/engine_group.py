@@ -141,9 +141,8 @@ class EngineGroup:
         for link in self._links.values():
             link.abort(request_id)
 
-    def reset_prefix_cache(self) -> None:
-        for link in self._links.values():
-            link.reset_prefix_cache()
+    async def reset_prefix_cache(self) -> None:
+        await asyncio.gather(*(link.reset_prefix_cache() for link in self._links.values()))
 
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
         links, parts = [link for link in self._links.values() if link.connected], dict(figures)

@@ -20,7 +20,7 @@ from actors.cache_feed import CacheFeed, Followers
 from actors.engine_adapters import EngineAdapters, LoadAdapter
 from actors.engine_client import Refusal
 from actors.link_server import Connection, LinkServer, Stream
-from actors.messages import Abort, AbortById, Adapters, Ended, Follow, Forget, FromFront, Refused, Status, Submit
+from actors.messages import Abort, AbortById, Adapters, Done, Ended, Follow, Forget, FromFront, Refused, Status, Submit
 from actors.metrics import EngineMetrics, MetricValues, Snapshot
 from actors.queue_limits import QueueLimits
 from runtime.core.config import EngineConfig, ModelInfo
@@ -266,6 +266,7 @@ class EngineLoop:
             self._followers.follow(connection, message.wanted)
         elif isinstance(message, Forget):
             self.core.scheduler.pool.evict_unheld()
+            connection.send(Done())
         elif isinstance(message, Adapters):
             self._adapters.apply(message.entries)
         elif connection not in self._connections:

@@ -24,9 +24,11 @@ from actors.messages import (
     AbortById,
     Adapters,
     CacheUpdate,
+    Done,
     EngineLoading,
     Follow,
     Forget,
+    FromEngine,
     FromFront,
     Heartbeat,
     Refused,
@@ -53,6 +55,7 @@ _RETRY_S = 0.1  # before another attempt to connect; each time twice as long, up
 _MAX_RETRY_S = 1.0
 _CONNECT_S = 10.0  # an attempt may take so long: a frozen engine answers no Ray call
 _REPORT_S = 2.0  # an engine that does not answer a report within this is told of by its last answer
+_ANSWER_S = 10.0  # an engine may take so long until it has done what it is asked for: its step may be a long one
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +171,8 @@ class EngineLink:
         self._last_number = 0
         self._connection: _Connection | None = None
         self._reports: deque[asyncio.Future[None]] = deque()  # not answered yet
+        self._asked: deque[asyncio.Future[None]] = deque()  # to be done, and not known to be yet
+        self._must_forget = False  # before anything else, when it can be told
         self._snapshot: Snapshot | None = None
         self.info: ModelInfo
         self.reason: str | None = "The engine is starting."  # why it serves nothing now; None: it is healthy
@@ -225,9 +230,23 @@ class EngineLink:
         self.is_followed = wanted
         self._send(Follow(wanted))
 
-    def reset_prefix_cache(self) -> None:
-        """Let this engine forget what it has cached for no request that is live."""
-        self._send(Forget())
+    async def reset_prefix_cache(self) -> None:
+        """Returns when this engine has forgotten what it has cached for no live request. One that is out of reach will be told
+        before it is asked for anything else. Raises CallboardError if it does not say so in time."""
+        if self._connection is None:
+            self._must_forget = True
+            return
+        asked = self._ask(Forget())
+        await asyncio.wait((asked,), timeout=_ANSWER_S)
+        if not asked.done():
+            text = f"Engine {self.engine} has not said within {_ANSWER_S:g} s that its prefix cache is empty"
+            raise CallboardError(f"{text}; ask again.")
+
+    def _ask(self, message: Forget) -> asyncio.Future[None]:
+        asked = asyncio.get_running_loop().create_future()
+        self._asked.append(asked)
+        self._send(message)
+        return asked
 
     def tell_adapters(self, entries: list[AdapterEntry]) -> None:
         """Tell this engine what names of adapters mean."""
@@ -270,6 +289,9 @@ class EngineLink:
                 said = ""
                 if not connection.lost.done():
                     self._connection = connection
+                    if self._must_forget:
+                        self._must_forget = False
+                        self._ask(Forget())
                     await self._watch(connection)
                     pause = _RETRY_S
             await asyncio.sleep(pause)  # an engine that cuts it off at once is not asked without end
@@ -296,9 +318,11 @@ class EngineLink:
         self._connection, self.usable, self.is_followed = None, False, False
         self.draining = False
         self.reason = "The engine is restarting."
-        for asked in self._reports:
+        self._must_forget = self._must_forget or bool(self._asked)
+        for asked in (*self._reports, *self._asked):
             asked.cancel()
         self._reports.clear()
+        self._asked.clear()
         self._snapshot = None
         streams, self._streams = self._streams, {}
         self.suspects = [stream for stream in streams.values() if not stream.waits]
@@ -307,7 +331,7 @@ class EngineLink:
 
     # ---- what the engine says -------------------------------------------------------------------------------------
 
-    def on_message(self, message: Tokens | Refused | Status | Snapshot | Heartbeat | CacheUpdate) -> None:
+    def on_message(self, message: FromEngine) -> None:
         if isinstance(message, Tokens):
             self._on_tokens(message)
         elif isinstance(message, CacheUpdate):
@@ -322,6 +346,8 @@ class EngineLink:
             self._snapshot = message
             if not (asked := self._reports.popleft()).done():
                 asked.set_result(None)
+        elif isinstance(message, Done):
+            self._asked.popleft().set_result(None)
         elif isinstance(message, Refused) and (stream := self._streams.pop(message.stream, None)) is not None:
             self._group.on_refused(self, stream, message)
 

@@ -20,12 +20,10 @@ import msgspec
 
 from actors.messages import (
     LEASE_S,
-    CacheUpdate,
+    FromEngine,
     FromFront,
     Heartbeat,
-    Refused,
     Report,
-    Status,
     Tokens,
     client_id,
     decode_from_front,
@@ -89,7 +87,7 @@ class Connection:
         self.stream_column, self.token_column = array("i"), array("i")
         self.send(frame)
 
-    def send(self, message: Tokens | Refused | Status | Snapshot | Heartbeat | CacheUpdate) -> None:
+    def send(self, message: FromEngine) -> None:
         """Queue a message and write what the socket takes; a front that lets too much pile up is cut off."""
         frame = framed(encode(message))
         with self._sending:

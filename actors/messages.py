@@ -1,8 +1,8 @@
 """The messages between a front and an engine on their link: msgpack, one a frame (transport.py).
 
     front -> engine   Submit, Abort, AbortById, Heartbeat, Report, Follow, Adapters, Forget
-    engine  -> front  Tokens (at most one a step), Refused, Status, Heartbeat and Snapshot (the answers to a Heartbeat
-                        and a Report), CacheUpdate (to who follows: at most one a step and 20 ms)
+    engine  -> front  Tokens (at most one a step), Refused, Status, Heartbeat, Snapshot and Done (the answers to a
+                        Heartbeat, a Report and a Forget), CacheUpdate (to who follows: at most one a step and 20 ms)
 
 A stream is a number that the front chose for one live request, unique on its connection. The transport keeps order
 and loses nothing while the connection lives; when it breaks, the engine aborts the connection's requests and the
@@ -128,7 +128,11 @@ class Adapters(msgspec.Struct, array_like=True, tag=12):
 
 
 class Forget(msgspec.Struct, array_like=True, tag=13):
-    """Evict all cached blocks that no request holds. There is no answer; followers are told by a CacheUpdate."""
+    """Evict all cached blocks that no request holds. The answer is Done; followers are told by a CacheUpdate."""
+
+
+class Done(msgspec.Struct, array_like=True, tag=14):
+    """The oldest thing that the front has asked for, and that had no answer yet, is done."""
 
 
 class Follow(msgspec.Struct, array_like=True, tag=10):
@@ -155,6 +159,7 @@ class EngineLoading(CallboardError):
 
 
 FromFront = Submit | Abort | AbortById | Follow | Adapters | Forget  # what a front tells an engine's step thread
+FromEngine = Tokens | Refused | Status | Snapshot | Done | Heartbeat | CacheUpdate
 encode = msgspec.msgpack.Encoder().encode
 decode_from_front = msgspec.msgpack.Decoder(FromFront | Heartbeat | Report).decode
-decode_from_engine = msgspec.msgpack.Decoder(Tokens | Refused | Status | Snapshot | Heartbeat | CacheUpdate).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

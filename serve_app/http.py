@@ -134,7 +134,7 @@ class _Routes:
 
     async def reset_prefix_cache(self, request: HttpRequest) -> Response:
         check_origin(request.headers, self._settings)
-        self._service.reset_prefix_cache()
+        await self._service.reset_prefix_cache()
         return PlainTextResponse("")
 
     async def recorded(self, request: HttpRequest) -> Response:

@@ -1,12 +1,13 @@
 """Streams go to the engine that holds most of their prefix, over real sockets."""
 
 import asyncio
+import threading
 
 import httpx
 import pytest
 
 from runtime.core.pooling import Pooling
-from runtime.core.types import Request, SamplingParams
+from runtime.core.types import CallboardError, Request, SamplingParams
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -123,6 +124,7 @@ async def test_engines_forget_their_prefixes_by_http():
             assert all(keys_of(e) for e in engines)
             answer = await http.post("/reset_prefix_cache", headers={"authorization": "Bearer k"})
             assert (answer.status_code, answer.text) == (200, "")
+            assert not any(keys_of(e) for e in engines)
             assert [(await first_output(group, asking(conversation(i)))).num_cached for i in range(6)] == [0] * 6
             await eventually(lambda: all(is_pictured(group, e) for e in engines))
             without_keys = httpx.ASGITransport(
@@ -134,6 +136,48 @@ async def test_engines_forget_their_prefixes_by_http():
                     assert answer.status_code == status
             group.drain("The server is stopping.")
             assert (await http.post("/reset_prefix_cache", headers={"authorization": "Bearer k"})).status_code == 503
+
+
+async def test_who_lets_prefixes_be_forgotten_hears_when_they_are(monkeypatch):
+    engines = [Engine(), Engine()]
+    async with Group(*engines) as group:
+        for i in range(4):
+            await read(group, asking(conversation(i)))
+        may_go_on = threading.Event()
+        engines[0].loop._call(may_go_on.wait)
+        forgetting = asyncio.create_task(group.reset_prefix_cache())
+        await eventually(lambda: not keys_of(engines[1]))
+        await asyncio.sleep(0.05)
+        assert not forgetting.done()
+        may_go_on.set()
+        await forgetting
+        assert not keys_of(engines[0])
+
+        may_go_on.clear()
+        monkeypatch.setattr("actors.link._ANSWER_S", 0.05)
+        engines[0].loop._call(may_go_on.wait)
+        with pytest.raises(CallboardError, match=r"Engine 0 has not said within 0\.05 s .* is empty; ask again\.$"):
+            await group.reset_prefix_cache()
+        may_go_on.set()
+        await group.reset_prefix_cache()  # its answer, and not the one before, which came too late
+
+
+async def test_an_engine_that_cannot_be_told_to_forget_forgets_before_it_is_asked_again():
+    engines = [Engine(), Engine()]
+    async with Group(*engines) as group:
+        for i in range(4):
+            await read(group, asking(conversation(i)))
+        may_go_on = threading.Event()
+        engines[0].loop._call(may_go_on.wait)  # it does not read what it was told before its connection breaks
+        forgetting = asyncio.create_task(group.reset_prefix_cache())
+        await eventually(lambda: not keys_of(engines[1]))
+        for link in healthy(group):
+            link._connection.transport.abort()
+        await forgetting
+        await group.reset_prefix_cache()
+        may_go_on.set()
+        await eventually(lambda: len(healthy(group)) == 2)
+        assert not any(keys_of(e) for e in engines)
 
 
 async def test_a_picture_outlives_broken_connections_and_lost_runners():

@@ -112,7 +112,7 @@ class FakeEngine:
             self.reported.add(new)
         return {"0": Snapshot(self.reported, {"block_size": "9"})}
 
-    def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self) -> None:
         """Nothing is cached here."""
 
     def abort(self, request_id: str) -> None:
