@@ -231,8 +231,8 @@ class EngineLink:
         self._send(Follow(wanted))
 
     async def reset_prefix_cache(self) -> None:
-        """Returns when this engine has forgotten what it has cached for no live request. One that is out of reach will be told
-        before it is asked for anything else. Raises CallboardError if it does not say so in time."""
+        """Returns when this engine has forgotten what it has cached for no live request. One that is out of reach will
+        be told before it is asked for anything else. Raises CallboardError if it does not say so in time."""
         if self._connection is None:
             self._must_forget = True
             return
