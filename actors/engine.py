@@ -42,7 +42,12 @@ class EngineActor:
         if self.draft is not None:  # before the runner, which takes what memory is left
             await asyncio.to_thread(self.draft.load)
         self._loop = await asyncio.to_thread(
-            EngineLoop, self._config, self.runners.start, self.runners.load_adapter, self._num_restarts
+            EngineLoop,
+            self._config,
+            self.runners.start,
+            self.runners.load_adapter,
+            self.runners.set_sleep,
+            self._num_restarts,
         )
         if self.draft is not None:
             await asyncio.to_thread(self.draft.keep, self._loop.attach_draft)

@@ -80,6 +80,16 @@ class EngineClient(Protocol):
         returns when all have. Raises CallboardError if one does not say so in time."""
         ...
 
+    async def sleep(self, level: int) -> None:
+        """Returns when every engine that there is now sleeps at this level, or is awake (0). Raises CallboardError if
+        one does not."""
+        ...
+
+    @property
+    def is_asleep(self) -> bool:
+        """True if an engine sleeps."""
+        ...
+
     def engines(self) -> list[str]:
         """The ids of the engines that there are now."""
         ...

@@ -144,6 +144,13 @@ class EngineGroup:
     async def reset_prefix_cache(self) -> None:
         await asyncio.gather(*(link.reset_prefix_cache() for link in self._links.values()))
 
+    async def sleep(self, level: int) -> None:
+        await asyncio.gather(*(link.sleep(level) for link in self._links.values() if link.connected))
+
+    @property
+    def is_asleep(self) -> bool:
+        return any(link.is_asleep for link in self._links.values())
+
     async def report(self, figures: dict[str, MetricValues]) -> dict[str, Snapshot]:
         links, parts = [link for link in self._links.values() if link.connected], dict(figures)
         answers = await asyncio.gather(*(link.report(parts.pop(link.engine, MetricValues())) for link in links))
@@ -157,7 +164,13 @@ class EngineGroup:
         if len(usable) > 1:
             adapter = stream.request.adapter
             ranks = [
-                (bool(adapter) and adapter not in k.digests, k.draining, bool(k.reason), not stream.suits(k.info))
+                (
+                    bool(adapter) and adapter not in k.digests,
+                    k.draining,
+                    bool(k.reason),
+                    k.is_asleep,
+                    not stream.suits(k.info),
+                )
                 for k in usable
             ]
             best = min(ranks)

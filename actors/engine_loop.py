@@ -8,10 +8,9 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +18,9 @@ from actors.autoscaling import EngineFigures
 from actors.cache_feed import CacheFeed, Followers
 from actors.engine_adapters import EngineAdapters, LoadAdapter
 from actors.engine_client import Refusal
+from actors.engine_sleep import EngineSleep, SetSleep
 from actors.link_server import Connection, LinkServer, Stream
-from actors.messages import Abort, AbortById, Adapters, Done, Ended, Follow, Forget, FromFront, Refused, Status, Submit
+from actors.messages import Abort, AbortById, Adapters, Ended, Follow, Forget, FromFront, Refused, Sleep, Status, Submit
 from actors.metrics import EngineMetrics, MetricValues, Snapshot
 from actors.queue_limits import QueueLimits
 from runtime.core.config import EngineConfig, ModelInfo
@@ -28,7 +28,6 @@ from runtime.core.draft_client import DraftClient, DraftWire, speculation_of
 from runtime.core.engine import EngineCore
 from runtime.core.engine_load import EngineLoad
 from runtime.core.executor import Executor
-from runtime.core.request_state import RequestState
 from runtime.core.step_pacing import StepPacing
 from runtime.core.types import NOT_FINITE, CallboardError, FinishReason, Request, StepOutput
 
@@ -43,8 +42,8 @@ class EngineLoop:
     """The step thread. It alone touches the scheduler; everybody else puts a message in its inbox.
 
     `start_runners()` makes a fresh group of runners and returns an executor for it; it is called at the start and
-    whenever a runner is lost; `load_adapter` lets them load one. `num_restarts` tells how many engines there were
-    before this one.
+    whenever a runner is lost; `load_adapter` lets them load one, `set_sleep` sleep and wake. `num_restarts` tells how
+    many engines there were before this one.
     """
 
     def __init__(
@@ -52,6 +51,7 @@ class EngineLoop:
         config: EngineConfig,
         start_runners: Callable[[], tuple[Executor, ModelInfo]],
         load_adapter: LoadAdapter,
+        set_sleep: SetSleep,
         num_restarts: int = 0,
     ) -> None:
         self.config = config
@@ -63,7 +63,6 @@ class EngineLoop:
         self._by_id: dict[str, dict[Stream, None]] = {}  # live ones by their clients' ids
         self._held: list[tuple[Stream, Request]] = []  # until an adapter is loaded
         self._untold: set[Connection] = set()  # those that do not know yet what was accepted
-        self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
         self._draining: str | None = None  # why no new requests are taken
         self._output: StepOutput | None = None  # committed, not sent yet
         self._closed = False
@@ -78,6 +77,7 @@ class EngineLoop:
         self._limits = QueueLimits(config, scheduler)
         self._adapters = EngineAdapters(config, scheduler, load_adapter, self._call, self._rebuild, changed)
         self._adapters.load_at_start()
+        self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, self._tell_status)
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)
         self._meter = EngineMetrics(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
@@ -98,7 +98,7 @@ class EngineLoop:
 
         False if even that did not help: then this process itself is stuck, and must be replaced."""
         stuck_s = time.monotonic() - self._progress
-        if not self.core.has_work or self.reason or stuck_s <= self.config.step_timeout_s:
+        if not self._has_work or self.reason or stuck_s <= self.config.step_timeout_s:
             return True
         logger.error("no step finished for %.0f s with %d requests live", stuck_s, len(self.core.scheduler.requests))
         self.executor.close()
@@ -106,21 +106,9 @@ class EngineLoop:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, read without a lock: each is right, together they may be a step apart."""
-        s = self.core.scheduler
-        return {
-            "running": len(s.running),
-            "waiting": s.num_waiting,
-            "waiting_tokens": s.waiting.num_tokens,
-            "steps": self.core.steps_done,
-            "rebuilds": self.num_rebuilds,
-            "blocks_total": s.pool.num_blocks - 1,
-            "blocks_available": s.pool.num_available,
-            **asdict(s.stats),
-            "accepted_draft_tokens": s.stats.accepted_draft_tokens,
-            "connections": len(self._connections),
-            "streams": [len(c.streams) for c in list(self._connections)],  # live requests of each
-            **({} if s.speculation is None else s.speculation.stats()),
-        }
+        streams = [len(c.streams) for c in list(self._connections)]  # live requests of each
+        own = {"rebuilds": self.num_rebuilds, "connections": len(streams), "streams": streams}
+        return self.core.stats() | own | {"sleep_level": self._sleep.level}
 
     def figures(self) -> EngineFigures:
         """For the policy of scaling; read as `stats` are."""
@@ -130,7 +118,7 @@ class EngineLoop:
 
     def report(self, figures: MetricValues) -> Snapshot:
         """Add what a front has counted; all figures of this engine."""
-        return self._meter.report(figures, self.core.scheduler, self.num_rebuilds)
+        return self._meter.report(figures, self.core.scheduler, self.num_rebuilds, self._sleep.level)
 
     def drain(self, reason: str) -> Future[object]:
         """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
@@ -183,9 +171,9 @@ class EngineLoop:
             self._take_messages()
             if self._closed:
                 return
-            if self._deadlines:
-                self._expire_queued()
             try:
+                if self._sleep.follow():
+                    continue
                 waits = self.config.late_planning and self._wait_to_plan()
                 meter.before_submit(self.core.scheduler.num_in_flight, self._output is not None)
                 admitted = self.core.submit(waits)
@@ -197,16 +185,29 @@ class EngineLoop:
                 self._followers.tell()
                 if waits and self.core.must_wait_to_plan():
                     continue  # an idle engine has just begun a step: who arrives during it is in the next one
-                meter.before_collect()
-                self._output = self.core.collect()
+                self._collect()
             except CallboardError as e:
                 if not self._closed:
                     self._rebuild(str(e))
-                continue
-            if self._output is not None:
-                meter.collected()
-                self._followers.are_behind = True
-            self._progress = time.monotonic()
+
+    def _collect(self) -> None:
+        self._meter.before_collect()
+        self._output = self.core.collect()
+        if self._output is not None:
+            self._meter.collected()
+            self._followers.are_behind = True
+        self._progress = time.monotonic()
+
+    def _finish_steps(self) -> None:
+        """Send all that the steps in flight sample."""
+        self._emit()
+        while self.core.scheduler.num_in_flight:
+            self._collect()
+            self._emit()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._sleep.asked) or (self.core.has_work and not self._sleep.level)
 
     def _wait_to_plan(self) -> bool:
         """Take requests until the next step must be planned, so that they wait for no other one but this one. False if
@@ -225,19 +226,21 @@ class EngineLoop:
         inbox = self._inbox
         while True:
             self._adapters.release_unused()
+            self._refuse_late()
             if inbox.empty():
-                if self.core.has_work or self._output is not None or self._closed:
+                if self._has_work or self._output is not None or self._closed:
                     return
                 self._limits.idle()
                 has_backlog = any(c.has_backlog for c in self._connections)
+                is_due = has_backlog or self._limits.has_deadlines
                 idle_s = _CHECK_EVERY_S if logger.isEnabledFor(logging.DEBUG) else None
                 untold_s = self._followers.tell()
                 try:
-                    item = inbox.get(timeout=untold_s or (0.05 if has_backlog else idle_s))
+                    item = inbox.get(timeout=untold_s or (0.05 if is_due else idle_s))
                 except queue.Empty:
                     for connection in self._connections:
                         connection.send_backlog()
-                    if not has_backlog and not untold_s:
+                    if not is_due and not untold_s:
                         faults = self.core.scheduler.find_faults()
                         logger.debug("idle; faults of blocks and slots: %s", " ".join(faults) or "none")
                     continue
@@ -266,7 +269,9 @@ class EngineLoop:
             self._followers.follow(connection, message.wanted)
         elif isinstance(message, Forget):
             self.core.scheduler.pool.evict_unheld()
-            connection.send(Done())
+            connection.answer(message.number)
+        elif isinstance(message, Sleep):
+            self._sleep.asked.append((connection, message))
         elif isinstance(message, Adapters):
             self._adapters.apply(message.entries)
         elif connection not in self._connections:
@@ -305,28 +310,20 @@ class EngineLoop:
             return
         connection.frame.accepted.append((stream.number, False))
         self._untold.add(connection)
-        if self.config.queue_timeout_s is not None and len(request.token_ids) == request.prompt_len:
-            self._deadlines.append((time.monotonic() + self.config.queue_timeout_s, state))
+        if len(request.token_ids) == request.prompt_len:
+            self._limits.queued(state)
 
-    def _expire_queued(self) -> None:
-        """Requests come in order of their deadlines; one that has begun or ended has none any more."""
-        deadlines, now = self._deadlines, time.monotonic()
-        while deadlines:
-            due, state = deadlines[0]
-            waits = state.num_cached is None and not state.has_ended
-            if waits and due > now:
-                return
-            deadlines.popleft()
-            if waits:
-                stream: Stream = state.owner
-                self.core.abort(stream.key)
-                self._forget(stream)
-                text = f"The request waited {self.config.queue_timeout_s:g} s in the queue (queue_timeout_s)."
-                stream.connection.send(Refused(stream.number, text, Refusal.LATE))
+    def _refuse_late(self) -> None:
+        for state in self._limits.late():
+            stream: Stream = state.owner
+            self.core.abort(stream.key)
+            self._forget(stream)
+            text = f"The request waited {self.config.queue_timeout_s:g} s in the queue (queue_timeout_s)."
+            stream.connection.send(Refused(stream.number, text, Refusal.LATE))
 
     def _drain(self, reason: str) -> None:
         self._draining = reason
-        self._set_reason(self.reason)
+        self._tell_status()
 
     def _abort(self, asked: AbortById) -> None:
         found = {s: None for key in asked.client_ids() for s in self._by_id.get(key, ()) if asked.means(s.request_id)}
@@ -405,11 +402,12 @@ class EngineLoop:
             self._by_id.pop(stream.client_id, None)
 
     def _status(self) -> Status:
-        return Status(self._draining or self.reason, self._draining is not None, self._adapters.states())
+        is_asleep = self._sleep.level > 0
+        return Status(self._draining or self.reason, self._draining is not None, self._adapters.states(), is_asleep)
 
     def _adapters_have_changed(self) -> None:
         """Tell the fronts, and queue what has waited for one, but for streams that have ended meanwhile."""
-        self._set_reason(self.reason)
+        self._tell_status()
         held, self._held = self._held, []
         for stream, request in held:
             if stream.connection.streams.get(stream.number) is stream:
@@ -421,6 +419,9 @@ class EngineLoop:
 
     def _set_reason(self, reason: str | None) -> None:
         self.reason = reason
+        self._tell_status()
+
+    def _tell_status(self) -> None:
         for connection in self._connections:
             connection.send(self._status())
 
@@ -432,6 +433,7 @@ class EngineLoop:
         self._emit()
         self._set_reason(f"The engine is restarting its model runners: {why}")
         self.num_rebuilds += 1
+        self._sleep.level = 0
         self.executor.close()
         if (culprit := self.core.lose()) is not None:
             text = f"The model runners were lost {culprit.num_losses} times while computing this request."

@@ -33,6 +33,7 @@ from actors.messages import (
     Heartbeat,
     Refused,
     Report,
+    Sleep,
     Status,
     Submit,
     Tokens,
@@ -171,13 +172,13 @@ class EngineLink:
         self._last_number = 0
         self._connection: _Connection | None = None
         self._reports: deque[asyncio.Future[None]] = deque()  # not answered yet
-        self._asked: deque[asyncio.Future[None]] = deque()  # to be done, and not known to be yet
+        self._asked: dict[int, asyncio.Future[str]] = {}  # to be done, and not known to be yet
         self._must_forget = False  # before anything else, when it can be told
         self._snapshot: Snapshot | None = None
         self.info: ModelInfo
         self.reason: str | None = "The engine is starting."  # why it serves nothing now; None: it is healthy
         self.usable = False  # it is connected, and the engine has told its Status
-        self.draining = False
+        self.draining = self.is_asleep = False
         self.adapters: dict[str, AdapterState] = {}  # by name, as the engine told last
         self.digests: frozenset[str] = frozenset()  # of those that requests may ask for
         self.is_followed = False  # it tells of its cache and its load
@@ -208,8 +209,7 @@ class EngineLink:
 
     def submit(self, stream: Stream) -> None:
         """Let this engine serve a stream, from where it stands."""
-        self._last_number += 1
-        stream.link, stream.number, stream.info, stream.waits = self, self._last_number, self.info, False
+        stream.link, stream.number, stream.info, stream.waits = self, self._new_number(), self.info, False
         stream.on_engine(self.engine)
         self._streams[stream.number] = stream
         self._send(Submit(stream.number, stream.submission(), resumed=stream.accepted))
@@ -236,17 +236,30 @@ class EngineLink:
         if self._connection is None:
             self._must_forget = True
             return
-        asked = self._ask(Forget())
+        asked = self._forget()
         await asyncio.wait((asked,), timeout=_ANSWER_S)
         if not asked.done():
             text = f"Engine {self.engine} has not said within {_ANSWER_S:g} s that its prefix cache is empty"
             raise CallboardError(f"{text}; ask again.")
 
-    def _ask(self, message: Forget) -> asyncio.Future[None]:
-        asked = asyncio.get_running_loop().create_future()
-        self._asked.append(asked)
+    def _forget(self) -> asyncio.Future[str]:
+        return self._ask(Forget(self._new_number()))
+
+    async def sleep(self, level: int) -> None:
+        """Returns when this engine sleeps at a level, or is awake (0). Raises CallboardError if it does not."""
+        asked = self._ask(Sleep(self._new_number(), level))
+        await asyncio.wait((asked,))
+        if error := "it was lost meanwhile." if asked.cancelled() else asked.result():
+            raise CallboardError(f"Engine {self.engine} does not {'sleep' if level else 'wake up'}: {error}")
+
+    def _ask(self, message: Forget | Sleep) -> asyncio.Future[str]:
+        asked = self._asked[message.number] = asyncio.get_running_loop().create_future()
         self._send(message)
         return asked
+
+    def _new_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
 
     def tell_adapters(self, entries: list[AdapterEntry]) -> None:
         """Tell this engine what names of adapters mean."""
@@ -291,7 +304,7 @@ class EngineLink:
                     self._connection = connection
                     if self._must_forget:
                         self._must_forget = False
-                        self._ask(Forget())
+                        self._forget()
                     await self._watch(connection)
                     pause = _RETRY_S
             await asyncio.sleep(pause)  # an engine that cuts it off at once is not asked without end
@@ -316,10 +329,12 @@ class EngineLink:
         if connection is not self._connection:
             return  # closed, or it ended before it was used
         self._connection, self.usable, self.is_followed = None, False, False
-        self.draining = False
+        self.draining = self.is_asleep = False
         self.reason = "The engine is restarting."
         self._must_forget = self._must_forget or bool(self._asked)
-        for asked in (*self._reports, *self._asked):
+        for report in self._reports:
+            report.cancel()
+        for asked in self._asked.values():
             asked.cancel()
         self._reports.clear()
         self._asked.clear()
@@ -337,7 +352,7 @@ class EngineLink:
         elif isinstance(message, CacheUpdate):
             self._group.on_cache_update(self, message)
         elif isinstance(message, Status):
-            self.reason, self.draining = message.reason, message.draining
+            self.reason, self.draining, self.is_asleep = message.reason, message.draining, message.is_asleep
             self.adapters = {state.entry.name: state for state in message.adapters}
             self.digests = frozenset[str]().union(*(state.digests for state in message.adapters))
             self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
@@ -347,7 +362,7 @@ class EngineLink:
             if not (asked := self._reports.popleft()).done():
                 asked.set_result(None)
         elif isinstance(message, Done):
-            self._asked.popleft().set_result(None)
+            self._asked.pop(message.number).set_result(message.error)
         elif isinstance(message, Refused) and (stream := self._streams.pop(message.stream, None)) is not None:
             self._group.on_refused(self, stream, message)
 

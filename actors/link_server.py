@@ -20,6 +20,7 @@ import msgspec
 
 from actors.messages import (
     LEASE_S,
+    Done,
     FromEngine,
     FromFront,
     Heartbeat,
@@ -93,6 +94,10 @@ class Connection:
         with self._sending:
             self._backlog += frame
             self._write()
+
+    def answer(self, number: int, error: str = "") -> None:
+        """The thing that the front asked for with this number is done, or why it is not."""
+        self.send(Done(number, error))
 
     def send_backlog(self) -> None:
         """Write what the socket takes of what was queued."""

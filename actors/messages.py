@@ -1,8 +1,9 @@
 """The messages between a front and an engine on their link: msgpack, one a frame (transport.py).
 
-    front -> engine   Submit, Abort, AbortById, Heartbeat, Report, Follow, Adapters, Forget
+    front -> engine   Submit, Abort, AbortById, Heartbeat, Report, Follow, Adapters, Forget, Sleep
     engine  -> front  Tokens (at most one a step), Refused, Status, Heartbeat, Snapshot and Done (the answers to a
-                        Heartbeat, a Report and a Forget), CacheUpdate (to who follows: at most one a step and 20 ms)
+                        Heartbeat, a Report, and a Forget or Sleep), CacheUpdate (to who follows: at most one a step
+                        and 20 ms)
 
 A stream is a number that the front chose for one live request, unique on its connection. The transport keeps order
 and loses nothing while the connection lives; when it breaks, the engine aborts the connection's requests and the
@@ -119,6 +120,7 @@ class Status(msgspec.Struct, array_like=True, tag=6):
     reason: str | None  # why it cannot serve; None: it is healthy
     draining: bool = False
     adapters: list[AdapterState] = []
+    is_asleep: bool = False  # what it is asked waits
 
 
 class Adapters(msgspec.Struct, array_like=True, tag=12):
@@ -130,9 +132,22 @@ class Adapters(msgspec.Struct, array_like=True, tag=12):
 class Forget(msgspec.Struct, array_like=True, tag=13):
     """Evict all cached blocks that no request holds. The answer is Done; followers are told by a CacheUpdate."""
 
+    number: int  # that the front chose, for the answer
+
+
+class Sleep(msgspec.Struct, array_like=True, tag=15):
+    """Sleep at a level (engine_sleep.py), or wake up (0). The answer is Done, when the engine has come to it; one that
+    sleeps deeper already does not change."""
+
+    number: int
+    level: int
+
 
 class Done(msgspec.Struct, array_like=True, tag=14):
-    """The oldest thing that the front has asked for, and that had no answer yet, is done."""
+    """The Forget or the Sleep with this number is done."""
+
+    number: int
+    error: str = ""  # why it is not, after all
 
 
 class Follow(msgspec.Struct, array_like=True, tag=10):
@@ -158,7 +173,9 @@ class EngineLoading(CallboardError):
     """There is an engine, but it has no address yet: it loads its model. The text says how far it is."""
 
 
-FromFront = Submit | Abort | AbortById | Follow | Adapters | Forget  # what a front tells an engine's step thread
+FromFront = (
+    Submit | Abort | AbortById | Follow | Adapters | Forget | Sleep
+)  # what a front tells an engine's step thread
 FromEngine = Tokens | Refused | Status | Snapshot | Done | Heartbeat | CacheUpdate
 encode = msgspec.msgpack.Encoder().encode
 decode_from_front = msgspec.msgpack.Decoder(FromFront | Heartbeat | Report).decode

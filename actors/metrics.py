@@ -62,6 +62,7 @@ ENGINE_METRICS = {  # what an engine counts itself
     "vllm:num_requests_running": _gauge("Requests that hold a slot."),
     "vllm:num_requests_waiting": _gauge("Requests in the queue, preempted ones included."),
     "vllm:kv_cache_usage_perc": _gauge("KV blocks in use by requests; 1 is all."),
+    "callboard:sleep_level": _gauge("How deep an engine sleeps; 0: it is awake."),
     "vllm:prefix_cache_queries": _counter("Prompt tokens looked up in the prefix cache."),
     "vllm:prefix_cache_hits": _counter("Prompt tokens found in the prefix cache."),
     "vllm:prompt_tokens": _counter("Prompt tokens of admitted requests."),
@@ -260,7 +261,7 @@ class EngineMetrics:
         if num_tokens > num_others:
             self.token_latency.observe(self.sampled_at - self.last_at, num_tokens - num_others)
 
-    def report(self, figures: MetricValues, scheduler: Scheduler, num_rebuilds: int) -> Snapshot:
+    def report(self, figures: MetricValues, scheduler: Scheduler, num_rebuilds: int, sleep_level: int = 0) -> Snapshot:
         """Add a replica's figures; all of them and the engine's own. Read without a lock while the step thread counts:
         each figure is right, together they may be a step apart."""
         total, pool, stats = all_at_zero(), scheduler.pool, scheduler.stats
@@ -273,6 +274,7 @@ class EngineMetrics:
             "vllm:num_requests_running": len(scheduler.running),
             "vllm:num_requests_waiting": scheduler.num_waiting,
             "vllm:kv_cache_usage_perc": (num_blocks - pool.num_available) / num_blocks,
+            "callboard:sleep_level": sleep_level,
             "vllm:prefix_cache_queries": stats.prompt_tokens if self._counts_cache else 0,
             "vllm:prefix_cache_hits": stats.prompt_tokens_cached,
             "vllm:prompt_tokens": stats.prompt_tokens - self._num_moved_tokens,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Iterator
 
 from actors.engine_client import Refusal
 from actors.messages import Refused, Submit
 from runtime.core.config import EngineConfig
+from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
 
 
@@ -16,6 +19,7 @@ class QueueLimits:
     def __init__(self, config: EngineConfig, scheduler: Scheduler) -> None:
         self._config, self._scheduler = config, scheduler
         self._finish_times: deque[float] = deque(maxlen=64)
+        self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
 
     def finished(self, at: float) -> None:
         """A request has."""
@@ -24,6 +28,29 @@ class QueueLimits:
     def idle(self) -> None:
         """There is nothing to do."""
         self._finish_times.clear()
+
+    def queued(self, state: RequestState) -> None:
+        """A request begins to wait, and did not before."""
+        if self._config.queue_timeout_s is not None:
+            self._deadlines.append((time.monotonic() + self._config.queue_timeout_s, state))
+
+    @property
+    def has_deadlines(self) -> bool:
+        """Something may be late."""
+        return bool(self._deadlines)
+
+    def late(self) -> Iterator[RequestState]:
+        """Those that have waited for too long, each once. They came in the order of their deadlines; one that has begun
+        or ended has none any more."""
+        deadlines, now = self._deadlines, time.monotonic()
+        while deadlines:
+            due, state = deadlines[0]
+            waits = state.num_cached is None and not state.has_ended
+            if waits and due > now:
+                return
+            deadlines.popleft()
+            if waits:
+                yield state
 
     def refusal(self, message: Submit) -> Refused | None:
         """The answer to a request for which there is no room; the queue is counted as it is now."""

@@ -62,6 +62,14 @@ class ModelRunnerActor(ModelActor):
         CallboardError if it cannot be served."""
         self._runner.load_adapter(index, path)
 
+    def sleep(self) -> None:
+        """Give memory back; no plan comes until `wake`."""
+        self._runner.sleep()
+
+    def wake(self) -> None:
+        """Be ready for plans again, with nothing of the requests."""
+        self._runner.wake()
+
     def attach(self, address: Address) -> None:
         """Connect to the engine and serve its steps until it goes away; then this process ends."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -179,6 +179,18 @@ class RunnerGroup:
             raise RunnersLost("There are no runners.")
         ranks.ask("load_adapter", *((index, path) for _ in ranks.runners))
 
+    def set_sleep(self, level: int) -> None:
+        """Let all of them sleep, but for requests (1), end them (2), or wake them (0), before which no plan may come.
+        Raises CallboardError, RunnersLost too."""
+        ranks = self._ranks
+        if ranks is None:
+            raise RunnersLost("There are no runners.")
+        if level == 2:
+            self._ranks = None
+            ranks.kill()
+        else:
+            ranks.ask("sleep" if level else "wake")
+
     def _make_runners(self) -> list[Any]:
         actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
         ranks = range(self._config.tensor_parallel_size)

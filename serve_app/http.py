@@ -13,17 +13,18 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
 from runtime.output.fields import FieldError, shortened
 from serve_app.adapter_routes import adapter_routes
 from serve_app.answers import encode_json
-from serve_app.auth import AuthMiddleware, Cors, check_origin, path_within
+from serve_app.auth import AuthMiddleware, Cors, path_within
 from serve_app.batch_routes import batch_routes
 from serve_app.batches import Batches
 from serve_app.endpoints import ENDPOINTS
+from serve_app.engine_routes import engine_routes
 from serve_app.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response, redacted
 from serve_app.generation import Generation
 from serve_app.limits import beside_the_loop_if, is_long, read_json_body
@@ -90,6 +91,7 @@ class _Routes:
             Route("/v1/models", _get(lambda: {"object": "list", "data": service.model_cards()})),
             Route("/v1/models/{name:path}", self.model),
             *adapter_routes(service, settings),
+            *engine_routes(service, settings),
             Route("/v1/abort", self.abort, methods=["POST"]),
             Route("/v1/messages/count_tokens", _post(count_tokens, service, settings), methods=["POST"]),
             Route("/tokenize", _post(tokenize, service, settings), methods=["POST"]),
@@ -97,7 +99,6 @@ class _Routes:
             Route("/tokenizer_info", _get(lambda: tokenizer_info(service))),
             Route("/health", self.health),
             Route("/ping", self.health, methods=["GET", "POST"]),
-            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
             Route("/load", _get(lambda: {"server_load": service.num_live})),
             Route("/server_info", _get(service.description)),
             *PAGE_ROUTES,
@@ -131,11 +132,6 @@ class _Routes:
         asked = parse(AbortRequest, await read_json_body(request.scope, request.receive, settings) or b"")
         self._service.abort(asked.request_id, request.scope["owner"])
         return _json({"request_id": asked.request_id, "object": "request.abort"})
-
-    async def reset_prefix_cache(self, request: HttpRequest) -> Response:
-        check_origin(request.headers, self._settings)
-        await self._service.reset_prefix_cache()
-        return PlainTextResponse("")
 
     async def recorded(self, request: HttpRequest) -> Response:
         return _json(self._recorded.found(request.path_params["request_id"], request.scope["owner"]))

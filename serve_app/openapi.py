@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from serve_app.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
 from serve_app.batch_routes import BatchesQuery, CreateBatchRequest, FilesQuery, UploadForm
+from serve_app.engine_routes import SleepQuery
 from serve_app.requests import (
     AbortRequest,
     ChatRequest,
@@ -47,6 +48,7 @@ Detokenized = _answer("Detokenized", prompt=str)
 TokenizerInfo = _answer("TokenizerInfo", tokenizer_class=str, chat_template=str | None, model_max_length=int)
 Health = _answer("Health", status=Literal["ok"], phase=(str | None, None))  # only where there is no engine
 Ready = _answer("Ready", status=Literal["ready"], phase=(str | None, None))
+Sleeping = _answer("Sleeping", is_sleeping=bool)
 Load = _answer("Load", server_load=int)
 ServerInfo = _answer("ServerInfo", version=str, model=str, max_model_len=int, dtype=str, system_fingerprint=str)
 Version = _answer("Version", version=str)
@@ -206,6 +208,7 @@ _BODY = (400, 408, 413, 415)
 _TOKENIZE = (TokenizeTextRequest, TokenizeChatRequest)
 _GENERATION = (*_BODY, 404, 429, 499, 503, 504)
 _ADAPTERS = (*_BODY, 403, 503, 504)
+_ENGINES = (403, 503, 504)
 _STORED = (400, 404, 503)
 _RESPONSE = "/v1/responses/{response_id}"
 _FILES, _BATCHES = "/v1/files", "/v1/batches"
@@ -283,7 +286,10 @@ _OPERATIONS = (
     _Operation("/ready", "Whether the start is complete", Ready, unready=NotReady, open=True),
     _Operation("/ping", "The same, for SageMaker", Health, unready=Unhealthy, open=True),
     _Operation("/ping", "The same, for SageMaker", Health, unready=Unhealthy, open=True, method="post"),
-    _Operation("/reset_prefix_cache", "Forget prefixes that no request holds", None, errors=(403, 503), method="post"),
+    _Operation("/reset_prefix_cache", "Forget prefixes that no request holds", None, errors=_ENGINES, method="post"),
+    _Operation("/sleep", "Give memory back", None, errors=(400, *_ENGINES), method="post", query=SleepQuery),
+    _Operation("/wake_up", "Compute again", None, errors=(400, *_ENGINES), method="post"),
+    _Operation("/is_sleeping", "Whether an engine sleeps", Sleeping, errors=(503,)),
     _Operation("/load", "How many requests this front answers now", Load),
     _Operation("/server_info", "The model, and how it computes", ServerInfo, errors=(503,)),
     _Operation("/metrics", "All metrics of the application, for Prometheus", None),

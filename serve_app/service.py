@@ -118,15 +118,11 @@ class Service:
         error."""
         self._client.abort(owned(request_id, owner))
 
-    async def reset_prefix_cache(self) -> None:
-        """Returns when every engine has forgotten the prefixes that no live request holds; raises the 503 if there is
-        none, or one does not say so in time."""
+    def engine_client(self) -> EngineClient:
+        """The engines; raises the 503 while they take no requests."""
         if reason := self.health():
             raise _unavailable(reason, _RECOVERY_RETRY_S)
-        try:
-            await self._client.reset_prefix_cache()
-        except CallboardError as e:
-            raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
+        return self._client
 
     def description(self) -> dict[str, Any]:
         """The model and how it computes; raises the 503 while the service is loading."""

@@ -59,7 +59,7 @@ class OneEngine:
             return InProcess(ToyRunner(width)), INFO
 
         config = EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
-        self._loop = EngineLoop(config, start, lambda index, path: None)
+        self._loop = EngineLoop(config, start, lambda index, path: None, lambda level: None)
 
     async def changed(self, known: list[str]) -> list[str]:
         if known:

@@ -137,6 +137,11 @@ class EngineConfig:
     prefill_graph_tokens: int = setting(
         4096, "steps with prompts are CUDA graphs, too, or several of up to so many tokens each; 0: none is", 0
     )
+    sleep_mode: bool = setting(
+        False,
+        "clients may let the engines sleep and wake up (/sleep, /wake_up); meanwhile GPUs' memory is free for others, "
+        "and requests wait",
+    )
     packed_weights: bool = setting(True, "pre-pack the linear layers for oneDNN on a CPU")
     draft: str | None = setting(
         None,
@@ -229,6 +234,7 @@ class EngineConfig:
             device="cpu" if self.draft_device == "cpu" else self.device,
             tensor_parallel_size=1,
             lora=(),
+            sleep_mode=False,  # it stays where it is
             max_loras=0,  # it guesses for all adapters alike
             max_num_seqs=self.max_num_seqs and self.max_num_seqs * (_SHARING if self.draft_shared else 1),
             gpu_memory_utilization=1.0,  # the model leaves a share free, and it comes second
@@ -269,3 +275,4 @@ class ModelInfo:
     latency_us: float = 0.0  # what a step takes beyond that if the next one is not planned before it ends
     pooling: Pooling | None = None  # how it makes vectors of prompts; None: it does not
     makes_text: bool = True  # False: it has no output head
+    can_sleep: bool = False  # as sleep_mode says

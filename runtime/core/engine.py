@@ -7,6 +7,7 @@ The scheduler decides, the executor computes, this class keeps `pipeline_depth` 
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from runtime.core.config import EngineConfig, ModelInfo
@@ -79,6 +80,21 @@ class EngineCore:
         """Fill the pipeline, then wait for its oldest step."""
         self.submit()
         return self.collect()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges."""
+        s = self.scheduler
+        return {
+            "running": len(s.running),
+            "waiting": s.num_waiting,
+            "waiting_tokens": s.waiting.num_tokens,
+            "steps": self.steps_done,
+            "blocks_total": s.pool.num_blocks - 1,
+            "blocks_available": s.pool.num_available,
+            **asdict(s.stats),
+            "accepted_draft_tokens": s.stats.accepted_draft_tokens,
+            **({} if s.speculation is None else s.speculation.stats()),
+        }
 
     def lose(self) -> RequestState | None:
         """The runners are gone; returns the request that is found to be at fault, which has ended."""

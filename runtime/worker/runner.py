@@ -138,6 +138,7 @@ class ModelRunner:
             weight_formats=format_names(spec, numerics),
             pooling=self.pooling,
             makes_text=spec.makes_text,
+            can_sleep=self.config.sleep_mode,
         )
 
     def _make_steps(self, num_blocks: int) -> CpuSteps | GpuSteps:
@@ -195,6 +196,13 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget all requests, as after an engine's restart; the cache's contents are nobody's."""
         self.steps.reset()
+
+    def sleep(self) -> None:
+        """Give memory back until `wake`; no plan may come meanwhile. On a CPU all stays where it is."""
+
+    def wake(self) -> None:
+        """Be ready for plans, with the weights as they were, and nothing of the requests."""
+        self.reset()
 
     def load_adapter(self, index: int, path: str) -> None:
         """Make the adapter in a folder the one that rows with `index` have, while steps of other rows go on. Raises

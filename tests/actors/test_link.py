@@ -45,6 +45,15 @@ class SlowRunner(FakeRunner):
             raise RunnersLost(self.dead or "The runner was let go.")
         self.adapters[index] = read_adapter(path).digest
 
+    def set_sleep(self, level):
+        if self.closed.is_set() or self.dead:
+            raise RunnersLost(self.dead or "The runner was let go.")
+        assert not self.queue, "a step was in flight"
+        if level == 2:
+            self.close()
+        else:
+            self.forget()
+
     def close(self):
         self.closed.set()
 
@@ -66,6 +75,9 @@ class Engine:
     def load_adapter(self, index, path):
         self.runners[-1].load_adapter(index, path)
 
+    def set_sleep(self, level):
+        self.runners[-1].set_sleep(level)
+
     async def open_link(self):
         if self.loop is None:
             raise CallboardError("There is no engine.")
@@ -80,7 +92,7 @@ class Engine:
 
     def restart(self):
         self.num_starts += 1
-        self.loop = EngineLoop(self.config, self.start_runners, self.load_adapter)
+        self.loop = EngineLoop(self.config, self.start_runners, self.load_adapter, self.set_sleep)
 
 
 class Engines:

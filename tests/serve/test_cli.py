@@ -56,7 +56,7 @@ def test_every_flag_reaches_its_field():
         "step_timeout_s": 9.5, "draft": "ngram", "num_draft_tokens": 3, "draft_device": "cpu", "draft_ahead": 4,
         "draft_kv_cache_memory": 0.5, "draft_shared": True, "max_queued_tokens": 70, "queue_timeout_s": 2.5,
         "quantization": "fp8", "head_quantization": "int8", "draft_quantization": "int4", "rank_invariant": True,
-        "lora": ("a=/x", "b=/y=z"), "pooling": "mean", "tool_call_parser": "hermes",
+        "lora": ("a=/x", "b=/y=z"), "pooling": "mean", "tool_call_parser": "hermes", "sleep_mode": True,
     }  # fmt: skip
     assert set(values) | {"model"} >= {f.name for f in fields(EngineConfig)}, "a new field needs a value here"
     argv = ["serve", "some/model"]

@@ -87,15 +87,16 @@ class FakeEngine:
         num_wrong: int | None = None,
         pooling: Pooling | None = None,
         makes_text: bool = True,
+        can_sleep: bool = True,
     ) -> None:
-        places = {"pooling": pooling, "makes_text": makes_text}
+        places = {"pooling": pooling, "makes_text": makes_text, "can_sleep": can_sleep}
         self.info = ModelInfo("f", 320, max_model_len, (EOS,), 9, 16, "float32", "cpu", **places)
         self.script = [*text.encode(), EOS]
         self.group, self.delay_s, self.busy, self.fails_after, self.reason = group, delay_s, busy, fails_after, reason
         self.num_wrong, self.failure = num_wrong, failure
         self.adapters = FakeAdapters()
         self.requests: list[Request] = []
-        self.num_running = 0
+        self.num_running = self.sleep_level = 0
         self.reported = all_at_zero()
         self.aborted: list[str] = []
         self.aborts: list[str] = []  # ids that were named
@@ -111,6 +112,14 @@ class FakeEngine:
         for new in figures.values():
             self.reported.add(new)
         return {"0": Snapshot(self.reported, {"block_size": "9"})}
+
+    async def sleep(self, level: int) -> None:
+        """It has little memory to give back, and answers all the same."""
+        self.sleep_level = level
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.sleep_level > 0
 
     async def reset_prefix_cache(self) -> None:
         """Nothing is cached here."""

@@ -188,6 +188,12 @@ class FakeRunner:
         self.rows = Counter()
         self.fails: int | None = None  # a sample of the next step that is not finite
 
+    def forget(self) -> None:
+        """What a runner has lost that has slept: its requests and what it kept of them."""
+        self.memory[:] = -1
+        for of_slots in (self.tokens, self.tables, self.prompts, self.pooled, self.adapter_of):
+            of_slots.clear()
+
     def submit(self, plan) -> None:
         self.queue.append(encode_plan(plan))
 
