@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from actors.executor import RunnersLost
 from actors.link_server import Connection
 from actors.messages import Sleep
 from runtime.core.engine import EngineCore
@@ -48,8 +49,9 @@ class EngineSleep:
                 self._go_to(message.level)
             except CallboardError as e:
                 error = str(e)
-                self._rebuild(error)
-                error = error if message.level else ""  # fresh ones are awake
+                if message.level or isinstance(e, RunnersLost):  # else they sleep on
+                    self._rebuild(error)
+                    error = error if message.level else ""  # fresh ones are awake
             finally:
                 self._changed()
                 connection.answer(message.number, error)
@@ -63,8 +65,17 @@ class EngineSleep:
             self.level = level  # before the runners are: copies may take longer than a step
             self._set_level(level)
         elif not level and self.level == 1:
-            self._set_level(0)
+            self._wake()
             self._core.recover(self._core.executor)
             self.level = 0
         elif not level and self.level == 2:
             self._rebuild("they were let go to sleep")  # which sets the level
+
+    def _wake(self) -> None:
+        try:
+            self._set_level(0)
+        except RunnersLost:
+            raise
+        except CallboardError:  # of one rank; the others may be awake
+            self._set_level(self.level)
+            raise

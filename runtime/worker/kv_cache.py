@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from runtime.core.kv_cache_spec import KVCacheSpec
@@ -21,6 +23,7 @@ class KVCache:
         block_size: int,
         device: torch.device,
         head_scales: torch.Tensor | None = None,  # [num_layers, 2, num_kv_heads] of e4m3 codes; None: all are 1
+        memory: AbstractContextManager[None] | None = None,  # in which the blocks are allocated
     ) -> None:
         """Zeros: what is masked must be finite. Block 0 is the null block."""
         self.spec, self.num_blocks, self.block_size, self.device = spec, num_blocks, block_size, device
@@ -30,12 +33,13 @@ class KVCache:
         self.num_kv_heads, dtype = group.num_kv_heads, getattr(torch, group.dtype)
         num_layers = max(len(g.layers) for g in spec.groups)
         shape = (num_layers, 2, group.num_kv_heads, num_blocks, block_size, group.head_dim)
-        self._blocks = torch.zeros(shape, dtype=dtype, device=device)
         self._scales: torch.Tensor | None = None  # those of tokens, in blocks as these are
-        if group.scale_dtype is not None:
-            of_tokens = (num_layers, *shape[2:-1], 2)
-            self._scales = torch.zeros(of_tokens, dtype=getattr(torch, group.scale_dtype), device=device)
-        elif dtype == torch.float8_e4m3fn and head_scales is None:
+        with memory or nullcontext():
+            self._blocks = torch.zeros(shape, dtype=dtype, device=device)
+            if group.scale_dtype is not None:
+                of_tokens = (num_layers, *shape[2:-1], 2)
+                self._scales = torch.zeros(of_tokens, dtype=getattr(torch, group.scale_dtype), device=device)
+        if self._scales is None and dtype == torch.float8_e4m3fn and head_scales is None:
             head_scales = torch.ones(spec.num_layers, 2, group.num_kv_heads)
         if head_scales is not None:
             head_scales = head_scales.to(device, torch.float32)
@@ -45,7 +49,7 @@ class KVCache:
             scales = None if head_scales is None else head_scales[layer]
             self.layers.append(KVLayer(self._blocks[place], scales if self._scales is None else self._scales[place]))
 
-    def clear(self, blocks: torch.Tensor | int) -> None:
+    def clear(self, blocks: torch.Tensor | slice | int) -> None:
         """Zero these blocks in all layers."""
         self._blocks[:, :, :, blocks] = 0
         if self._scales is not None:

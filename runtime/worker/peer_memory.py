@@ -10,7 +10,6 @@ import ctypes
 import os
 import struct
 from collections.abc import Sequence
-from functools import cache
 from typing import Literal, Protocol
 
 import torch
@@ -20,6 +19,7 @@ from runtime.kernels.all_gather import all_gather_triton
 from runtime.kernels.all_reduce import all_reduce_triton
 from runtime.kernels.communicator import TIMEOUT_S
 from runtime.kernels.inboxes import EMPTY_WORD, LOOKS_PER_S, NUM_INBOXES, NUM_PROGRAMS, STATE_WORDS, Inboxes
+from runtime.worker.cuda_driver import call, words_at
 
 _HANDLE = struct.Struct("<8sIIQQQ64s")  # mark, rank, size, process, address in it, bytes of an inbox, Memory's handle
 _MARK = b"cb-gpus "
@@ -47,15 +47,6 @@ class _DriverHandle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * 64),)
 
 
-class _Words:
-    """Memory at an address, as torch.as_tensor takes it."""
-
-    def __init__(self, address: int, num_words: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (num_words,), "typestr": "<i4", "version": 3,
-        }  # fmt: skip
-
-
 class DriverMemory:
     """Memory of the CUDA driver on a device, in the context that torch has made there."""
 
@@ -71,34 +62,22 @@ class DriverMemory:
     def allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
         self._enter()
         address, handle = ctypes.c_uint64(), _DriverHandle()
-        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
-        return torch.as_tensor(_Words(address.value, num_bytes // 4), device=self._device), bytes(handle)
+        call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return words_at(address.value, num_bytes, self._device), bytes(handle)
 
     def open(self, handle: bytes) -> int:
         self._enter()
         address = ctypes.c_uint64()
         by_value = _DriverHandle.from_buffer_copy(handle)
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS))
+        call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS))
         return address.value
 
     def free(self, own: torch.Tensor, opened: Sequence[int]) -> None:
         self._enter()
         for address in opened:
-            _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
-        _call("cuMemFree_v2", ctypes.c_uint64(own.data_ptr()))
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: object) -> None:
-    if code := getattr(_driver(), name)(*arguments):
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorName(code, ctypes.byref(text))
-        raise OSError(code, f"{name} says {(text.value or b'nothing').decode()}")
+            call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        call("cuMemFree_v2", ctypes.c_uint64(own.data_ptr()))
 
 
 def inbox_bytes_of(size: int, max_bytes: int) -> int:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -33,6 +34,7 @@ from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState
 from runtime.worker.kv_cache import KVCache
+from runtime.worker.mapped_memory import MappedMemory
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
 from runtime.worker.rank_group import RankGroup
 from runtime.worker.sources import ModelSource
@@ -67,6 +69,10 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads or max(1, cores // self.shard.size))
         self.spec = quantized_at_load(source.spec, config).of_rank(self.shard)
         check_products(self.spec, numerics)
+        self._of_weights = self._of_cache = None  # memory that can be given back; None: it cannot
+        if config.sleep_mode and numerics.device.type == "cuda":
+            self._of_weights = MappedMemory(numerics.device, keeps_content=True)
+            self._of_cache = MappedMemory(numerics.device, keeps_content=False)
         self._group = RankGroup(config, self.spec, numerics)
         self.handle = self._group.handle
         if shard is None:
@@ -86,7 +92,8 @@ class ModelRunner:
         )
         if forms_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
-        self.decoder = self._source.load(spec, numerics, self.memory.max_model_len, group.communicator)
+        with self._of_weights.use() if self._of_weights is not None else nullcontext():
+            self.decoder = self._source.load(spec, numerics, self.memory.max_model_len, group.communicator)
         self.adapters = RunnerAdapters(self.decoder, self._source.weight_map, config.max_loras, config.max_lora_rank)
         self.grammar_state = GrammarState(spec.whole.vocab_size, self.is_draft, self.shard)
         self.pooling = self._source.pooling(config.pooling)
@@ -103,7 +110,8 @@ class ModelRunner:
         """Allocate the KV cache, of as many blocks as all ranks have room for, and warm up. Plans may come then."""
         self.memory = self.memory.with_blocks(num_kv_blocks)
         logger.info("%s", self.memory)
-        self.steps = self._make_steps(num_kv_blocks)
+        room = None if self._of_cache is None else self._of_cache.use()
+        self.steps = self._make_steps(num_kv_blocks, room)
         self.asynchronous = self.steps.asynchronous
         self.info = self._describe(self._source.fingerprint)
         self._group.least(0)  # all have their cache
@@ -141,9 +149,9 @@ class ModelRunner:
             can_sleep=self.config.sleep_mode,
         )
 
-    def _make_steps(self, num_blocks: int) -> CpuSteps | GpuSteps:
+    def _make_steps(self, num_blocks: int, room: AbstractContextManager[None] | None = None) -> CpuSteps | GpuSteps:
         memory, numerics = self.memory, self.numerics
-        cache = KVCache(memory.kv_cache, num_blocks, memory.block_size, numerics.device, self.kv_scales)
+        cache = KVCache(memory.kv_cache, num_blocks, memory.block_size, numerics.device, self.kv_scales, room)
         num_slots, max_len = memory.max_num_seqs, memory.max_model_len
         kind = GpuSteps if numerics.backend == "triton" else CpuSteps
         pooling = self.pooling, self.classifier
@@ -198,10 +206,31 @@ class ModelRunner:
         self.steps.reset()
 
     def sleep(self) -> None:
-        """Give memory back until `wake`; no plan may come meanwhile. On a CPU all stays where it is."""
+        """Give memory back until `wake`, if `sleep_mode` and the device allow it; no plan may come meanwhile."""
+        if self._of_weights is not None and self._of_cache is not None:
+            start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+            self._of_weights.give_back()
+            self._of_cache.give_back()
+            torch.cuda.empty_cache()
+            size, seconds = torch.cuda.mem_get_info()[0] - free, time.perf_counter() - start
+            logger.info("asleep: %.2f GiB given back in %.2f s", size / (1 << 30), seconds)
 
     def wake(self) -> None:
-        """Be ready for plans, with the weights as they were, and nothing of the requests."""
+        """Be ready for plans, with the weights as they were, and nothing of the requests. Raises CallboardError if
+        others have the memory now; then it sleeps on."""
+        if self._of_weights is not None and self._of_cache is not None:
+            start = time.perf_counter()
+            try:
+                self._of_weights.take_again()
+                self._of_cache.take_again()
+            except OSError as e:
+                self._of_weights.give_back()
+                free = torch.cuda.mem_get_info()[0] / (1 << 30)
+                text = f"The GPU has {free:.2f} GiB free, too little to wake up ({e.strerror})"
+                raise CallboardError(f"{text}; end what has taken its memory and ask again.") from None
+            self.steps.cache.clear(slice(None))
+            torch.cuda.synchronize()
+            logger.info("awake after %.2f s", time.perf_counter() - start)
         self.reset()
 
     def load_adapter(self, index: int, path: str) -> None:

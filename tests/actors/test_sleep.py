@@ -23,6 +23,10 @@ def client_of(service, settings=None):
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
+def fail(text):
+    raise CallboardError(text)
+
+
 def level(engine):
     return engine.loop.stats()["sleep_level"]
 
@@ -81,6 +85,19 @@ async def test_runners_that_are_lost_in_their_sleep_are_replaced_when_they_shoul
             await group.sleep(1)
         assert not level(engine)
         assert len(engine.runners) == 3
+
+
+async def test_engines_sleep_on_if_others_have_their_memory():
+    async with Group(engine := Engine()) as group:
+        await group.sleep(1)
+        reading, set_level, asked = asyncio.create_task(read(group, request(0))), engine.set_sleep, []
+        engine.loop._sleep._set_level = lambda level: asked.append(level) or (level or fail("There is no room."))
+        with pytest.raises(CallboardError, match=r"^Engine 0 does not wake up: There is no room\.$"):
+            await group.sleep(0)
+        assert (asked, level(engine), len(engine.runners)) == ([0, 1], 1, 1)
+        engine.loop._sleep._set_level = set_level
+        await group.sleep(0)
+        assert (await reading)[:2] == sequential(request(0), 512)
 
 
 async def test_requests_go_to_engines_that_are_awake():
