@@ -80,6 +80,10 @@ class Rank:
     def _wait_for_exit(self) -> None:
         self.process.wait()
 
+    def _sleep(self) -> None: ...
+
+    _wake = _sleep
+
 
 class Group(RunnerGroup):
     """Two ranks; those of the first start are disturbed."""
@@ -217,3 +221,23 @@ def test_a_rank_that_is_lost_while_all_serve_ends_the_wait_for_it(make, number):
         with pytest.raises(RunnersLost, match=r"Rank 1 is stopped by a signal\.|has ended|was closed"):
             answer.result()
     assert time.monotonic() < end
+
+
+def test_ranks_sleep_and_wake_together_and_end_to_sleep_deeper(make):
+    def refuse(rank: Rank) -> None:
+        raise RayTaskError("wake", "traceback", CallboardError("There is no room.")).as_instanceof_cause()
+
+    group = make(wake=refuse)
+    group.start()
+    (ranks,) = group.starts
+    group.set_sleep(1)
+    assert [rank.called[-1] for rank in ranks] == [("sleep", ())] * 2
+    with pytest.raises(CallboardError, match=r"^Rank 1: There is no room\.$") as refused:
+        group.set_sleep(0)
+    assert not isinstance(refused.value, RunnersLost), "it sleeps on"
+    group.set_sleep(2)
+    assert [rank.process.wait(5) for rank in ranks] == [-signal.SIGKILL] * 2
+    with pytest.raises(RunnersLost):
+        group.set_sleep(0)
+    group.start()  # as is asked for to wake them
+    assert len(group.starts) == 2
