@@ -245,9 +245,11 @@ class GpuSteps:
     # ---- as graphs ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture_graphs(self, row_lens: Sequence[int], prefill_tokens: int) -> None:
+    def capture_graphs(self, row_lens: Sequence[int], prefill_tokens: int, pool: tuple[int, int] | None = None) -> None:
         """Graphs of decode steps, for rows of one token and of each of `row_lens` tokens, and of steps with prompts of
-        up to `prefill_tokens` tokens."""
+        up to `prefill_tokens` tokens; with a `pool` of torch's allocator, their memory is there."""
+        if pool is not None:
+            self.graph_runner.pool = self.adapter_graphs.pool = pool
         buckets: list[Bucket | StepShape] = [*self.graph_runner.buckets(row_lens)]
         buckets += self.graph_runner.prefill_buckets(prefill_tokens)
         shape = max(bucket.num_samples for bucket in buckets), len(self.split.own_ids)

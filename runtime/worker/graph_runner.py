@@ -124,7 +124,7 @@ class GraphRunner:
         self.rows = torch.zeros(10 * self.max_rows, dtype=torch.int32, device=state.device)
         self.graphs: dict[int, list[CapturedGraph]] = {}  # tokens of a row -> by rising number of rows
         self.prefill_graphs: list[CapturedGraph] = []  # by rising numbers of tokens and of short rows
-        self._pool: Any = None  # of the memory that all graphs share, as one replays at a time
+        self.pool: Any = None  # of the memory that all graphs share, as one replays at a time; None: a new one
 
     def beside(self) -> GraphRunner:
         """One without graphs, for those of another step, with the same input and output."""
@@ -164,13 +164,13 @@ class GraphRunner:
     ) -> None:
         """Capture `step` for each of the buckets: from the rows of its input to the token ids that it samples. The
         largest come first, so that the others find their memory in the pool."""
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
         for bucket in sorted(buckets, key=lambda bucket: -bucket.num_tokens):
             self.graph_io.write_input(1, bucket.pack(_NO_ROWS, self.num_slots), [NO_WRITES])
             self.run(bucket, step)  # kernels are compiled and workspaces made outside of a capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
+            with no_garbage_collection(), torch.cuda.graph(graph, pool=self.pool):
                 token_ids = self.run(bucket, step)
             self.add(CapturedGraph(bucket, graph, token_ids))
 

@@ -118,8 +118,8 @@ class MappedMemory:
         allocate, free = (ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in callbacks)
         allocator = torch._C._cuda_customAllocator(allocate, free)
         self._pool = torch.cuda.MemPool(allocator)
-        # Torch may call them after the last tensor is gone, and as late as in the end of the process: they never go.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((callbacks, allocator)))
+        # Torch may call them after the last tensor is gone, and as late as in the end of the process.
+        _keep_for_ever((callbacks, allocator))
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -136,6 +136,11 @@ class MappedMemory:
                 segment.is_used = False  # torch keeps it for a tensor that will not come
                 self._segments.unmap(found["address"], segment)
 
+    def for_graphs(self) -> tuple[int, int]:
+        """The pool by which CUDA graphs have their memory here. No graph may outlive it: it never goes."""
+        _keep_for_ever(self._pool)
+        return self._pool.id
+
     def give_back(self) -> None:
         """Unmap it; nothing that is already away."""
         torch.cuda.synchronize(self._device)
@@ -150,14 +155,39 @@ class MappedMemory:
 
     def take_again(self) -> None:
         """Map what is away, and begin to copy its content; `torch.cuda.synchronize` waits for it. Raises OSError if
-        there is not so much memory; then all is away as before."""
-        torch.cuda.synchronize(self._device)
-        away = [(at, s) for at, s in self._segments.all.items() if s.is_used and not s.is_mapped]
-        try:
-            for address, segment in away:
+        there is not so much memory. The thread must have asked torch for something on the device before."""
+        for address, segment in self._segments.all.items():
+            if segment.is_used and not segment.is_mapped:
                 self._segments.map(address, segment)
                 if segment.host is not None:
                     words_at(address, segment.size, self._device).copy_(segment.host, non_blocking=True)
+
+
+class RunnerMemory:
+    """All that a runner gives back while it sleeps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.weights = MappedMemory(device, keeps_content=True)
+        self.graphs = MappedMemory(device, keeps_content=True)  # little: some kernels count in theirs
+        self.cache = MappedMemory(device, keeps_content=False)
+
+    def give_back(self) -> None:
+        """Unmap what is not away."""
+        for part in (self.weights, self.graphs, self.cache):
+            part.give_back()
+        torch.cuda.empty_cache()
+
+    def take_again(self) -> None:
+        """Map all; raises OSError if there is not so much memory, and then all is away as before."""
+        torch.cuda.synchronize(self._device)
+        try:
+            for part in (self.weights, self.graphs, self.cache):
+                part.take_again()
         except OSError:
             self.give_back()
             raise
+
+
+def _keep_for_ever(x: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(x))

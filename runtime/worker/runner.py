@@ -34,7 +34,7 @@ from runtime.worker.cpu_steps import CpuSteps
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.grammar_state import GrammarState
 from runtime.worker.kv_cache import KVCache
-from runtime.worker.mapped_memory import MappedMemory
+from runtime.worker.mapped_memory import RunnerMemory
 from runtime.worker.memory import MemoryPlan, available_memory, plan_memory, resize_kv
 from runtime.worker.rank_group import RankGroup
 from runtime.worker.sources import ModelSource
@@ -69,10 +69,8 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads or max(1, cores // self.shard.size))
         self.spec = quantized_at_load(source.spec, config).of_rank(self.shard)
         check_products(self.spec, numerics)
-        self._of_weights = self._of_cache = None  # memory that can be given back; None: it cannot
-        if config.sleep_mode and numerics.device.type == "cuda":
-            self._of_weights = MappedMemory(numerics.device, keeps_content=True)
-            self._of_cache = MappedMemory(numerics.device, keeps_content=False)
+        may_give_back = config.sleep_mode and numerics.device.type == "cuda"
+        self._room = RunnerMemory(numerics.device) if may_give_back else None
         self._group = RankGroup(config, self.spec, numerics)
         self.handle = self._group.handle
         if shard is None:
@@ -92,7 +90,7 @@ class ModelRunner:
         )
         if forms_on_device(spec, numerics):
             logger.info("quantization: %s", "; ".join(weight_report(spec, numerics)))
-        with self._of_weights.use() if self._of_weights is not None else nullcontext():
+        with nullcontext() if self._room is None else self._room.weights.use():
             self.decoder = self._source.load(spec, numerics, self.memory.max_model_len, group.communicator)
         self.adapters = RunnerAdapters(self.decoder, self._source.weight_map, config.max_loras, config.max_lora_rank)
         self.grammar_state = GrammarState(spec.whole.vocab_size, self.is_draft, self.shard)
@@ -110,8 +108,7 @@ class ModelRunner:
         """Allocate the KV cache, of as many blocks as all ranks have room for, and warm up. Plans may come then."""
         self.memory = self.memory.with_blocks(num_kv_blocks)
         logger.info("%s", self.memory)
-        room = None if self._of_cache is None else self._of_cache.use()
-        self.steps = self._make_steps(num_kv_blocks, room)
+        self.steps = self._make_steps(num_kv_blocks, None if self._room is None else self._room.cache.use())
         self.asynchronous = self.steps.asynchronous
         self.info = self._describe(self._source.fingerprint)
         self._group.least(0)  # all have their cache
@@ -183,7 +180,10 @@ class ModelRunner:
     def _capture_graphs(self, steps: GpuSteps) -> None:
         torch.cuda.empty_cache()  # as a capture does
         start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-        steps.capture_graphs(self._counts(), min(self.config.prefill_graph_tokens, self.memory.max_num_batched_tokens))
+        most_tokens = min(self.config.prefill_graph_tokens, self.memory.max_num_batched_tokens)
+        steps.capture_graphs(
+            self._counts(), most_tokens, None if self._room is None else self._room.graphs.for_graphs()
+        )
         size = (free - torch.cuda.mem_get_info()[0]) / (1 << 30)
         seconds = time.perf_counter() - start
         logger.info("CUDA graphs: %d captured in %.1f s, %.2f GiB", steps.num_graphs, seconds, size)
@@ -207,24 +207,20 @@ class ModelRunner:
 
     def sleep(self) -> None:
         """Give memory back until `wake`, if `sleep_mode` and the device allow it; no plan may come meanwhile."""
-        if self._of_weights is not None and self._of_cache is not None:
+        if self._room is not None:
             start, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
-            self._of_weights.give_back()
-            self._of_cache.give_back()
-            torch.cuda.empty_cache()
+            self._room.give_back()
             size, seconds = torch.cuda.mem_get_info()[0] - free, time.perf_counter() - start
             logger.info("asleep: %.2f GiB given back in %.2f s", size / (1 << 30), seconds)
 
     def wake(self) -> None:
         """Be ready for plans, with the weights as they were, and nothing of the requests. Raises CallboardError if
         others have the memory now; then it sleeps on."""
-        if self._of_weights is not None and self._of_cache is not None:
+        if self._room is not None:
             start = time.perf_counter()
             try:
-                self._of_weights.take_again()
-                self._of_cache.take_again()
+                self._room.take_again()
             except OSError as e:
-                self._of_weights.give_back()
                 free = torch.cuda.mem_get_info()[0] / (1 << 30)
                 text = f"The GPU has {free:.2f} GiB free, too little to wake up ({e.strerror})"
                 raise CallboardError(f"{text}; end what has taken its memory and ask again.") from None

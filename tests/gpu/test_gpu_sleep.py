@@ -80,7 +80,7 @@ def test_a_runner_sleeps_on_while_others_have_its_memory(monkeypatch):
     runner, want = core.executor._runner, generate(core)
     core.lose()
     runner.sleep()
-    cache = runner._of_cache._segments
+    cache = runner._room.cache._segments
     with monkeypatch.context() as patch:
 
         def refuse(address, segment):
