@@ -46,8 +46,10 @@ class MessageParser:
         if form.tools is not None:
             self._calls = form.tools.parser(form.tools, form.functions, form.most_calls, form.forced)
         self._channels = self._calls if isinstance(self._calls, HarmonyParser) else None
+        self._num_begun = len(form.begun)  # characters that are of the prompt
         if self._channels is not None and form.begun:
-            self._channels.read_prompt(form.begun)
+            self._channels.push(form.begun)
+            self._channels.new_reasoning()
         self._reasoning = self._channels or self._splitter  # who tells it apart
         self.has_called = False
         # The ends of tokens that may be reasoning; None: none may.
@@ -58,7 +60,7 @@ class MessageParser:
         if self._ends is None or self._reasoning is None:
             return 0
         self._ends += ends
-        num_before, num_chars = len(self._ends), self._reasoning.num_reasoning_chars
+        num_before, num_chars = len(self._ends), self._reasoning.num_reasoning_chars - self._num_begun
         if not self._reasoning.is_open:
             ends, self._ends = self._ends, None
             return sum(end <= num_chars for end in ends)

@@ -92,6 +92,7 @@ class ToolCallParser:
         self.done = False
         self._form, self._functions, self._most = form, functions, most
         self._held = ""
+        self._num_chars = 0  # of the text so far
         self._at = 0  # where in _held the text after a mark begins
         self._value = JsonValue()
         self._content: list[str] = []
@@ -106,6 +107,7 @@ class ToolCallParser:
     def push(self, text: str, is_last: bool = False) -> tuple[str, list[CallDelta]]:
         """The content and the pieces of calls that are now certain; with the last text, a call that is not was none."""
         self._held += text
+        self._num_chars += len(text)
         while self._state(is_last):
             pass
         content, self._content = "".join(self._content), []
@@ -189,6 +191,14 @@ class ToolCallParser:
 
     def _may_call(self, name: object) -> bool:
         return isinstance(name, str) and (self._functions is None or name in self._functions)
+
+    def _up_to(self, end: re.Pattern[str], ends: Collection[str], final: bool) -> tuple[str, bool]:
+        """Takes the text before an end and drops the end, or takes all but a tail that may begin one of `ends`."""
+        text, found = self._held, end.search(self._held)
+        num_waiting = 0 if final else max(tail_that_may_begin(mark, text) for mark in ends)
+        stop = len(text) - num_waiting if found is None else found.start()
+        self._held = text[stop if found is None else found.end() :]
+        return text[:stop], found is not None
 
     def _skips(self, mark: str, final: bool) -> bool | None:
         """Drops white space and a mark after it, if it is there; None: that is not certain yet."""

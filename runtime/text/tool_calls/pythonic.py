@@ -20,6 +20,7 @@ class PythonicParser(PlainArgumentsParser):
     """Gives each argument when it is whole."""
 
     head = re.compile(r"\s*[\[,]\s*([\w.-]+)\(\s*(?=\)|\w+\s*=)")
+    next_call, ends = ",", ("]", _END_MARK)
     _depth, _quote, _scanned = 0, "", 0  # of this value: brackets open, the string's quote, how far it was read
 
     def _opening(self, final: bool) -> bool:
@@ -40,7 +41,7 @@ class PythonicParser(PlainArgumentsParser):
             return False
         self._give_end()
         self._held = text.removeprefix(")")
-        return self._end(self._after_call)
+        return self._after_arguments(final)
 
     def _literal(self, final: bool) -> bool:
         text = self._held
@@ -62,21 +63,6 @@ class PythonicParser(PlainArgumentsParser):
             self._give(text)
             self._held = ""
         return False
-
-    def _after_call(self, final: bool) -> bool:
-        text = self._held = self._held.lstrip()
-        if not text:
-            return False
-        self._at = 0
-        self._state = self._opening if text[0] == "," else self._after_list
-        self._held = text.removeprefix("]")
-        return True
-
-    def _after_list(self, final: bool) -> bool:
-        if self._skips(_END_MARK, final) is None:
-            return False
-        self._state = self._outside
-        return True
 
 
 PYTHONIC = ToolFormat(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from runtime.text.reasoning import tail_that_may_begin
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS
 from runtime.text.tool_calls.plain_arguments import PlainArgumentsParser
 from runtime.text.tool_calls.written_values import as_json, json_text
@@ -47,17 +46,14 @@ class TaggedParser(PlainArgumentsParser):
         if self._is_at_start and self._held:
             self._held = self._held.removeprefix("\n")
             self._is_at_start = False
-        text, end = self._held, self.value_end.search(self._held)
-        num_waiting = 0 if final else max(tail_that_may_begin(mark, text) for mark in self.value_ends)
-        stop = len(text) - num_waiting if end is None else end.start()
-        self._held = text[stop if end is None else end.end() :]
+        text, ended = self._up_to(self.value_end, self.value_ends, final)
         if self._is_string:
-            self._give(json_text(text[:stop]))
+            self._give(json_text(text))
         else:
-            self._written += text[:stop]
-        if end is not None:
+            self._written += text
+        if ended:
             self._give('"' if self._is_string else as_json(self._written, self._types))
             self._state = self._key
         elif final:
             self._give(self._written)
-        return end is not None
+        return ended
