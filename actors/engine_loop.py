@@ -77,7 +77,8 @@ class EngineLoop:
         self._limits = QueueLimits(config, scheduler)
         self._adapters = EngineAdapters(config, scheduler, load_adapter, self._call, self._rebuild, changed)
         self._adapters.load_at_start()
-        self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, self._tell_status)
+        settled = partial(self._set_reason, None)
+        self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, settled)
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)
         self._meter = EngineMetrics(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
@@ -433,7 +434,6 @@ class EngineLoop:
         self._emit()
         self._set_reason(f"The engine is restarting its model runners: {why}")
         self.num_rebuilds += 1
-        self._sleep.level = 0
         self.executor.close()
         if (culprit := self.core.lose()) is not None:
             text = f"The model runners were lost {culprit.num_losses} times while computing this request."
@@ -442,5 +442,5 @@ class EngineLoop:
         if info.fingerprint != self.info.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")
         self.core.recover(self.executor)
-        self._progress = time.monotonic()
+        self._progress, self._sleep.level = time.monotonic(), 0
         self._set_reason(None)

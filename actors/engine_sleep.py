@@ -31,14 +31,14 @@ class EngineSleep:
         set_level: SetSleep,
         finish: Callable[[], None],
         rebuild: Callable[[str], None],
-        changed: Callable[[], None],
+        settled: Callable[[], None],
     ) -> None:
-        """`finish` sends what the steps in flight sample, `rebuild` gets fresh runners, and `changed` tells the
-        fronts."""
+        """`finish` sends what the steps in flight sample, `rebuild` gets fresh runners, which are awake, and `settled`
+        tells the fronts that this is over."""
         self.level = 0
         self.asked: deque[tuple[Connection, Sleep]] = deque()
         self._core, self._set_level = core, set_level
-        self._finish, self._rebuild, self._changed = finish, rebuild, changed
+        self._finish, self._rebuild, self._settled = finish, rebuild, settled
 
     def follow(self) -> bool:
         """Come to the levels that were asked for, between two steps; True while the engine is asleep."""
@@ -53,7 +53,7 @@ class EngineSleep:
                     self._rebuild(error)
                     error = error if message.level else ""  # fresh ones are awake
             finally:
-                self._changed()
+                self._settled()
                 connection.answer(message.number, error)
         return self.level > 0
 
@@ -69,7 +69,7 @@ class EngineSleep:
             self._core.recover(self._core.executor)
             self.level = 0
         elif not level and self.level == 2:
-            self._rebuild("they were let go to sleep")  # which sets the level
+            self._rebuild("they were let go to sleep")
 
     def _wake(self) -> None:
         try:

@@ -100,6 +100,21 @@ async def test_engines_sleep_on_if_others_have_their_memory():
         assert (await reading)[:2] == sequential(request(0), 512)
 
 
+async def test_engines_that_sleep_deep_do_so_until_their_model_can_be_loaded():
+    async with Group(engine := Engine()) as group:
+        await group.sleep(2)
+        reading, start = asyncio.create_task(read(group, request(0))), engine.start
+        engine.start = lambda: fail("Too little memory.")
+        for _ in range(2):
+            with pytest.raises(CallboardError, match=r"^Engine 0 does not wake up: Too little memory\.$"):
+                await asyncio.wait_for(group.sleep(0), 5)
+            assert level(engine) == 2
+            await eventually(lambda: group.is_asleep and group.health() is None)
+        engine.start = start
+        await group.sleep(0)
+        assert (await asyncio.wait_for(reading, 5))[:2] == sequential(request(0), 512)
+
+
 async def test_requests_go_to_engines_that_are_awake():
     engines = [Engine(), Engine()]
     async with Group(*engines) as group:
