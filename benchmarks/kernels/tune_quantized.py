@@ -27,9 +27,10 @@ import torch
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
 from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.quantized_configs import QuantizedConfig, QuantizedTiling, quantized_sum_order
+from runtime.kernels.quantized_configs import QuantizedConfig, QuantizedTiling, VectorConfig, quantized_sum_order
 from runtime.kernels.quantized_linear import quantized_linear_triton
 from runtime.kernels.quantized_skinny_gemm import quantized_skinny_gemm_triton
+from runtime.kernels.quantized_vector import VECTOR_FORMS
 from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, dequantize
 from runtime.kernels.skinny_gemm import MAX_ROWS
 
@@ -60,7 +61,7 @@ FORMS = {
     "mxfp4": Form("e2m1", 32),
     "nvfp4": Form("e2m1", 16),
 }
-Config = QuantizedConfig | QuantizedTiling | None  # None: the rule's
+Config = QuantizedConfig | QuantizedTiling | VectorConfig | None  # None: the rule's
 
 
 def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
@@ -75,8 +76,9 @@ def candidates(form: Form, rows: int, num_chunks: int) -> list[Config]:
     for block_n, warps in ((16, num_chunks // 2), (16, num_chunks), (32, num_chunks)):
         found += [c(block_n, 128, max(warps, 1), stages, ahead, unroll=unroll)
                   for stages, ahead, unroll in ((3, 1, 1), (5, 2, 1), (3, 2, 2))]  # fmt: skip
-    if rows == 1 and form.code in ("fp8", "int8"):
-        found += [c(4, 1024, 1, 1, 1, True), c(4, 1024, 2, 2, 1, True), c(4, 2048, 4, 1, 1, True)]
+    if rows == 1 and form.code in VECTOR_FORMS:
+        found += [VectorConfig(4, 4, 2), VectorConfig(4, 4, 4), VectorConfig(8, 4, 1), VectorConfig(8, 4, 4),
+                  VectorConfig(8, 2, 2), VectorConfig(4, 8, 2), VectorConfig(8, 8, 2)]  # fmt: skip
     return [None, *found]
 
 
@@ -117,7 +119,7 @@ def run(p: Product, x: torch.Tensor, weight: QuantizedWeight, residual: torch.Te
         return quantized_linear_triton(
             x, weight, tiling=tiling, residual=residual if p.form in ("out", "down") else None
         )
-    few = config if isinstance(config, QuantizedConfig) else None
+    few = None if isinstance(config, QuantizedTiling) else config
     options: dict[str, Any] = {"norm_weight": x[0], "eps": 1e-5}
     match p.form:
         case "out" | "down":
@@ -174,7 +176,8 @@ def check(name: str, form: Form, shapes: list[Product], rows: list[int], codes: 
                 fixed = quantized_linear_triton(x[:n], weight, out_dtype=torch.float32, fixed_order=True)
             errors[n] = round(((got - want[:n]).norm() / want[:n].norm()).item(), 7)
             same[n] = torch.equal(fixed[:16], reference[:n])
-        right = all(error < 2e-5 for error in errors.values())
+        # fp8 has one row's shortest sums in float16, all else in float32.
+        right = all(error < (1e-3 if form.code == "fp8" and n == 1 else 2e-5) for n, error in errors.items())
         report(op="check", form=name, product=p, right=right, errors=errors, same_bits=same)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from runtime.kernels._triton import next_power_of_2
 from runtime.kernels.quantized_weight import QuantizedWeight
 from runtime.kernels.sum_order import SumOrder
 
@@ -12,15 +13,22 @@ _FEW_ROWS = 5120  # of a weight: fewer programs of 32 rows than there are multip
 
 
 class QuantizedConfig(NamedTuple):
-    """How a product of few rows is cut."""
+    """How a product of few rows is cut, for matrix units."""
 
     block_n: int  # rows of the weight of a program
     block_k: int  # columns a step; fixed by the form where codes have 4 bits or groups
     num_warps: int
-    stages: int = 1  # of the software pipeline; on FMA units, steps in flight, 1 or 2
+    stages: int = 1  # of the software pipeline
     ahead: int = 1  # steps, 1 or 2, whose weights are requested before the wait for the previous kernel
-    vector: bool = False  # one row on the FMA units, codes of 8 bits
     unroll: int = 1  # steps between two waits for loads
+
+
+class VectorConfig(NamedTuple):
+    """How a product of one row is cut, for other units."""
+
+    block_n: int  # rows of the weight whose codes are on their way at once
+    num_warps: int
+    blocks: int  # of so many rows that a program multiplies one after another
 
 
 class QuantizedTiling(NamedTuple):
@@ -49,14 +57,10 @@ def quantized_sum_order(size_out: int, size_in: int) -> SumOrder:
 
 
 def quantized_config(weight: QuantizedWeight, num_rows: int) -> QuantizedConfig:
-    """The configuration for a weight and a number of rows, where one row that must have the bits of several is 2."""
+    """The configuration for a weight and a number of rows."""
     size_out, size_in = weight.shape
     warps = max(quantized_sum_order(size_out, size_in).num_chunks, 2)
     block_n = 32 if weight.plane and num_rows <= 8 else 16
-    if num_rows == 1 and weight.form == "fp8" and size_out <= _FEW_ROWS:
-        return QuantizedConfig(4, 1024, num_warps=2, stages=2, vector=True)
-    if num_rows == 1 and weight.form == "fp8":
-        return QuantizedConfig(4, 2048, num_warps=4, vector=True)
     if size_out <= _FEW_ROWS and size_in > 8192:
         return QuantizedConfig(block_n, 128, warps, stages=3, ahead=2, unroll=2)
     if size_out <= _FEW_ROWS:
@@ -64,6 +68,27 @@ def quantized_config(weight: QuantizedWeight, num_rows: int) -> QuantizedConfig:
     if size_out <= 2 * _FEW_ROWS:
         return QuantizedConfig(block_n, 128, warps, stages=5, ahead=2)
     return QuantizedConfig(32 if num_rows <= 8 else 16, 128, warps, stages=3)
+
+
+def vector_config(weight: QuantizedWeight) -> VectorConfig:
+    """The configuration for one row: registers hold the codes of a block and of the next one, and a program's rows are
+    as many as leave programs for all multiprocessors."""
+    size_out, words = weight.shape[0], row_words(weight)
+    few, more = size_out <= _FEW_ROWS, 1 if words > 8192 else 4
+    if weight.plane:
+        block_n = 8 if words <= 512 else more
+        rows = 32 if size_out >= 8192 else 16 if size_out >= 4096 else 8
+        warps = words // 128 if words <= 1024 else 8 if words <= 2048 else 16
+        return VectorConfig(block_n, warps, rows // block_n)
+    if words <= 512:
+        return VectorConfig(8, words // 128, 1) if few else VectorConfig(4, words // 128, 2)
+    return VectorConfig(more, 4 if words <= 4096 else 16, 2 if words <= 2048 else 4)
+
+
+def row_words(weight: QuantizedWeight) -> int:
+    """Words of 4 bytes of a row's codes, rounded up to a power of two; a warp has 128."""
+    words: int = next_power_of_2(weight.codes[0].nbytes // 4)
+    return max(words, 128)
 
 
 def quantized_tiling(weight: QuantizedWeight, num_rows: int, fixed_order: bool = False) -> QuantizedTiling:

@@ -89,7 +89,7 @@ def _few_choices_kernel(
     if expert >= num_experts:
         return
     sources = tl.where(live, choices // TOP_K if ACTIVATION is not None else tokens, 0)
-    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
+    rows = _weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N)
     row_of = tl.minimum(rows, N - 1)
     ROW_BYTES: tl.constexpr = K // 2 if PLANE else K
     WIDTH: tl.constexpr = PLANE if PLANE else BLOCK_K
@@ -179,7 +179,7 @@ def _many_choices_kernel(
     if expert >= num_experts:
         return
     sources = tl.where(live, choices // TOP_K if ACTIVATION is not None else tokens, 0)
-    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
+    rows = _weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N)
     row_of = tl.minimum(rows, N - 1)
     ROW_BYTES: tl.constexpr = K // 2 if PLANE else K
     WIDTH: tl.constexpr = PLANE if PLANE else BLOCK_K

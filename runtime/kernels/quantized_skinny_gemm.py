@@ -2,8 +2,8 @@
 
 As there, a program has a few rows of the weight and the whole of K, requests its first weights before it waits for the
 kernel before it, and sums in the order of `sum_order`; sums of a group of columns start at zero, are scaled and then
-added. Codes become bfloat16 in registers and go through the tensor cores, at one row as well: there, decoding leaves no
-instructions for products on the FMA units. Codes of 8 bits have that form too, for one row.
+added. Codes become bfloat16 in registers and go through the tensor cores. One row has kernels of its own where codes
+can be multiplied as they are (`quantized_vector.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ import torch
 
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.gated_activation import Activation
-from runtime.kernels.quantized_configs import QuantizedConfig, quantized_config, quantized_sum_order, step_columns
+from runtime.kernels.quantized_configs import (
+    QuantizedConfig,
+    VectorConfig,
+    quantized_config,
+    quantized_sum_order,
+    row_words,
+    step_columns,
+    vector_config,
+)
+from runtime.kernels.quantized_vector import VECTOR_FORMS, quantized_vector_kernel
 from runtime.kernels.quantized_weight import (
     QuantizedWeight,
     decode,
@@ -76,7 +85,7 @@ def _quantized_tile_kernel(
     PDL: tl.constexpr,
 ):
     """Program i: rows i * BLOCK_N and on of the weight with all rows of x, padded to NUM_TOKENS."""
-    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
+    rows = _weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N)
     tokens = tl.arange(0, NUM_TOKENS)
     row_of = tl.minimum(rows, N - 1).to(tl.int64)
     ROW_BYTES: tl.constexpr = K // 2 if PLANE else K
@@ -144,8 +153,8 @@ def _quantized_tile_kernel(
         wide = row.to(tl.float32)
         acc *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
     _finish(
-        acc, tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION, NUM_TOKENS,
-        BLOCK_N,
+        acc, tl.program_id(0), tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION,
+        NUM_TOKENS, BLOCK_N,
     )  # fmt: skip
 
 
@@ -305,90 +314,6 @@ def _product(w, x, acc, NUM_CHUNKS: tl.constexpr):
     return tl.dot(w, x.T if NUM_CHUNKS == 1 else tl.trans(x, 0, 2, 1), acc)
 
 
-@jit(do_not_specialize=["num_rows"])
-def _quantized_vector_kernel(
-    x_ptr,  # [1, K]
-    codes_ptr,
-    scales_ptr,
-    minimums_ptr,
-    bias_ptr,
-    norm_ptr,
-    residual_ptr,
-    out_ptr,
-    num_rows,
-    N,
-    eps,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    MINIMUMS: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # at least 16
-    AHEAD: tl.constexpr,  # steps from a load of codes to their use, 1 or 2
-    PDL: tl.constexpr,
-):
-    """Program i: rows i * BLOCK_N and on of the weight with the one row of x; codes of 8 bits."""
-    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
-    row_of = tl.minimum(rows, N - 1).to(tl.int64)
-    cols = tl.arange(0, BLOCK_K)[None, :]
-    codes = codes_ptr + row_of[:, None] * K + cols
-    w = tl.load(codes, mask=cols < K, other=0.0, eviction_policy="evict_first")
-    next_w = w
-    if AHEAD == 2 and BLOCK_K < K:
-        next_w = tl.load(codes + BLOCK_K, mask=cols < K - BLOCK_K, other=0.0, eviction_policy="evict_first")
-    # A thread holds 16 neighbouring columns, 16 bytes: it sums those at once. They are of one group.
-    SUMS: tl.constexpr = BLOCK_K // 16
-    part_cols = tl.arange(0, SUMS)[None, :] * 16
-    if GROUP:
-        at = part_cols // GROUP * SCALE_STRIDE + (row_of // SCALE_ROWS)[:, None]
-        scale = tl.load(scales_ptr + at, mask=part_cols < K, other=0.0)
-        minimum = tl.load(minimums_ptr + at, mask=part_cols < K, other=0.0) if MINIMUMS else scale
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    acc = tl.zeros((BLOCK_N, SUMS), tl.float32)
-    squares = tl.zeros((1, SUMS), tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        x = tl.load(x_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)
-        if NORM:
-            squares += tl.sum(tl.reshape(x * x, (1, SUMS, 16)), 2)
-            x *= tl.load(norm_ptr + start + cols, mask=cols < K - start, other=0.0).to(tl.float32)
-        product = w.to(tl.float32) * x
-        ahead = start + AHEAD * BLOCK_K
-        if AHEAD == 2:
-            w = next_w
-        if ahead < K:
-            next_w = tl.load(codes + ahead, mask=cols < K - ahead, other=0.0, eviction_policy="evict_first")
-        if AHEAD == 1:
-            w = next_w
-        part = tl.sum(tl.reshape(product, (BLOCK_N, SUMS, 16)), 2)
-        if GROUP:
-            part *= scale
-            if MINIMUMS:
-                part -= minimum * tl.sum(tl.reshape(x, (1, SUMS, 16)), 2)
-            if start + BLOCK_K < K:
-                place = (part_cols + start + BLOCK_K) // GROUP * SCALE_STRIDE + (row_of // SCALE_ROWS)[:, None]
-                inside = part_cols < K - start - BLOCK_K
-                scale = tl.load(scales_ptr + place, mask=inside, other=0.0)
-                if MINIMUMS:
-                    minimum = tl.load(minimums_ptr + place, mask=inside, other=0.0)
-        acc += part
-    y = tl.sum(acc, 1)
-    if not GROUP:
-        y *= tl.load(scales_ptr + row_of)
-    if NORM:
-        y *= tl.rsqrt(tl.sum(squares) / K + eps)
-    _finish(
-        y[:, None], tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION, 1,
-        BLOCK_N,
-    )  # fmt: skip
-
-
 def quantized_skinny_gemm_triton(
     x: torch.Tensor,
     weight: QuantizedWeight,
@@ -401,12 +326,14 @@ def quantized_skinny_gemm_triton(
     out_dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
     fixed_order: bool = False,  # one row, too, has the bits that it has among others
-    config: QuantizedConfig | None = None,
+    config: QuantizedConfig | VectorConfig | None = None,
 ) -> torch.Tensor:
     """`quantized_skinny_gemm_torch` as one kernel with fp32 sums; x is bfloat16, its rows may be strided."""
     num_rows, (size_out, size_in) = len(x), weight.shape
     pdl, one_row = use_pdl(x), num_rows == 1 and not fixed_order  # else as one of several
-    config = config or quantized_config(weight, 1 if one_row else max(num_rows, 2))
+    if config is None:
+        vector = one_row and weight.form in VECTOR_FORMS
+        config = vector_config(weight) if vector else quantized_config(weight, 1 if one_row else max(num_rows, 2))
     if residual is not None:
         out = residual
     elif out is None:
@@ -419,21 +346,20 @@ def quantized_skinny_gemm_triton(
         "K": size_in, "BIAS": bias is not None, "RESIDUAL": residual is not None, "ACTIVATION": activation,
         "BLOCK_N": config.block_n, "PDL": pdl, "num_warps": config.num_warps, "launch_pdl": pdl,
     }  # fmt: skip
-    grid = (-(-size_out // config.block_n),)
-    if config.vector and one_row:
-        for name in ("FORM", "TABLE", "ASM", "PLANE"):
-            constants.pop(name)
-        _quantized_vector_kernel[grid](
+    num_blocks = -(-size_out // config.block_n)
+    if isinstance(config, VectorConfig):
+        del constants["TABLE"], constants["ASM"]
+        quantized_vector_kernel[(-(-num_blocks // config.blocks),)](
             x, weight.codes, weight.scales, minimums, bias_of, x if norm_weight is None else norm_weight, out, out,
-            num_rows, size_out, eps, NORM=norm_weight is not None,
-            BLOCK_K=max(min(config.block_k, next_power_of_2(size_in)), 16), AHEAD=config.stages, **constants, **options,
+            size_out, eps, NORM=norm_weight is not None, BLOCKS=config.blocks, WORDS=row_words(weight),
+            **constants, **options,
         )  # fmt: skip
         return out
     if norm_weight is not None and not one_row:
         x, norm_weight = rms_norm_triton(x, norm_weight, eps), None
     num_chunks, chunk = quantized_sum_order(size_out, size_in)
     block_k = step_columns(weight, config.block_k)
-    _quantized_tile_kernel[grid](
+    _quantized_tile_kernel[(num_blocks,)](
         x, weight.codes, weight.scales, minimums, bias_of, x if norm_weight is None else norm_weight, out, out,
         x.stride(0), num_rows, size_out, eps, NORM=norm_weight is not None, NUM_CHUNKS=num_chunks, CHUNK=chunk,
         BLOCK_K=block_k, NUM_TOKENS=8 if num_rows <= 8 else 16,

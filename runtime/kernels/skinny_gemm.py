@@ -51,9 +51,9 @@ def skinny_gemm_torch(
 
 
 @jit
-def _weight_rows(N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The program's rows of the weight [BLOCK_N]: with an activation, rows of gate and of up in turn."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+def _weight_rows(block, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows of the weight [BLOCK_N] of a block: with an activation, rows of gate and of up in turn."""
+    rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     if ACTIVATION is not None:
         rows = rows // 2 + rows % 2 * (N // 2)
     return rows
@@ -61,7 +61,8 @@ def _weight_rows(N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @jit
 def _finish(
-    y,  # [BLOCK_N, NUM_TOKENS] fp32: the program's rows of the weight times x.T
+    y,  # [BLOCK_N, NUM_TOKENS] fp32: the block's rows of the weight times x.T
+    block,
     tokens,  # [NUM_TOKENS]
     rows,  # [BLOCK_N]
     bias_ptr,
@@ -85,7 +86,7 @@ def _finish(
         gate, up = tl.split(tl.trans(tl.reshape(y, (BLOCK_N // 2, 2, NUM_TOKENS)), 0, 2, 1))
         y = activated(gate, ACTIVATION) * up
         width = N // 2
-        cols = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        cols = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     at = tokens[None, :] * width + cols[:, None]
     inside = (tokens < num_rows)[None, :] & (cols < width)[:, None]
     if RESIDUAL:
@@ -127,7 +128,7 @@ def _vector_kernel(
     token = tl.program_id(1)
     if RANK:
         index = tl.load(rows_ptr + token).to(tl.int64)
-    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
+    rows = _weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)[None, :]
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
     w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
@@ -168,7 +169,7 @@ def _vector_kernel(
     if RANK:
         y += tl.sum(b.to(tl.float32) * small, 1)
     _finish(
-        y[:, None], token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
+        y[:, None], tl.program_id(0), token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
         BIAS, RESIDUAL, ACTIVATION, 1, BLOCK_N,
     )  # fmt: skip
 
@@ -197,7 +198,7 @@ def _tile_kernel(
     PDL: tl.constexpr,
 ):
     """Program i: rows i * BLOCK_N and on of the weight with all rows of x, padded to NUM_TOKENS."""
-    rows = _weight_rows(N, ACTIVATION, BLOCK_N)
+    rows = _weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N)
     tokens = tl.arange(0, NUM_TOKENS)
     weight_rows = tl.minimum(rows, N - 1).to(tl.int64)
     if NUM_CHUNKS == 1:
@@ -239,8 +240,9 @@ def _tile_kernel(
         second, fourth = tl.split(odd)
         acc = ((first + second) + third) + fourth
     _finish(
-        acc, tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION, NUM_TOKENS, BLOCK_N
-    )
+        acc, tl.program_id(0), tokens, rows, bias_ptr, residual_ptr, out_ptr, num_rows, N, BIAS, RESIDUAL, ACTIVATION,
+        NUM_TOKENS, BLOCK_N,
+    )  # fmt: skip
 
 
 @jit
