@@ -74,15 +74,17 @@ def vector_config(weight: QuantizedWeight) -> VectorConfig:
     """The configuration for one row: registers hold the codes of a block and of the next one, and a program's rows are
     as many as leave programs for all multiprocessors."""
     size_out, words = weight.shape[0], row_words(weight)
-    few, more = size_out <= _FEW_ROWS, 1 if words > 8192 else 4
+    more = 1 if words > 8192 else 4
     if weight.plane:
         block_n = 8 if words <= 512 else more
         rows = 32 if size_out >= 8192 else 16 if size_out >= 4096 else 8
         warps = words // 128 if words <= 1024 else 8 if words <= 2048 else 16
         return VectorConfig(block_n, warps, rows // block_n)
-    if words <= 512:
-        return VectorConfig(8, words // 128, 1) if few else VectorConfig(4, words // 128, 2)
-    return VectorConfig(more, 4 if words <= 4096 else 16, 2 if words <= 2048 else 4)
+    if size_out <= _FEW_ROWS and (words <= 512 or (words == 2048 and size_out <= 2048)):
+        return VectorConfig(8, min(words // 128, 4), 1)
+    if words <= 512 and size_out <= 65536:
+        return VectorConfig(8, max(words // 256, 1), 2)
+    return VectorConfig(more, min(words // 128, 4) if words <= 4096 else 16, 2 if words <= 2048 else 4)
 
 
 def row_words(weight: QuantizedWeight) -> int:
