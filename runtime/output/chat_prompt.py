@@ -12,7 +12,7 @@ from runtime.output.fields import FieldError, invalid
 from runtime.output.message_parser import MessageFormat
 from runtime.output.options import ChatOptions
 from runtime.output.response_format import RequestedGrammar
-from runtime.output.tools import with_calls
+from runtime.output.tools import CustomTool, with_calls
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
@@ -91,6 +91,7 @@ class ChatPrompter:
             shows_reasoning=options.include_reasoning,
             tools=form,
             functions={tool.function.name: tool.function.parameters or {} for tool in tools},
+            custom_tools=frozenset(tool.function.name for tool in tools if isinstance(tool, CustomTool)),
             most_calls=options.most_calls(),
             forced=forced,
             kept_special_ids=frozenset(special_marks.values()),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from runtime.core.types import ThinkingBudget
 from runtime.text.reasoning import ReasoningSplitter
 from runtime.text.tool_calls import CallDelta, ForcedCall, ToolFormat
+from runtime.text.tool_calls.custom_input import CustomInputs
 from runtime.text.tool_calls.harmony import HarmonyParser
 
 
@@ -26,6 +27,7 @@ class MessageFormat:
     kept_special_ids: frozenset[int]  # tokens that mark reasoning and calls
     begun: str = ""  # the part of a turn in channels that the prompt ends with
     budget: ThinkingBudget | None = None  # of reasoning
+    custom_tools: frozenset[str] = frozenset()  # those of the functions whose one argument is a text
 
 
 class ParsedMessage(NamedTuple):
@@ -42,7 +44,7 @@ class MessageParser:
     def __init__(self, form: MessageFormat) -> None:
         self._shows_reasoning = form.shows_reasoning
         self._splitter = ReasoningSplitter(form.in_reasoning) if form.thinks else None
-        self._calls = None
+        self._calls, self._inputs = None, CustomInputs(form.custom_tools)
         if form.tools is not None:
             self._calls = form.tools.parser(form.tools, form.functions, form.most_calls, form.forced)
         self._channels = self._calls if isinstance(self._calls, HarmonyParser) else None
@@ -80,6 +82,7 @@ class MessageParser:
             reasoning, text = self._splitter.push(text, is_last)
         if self._calls is not None:
             text, calls = self._calls.push(text, is_last)
+            calls = self._inputs.push(calls)
             self.has_called = self.has_called or bool(calls)
         if self._channels is not None:
             reasoning = self._channels.new_reasoning()

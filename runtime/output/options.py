@@ -11,7 +11,7 @@ from pydantic import Field
 from runtime.core.types import GrammarSpec
 from runtime.output.fields import Options, invalid, shown
 from runtime.output.response_format import RequestedGrammar, ResponseFormat, StructuredOutputs, requested_grammar
-from runtime.output.tools import AllowedFunctions, AllowedTools, ChosenTool, Tool, ToolChoice
+from runtime.output.tools import AllowedFunctions, AllowedTools, AnyTool, ChosenCustomTool, ChosenTool, ToolChoice
 from runtime.text.tool_calls import ForcedCall
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -48,7 +48,7 @@ class ChatOptions(OutputOptions):
     `tool_choice` "required" or a function makes the model go on from the beginning of a call, whose grammar is that of
     its arguments."""
 
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -69,31 +69,29 @@ class ChatOptions(OutputOptions):
             return
         if not self.tools:
             raise invalid("tool_choice", "is only allowed when there are tools")
-        if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in self.function_names:
-            raise invalid("tool_choice.function.name", f"is {shown(self.tool_choice.function.name)}, which no tool has")
-        if isinstance(self.tool_choice, AllowedTools) and (unknown := self.tool_choice.names - self.function_names):
-            raise invalid("tool_choice.allowed_tools.tools", f"has {shown(min(unknown))}, which no tool has")
-
-    @property
-    def function_names(self) -> set[str]:
-        return {tool.function.name for tool in self.tools or ()}
+        known, choice = {(tool.type, tool.function.name) for tool in self.tools}, self.tool_choice
+        if isinstance(choice, ChosenTool | ChosenCustomTool) and (choice.type, choice.function.name) not in known:
+            problem = f"is {shown(choice.function.name)}, which no tool of the type {choice.type} has"
+            raise invalid(f"tool_choice.{choice.type}.name", problem)
+        if isinstance(choice, AllowedTools) and (unknown := choice.names - known):
+            raise invalid("tool_choice.allowed_tools.tools", f"has {shown(min(unknown)[1])}, which no tool has")
 
     @cached_property
     def template_tools(self) -> list[dict[str, Any]] | None:
         """The tools as the template sees them; None if there are none."""
         return [tool.as_template_sees_it() for tool in self.offered_tools()] or None
 
-    def offered_tools(self) -> list[Tool]:
+    def offered_tools(self) -> list[AnyTool]:
         """The tools that the model is told of."""
         if isinstance(choice := self.tool_choice, AllowedTools):
-            return [tool for tool in self.tools or () if tool.function.name in choice.names]
+            return [tool for tool in self.tools or () if (tool.type, tool.function.name) in choice.names]
         return [] if choice == "none" else self.tools or []
 
     def forced_call(self) -> ForcedCall | None:
         """The call that the answer must begin with; None if none is asked for."""
         match self.tool_choice:
-            case ChosenTool(function=function):
-                return ForcedCall(function.name)
+            case ChosenTool() | ChosenCustomTool() as chosen:
+                return ForcedCall(chosen.function.name)
             case "required" | AllowedTools(allowed_tools=AllowedFunctions(mode="required")):
                 names = [tool.function.name for tool in self.offered_tools()]
                 return ForcedCall(names[0] if len(names) == 1 else None)
@@ -101,4 +99,5 @@ class ChatOptions(OutputOptions):
 
     def most_calls(self) -> int | None:
         """How many calls the answer may have; None: any number."""
-        return 1 if self.parallel_tool_calls is False or isinstance(self.tool_choice, ChosenTool) else None
+        names_one = isinstance(self.tool_choice, ChosenTool | ChosenCustomTool)
+        return 1 if self.parallel_tool_calls is False or names_one else None

@@ -1,12 +1,13 @@
-"""The functions that a chat's model may call, and the grammar that its calls must follow."""
+"""The functions and custom tools that a chat's model may call, and the grammar that its calls must follow."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from runtime.core.types import GrammarSpec
 from runtime.output.fields import Options, invalid
@@ -15,11 +16,13 @@ from runtime.structured.grammar import Calls
 from runtime.text import reasoning
 from runtime.text.tool_calls import ForcedCall, ToolFormat
 
+_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
 
 class Function(Options):
     model_config = ConfigDict(extra="allow")  # what else there is may mean something to the template
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # the arguments fit `parameters`, or the request is refused
@@ -35,6 +38,70 @@ class Tool(Options):
         return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
 
 
+class InputGrammar(Options):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class InputFormat(Options):
+    type: Literal["text", "grammar"]
+    grammar: InputGrammar | None = None
+
+    @model_validator(mode="after")
+    def _has_what_its_type_says(self) -> Self:
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise PydanticCustomError(
+                "format_shape", "it should have a grammar where its type is 'grammar', and only there"
+            )
+        return self
+
+
+class Custom(Options):
+    model_config = ConfigDict(extra="ignore")
+
+    name: Annotated[str, Field(pattern=_NAME)]
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class CustomTool(Options):
+    """A tool that takes a text, of which the model is told as of a function of one string, `input`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def grammar(self) -> InputGrammar | None:
+        """The grammar that the text follows; None: any text will do."""
+        return None if self.custom.format is None else self.custom.format.grammar
+
+    @property
+    def function(self) -> Function:
+        about: dict[str, Any] = {"type": "string"}
+        if (grammar := self.grammar) is not None:
+            kind = "regular expression" if grammar.syntax == "regex" else "Lark grammar"
+            about["description"] = f"A text that matches this {kind}:\n{grammar.definition}"
+        parameters = {"type": "object", "properties": {"input": about}, "required": ["input"]}
+        given = self.custom.model_dump(include={"name", "description"}, exclude_none=True)
+        return Function(**given, parameters=parameters | {"additionalProperties": False})
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        return Tool(type="function", function=self.function).as_template_sees_it()
+
+
+def kind_of_tool(value: Any) -> str:
+    """The tag of a tool, or of a call, in a union of functions and custom tools."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<custom>" if kind == "custom" else "<function>"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")], Discriminator(kind_of_tool)
+]
+
+
 class ChosenFunction(Options):
     model_config = ConfigDict(extra="ignore")
 
@@ -48,13 +115,30 @@ class ChosenTool(Options):
     function: ChosenFunction
 
 
+class ChosenCustomTool(Options):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["custom"]
+    custom: ChosenFunction
+
+    @property
+    def function(self) -> ChosenFunction:
+        return self.custom
+
+
+AnyChosenTool = Annotated[
+    Annotated[ChosenTool, Tag("<function>")] | Annotated[ChosenCustomTool, Tag("<custom>")],
+    Discriminator(kind_of_tool),
+]
+
+
 class AllowedFunctions(Options):
     """The tools that the model is told of, and whether it must call one."""
 
     model_config = ConfigDict(extra="ignore")
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenTool], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[AnyChosenTool], Field(min_length=1, fail_fast=True)]
 
 
 class AllowedTools(Options):
@@ -64,8 +148,9 @@ class AllowedTools(Options):
     allowed_tools: AllowedFunctions
 
     @property
-    def names(self) -> set[str]:
-        return {tool.function.name for tool in self.allowed_tools.tools}
+    def names(self) -> set[tuple[str, str]]:
+        """The types and names of the tools."""
+        return {(tool.type, tool.function.name) for tool in self.allowed_tools.tools}
 
 
 def _kind_of_choice(value: Any) -> str | None:
@@ -73,25 +158,24 @@ def _kind_of_choice(value: Any) -> str | None:
         return "<text>"
     if isinstance(value, AllowedTools) or (isinstance(value, dict) and value.get("type") == "allowed_tools"):
         return "<allowed>"
-    return "<tool>" if isinstance(value, dict | ChosenTool) else None
+    return "<tool>" if isinstance(value, dict | ChosenTool | ChosenCustomTool) else None
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")]
-    | Annotated[ChosenTool, Tag("<tool>")]
+    | Annotated[AnyChosenTool, Tag("<tool>")]
     | Annotated[AllowedTools, Tag("<allowed>")],
     Discriminator(
         _kind_of_choice,
         custom_error_type="tool_choice_shape",
-        custom_error_message="it should be 'none', 'auto', 'required', or an object that names a function or "
-        "allowed_tools",
+        custom_error_message="it should be 'none', 'auto', 'required', or an object that names a tool or allowed_tools",
     ),
 ]
 
 
 def with_calls(
     answer: RequestedGrammar | None,
-    tools: list[Tool],
+    tools: list[AnyTool],
     form: ToolFormat | None,
     forced: ForcedCall | None,
     most_calls: int | None,
@@ -100,10 +184,12 @@ def with_calls(
     """The grammar of an output that may hold calls, where `answer` is that of its content; None: all is free.
 
     Calls are bound from the opening on with which the prompt ends, or, where the model may choose and some function
-    is strict, from any mark on that it writes; beside an answer in JSON, they are all that it may write instead.
-    Arguments fit their schema; without `strict` any object will do where the schema is not supported. No grammar can
-    write `special_marks`, which are tokens and no text: what has to follow one is left out."""
-    strict = next((i for i, tool in enumerate(tools) if tool.function.strict), None)
+    is strict or has a grammar of its own, from any mark on that it writes; beside an answer in JSON, they are all
+    that it may write instead. Arguments fit their schema; without `strict` any object will do where the schema is
+    not supported. No grammar can write `special_marks`, which are tokens and no text: what has to follow one is
+    left out."""
+    inputs = {tool.function.name: tool.grammar for tool in tools if isinstance(tool, CustomTool)}
+    strict = next((i for i, t in enumerate(tools) if t.function.strict or inputs.get(t.function.name)), None)
     if not tools or (forced is None and strict is None and answer is None):
         return answer
     assert form is not None, "tools that the model has no format for are refused before"
@@ -122,8 +208,10 @@ def with_calls(
             answer.field, f"cannot be combined with tools that may be called ({why}); set tool_choice to none"
         )
     elif not has_marks:
+        assert strict is not None, "there is no other reason for a grammar here"
+        is_custom = isinstance(tools[strict], CustomTool)
         raise invalid(
-            f"tools.{strict}.function.strict",
+            f"tools.{strict}.custom.format" if is_custom else f"tools.{strict}.function.strict",
             "is supported for this model only where tool_choice is required or names a function",
         )
     name = None if forced is None else forced.name
@@ -133,6 +221,7 @@ def with_calls(
     end = form.end if is_text(form.end) else form.end.partition("\n")[0]
     calls = Calls(
         functions={f.name: nothing if f.parameters is None else f.parameters for f in functions},
+        inputs={f.name: (of.syntax, of.definition) for f in functions if (of := inputs.get(f.name)) is not None},
         lenient=[f.name for f in functions if not f.strict],
         named=name is not None,
         to_arguments=form.to_arguments,

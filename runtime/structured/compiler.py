@@ -15,9 +15,9 @@ from runtime.structured.pattern import GrammarError
 
 _MEMORY = 2 << 30  # of address space; a child at rest takes a tenth
 # A small specification takes some milliseconds: it has at most so many bytes, and none of the words that stand for
-# intersections and merged schemas (or an escape that may spell them).
+# intersections, merged schemas and grammars (or an escape that may spell them).
 _SMALL_BYTES = 4096
-_COSTLY_WORDS = ("pattern", "allOf", "\\u")
+_COSTLY_WORDS = ("pattern", "allOf", '"lark"', "\\u")
 
 
 class CompilerBusy(CallboardError):

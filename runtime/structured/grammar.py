@@ -17,9 +17,23 @@ import numpy as np
 from runtime.core.types import CallboardError, Grammar, GrammarSpec
 from runtime.structured import context_free, keywords, rules, schema, tags
 from runtime.structured.flat import Terms
+from runtime.structured.lark_text import read_lark
 from runtime.structured.lazy import LazyEngine
 from runtime.structured.matcher import Matcher
-from runtime.structured.pattern import MAX_STATES, Alternation, GrammarError, literal, literal_text, plain, size, whole
+from runtime.structured.pattern import (
+    MAX_STATES,
+    Alternation,
+    Concatenation,
+    GrammarError,
+    Reference,
+    Repetition,
+    escaped,
+    literal,
+    literal_text,
+    plain,
+    size,
+    whole,
+)
 from runtime.structured.rules import (
     NOTHING,
     Choice,
@@ -51,6 +65,7 @@ class Calls(msgspec.Struct):
     """Calls of functions, from within the first one on: the prompt ends with its opening, some of it or none."""
 
     functions: dict[str, Any]  # the schemas of their arguments, by name
+    inputs: dict[str, tuple[str, str]]  # syntax and grammar of the text that is a function's one argument, `input`
     lenient: list[str]  # functions that take any object where their schema is not supported
     named: bool  # the opening names the (only) function
     to_arguments: str  # what is between a function's name and its arguments
@@ -125,7 +140,11 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
             strict, unheeded = name not in calls.lenient, list[str]()
             found = schema.rules_of(root, terms, arguments, f"f{i}", strict, unheeded)
             ignored += (f".{name}{path}" for path in unheeded)
+            if name in calls.inputs:
+                found = _input(*calls.inputs[name], f"f{i}")
         except GrammarError as e:
+            if name in calls.inputs:
+                raise GrammarError(f"has a custom tool {name} whose format cannot be enforced: the grammar {e}") from e
             if name not in calls.lenient:
                 raise GrammarError(f"has a function {name} whose parameters cannot be enforced: the schema {e}") from e
             found = schema.rules_of({}, terms, arguments, f"f{i}")
@@ -139,6 +158,19 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
         written |= schema.rules_of(schema.read(calls.answer), terms, None, "a", answer_strict, ignored)
         start = choice([start, Name("astart")])
     return {"start": start, **written}
+
+
+def _input(syntax: str, definition: str, prefix: str) -> dict[str, Rule]:
+    """The rules of an object whose one property, `input`, is a text that follows a grammar."""
+    if syntax == "regex":
+        rules_of_text, start = {"text": whole(definition)}, "text"
+    else:
+        grammar = read_lark(definition)
+        rules_of_text, start = dict(grammar.rules), grammar.start
+    space = Repetition(literal(" "), 0, 1)
+    parts = literal('{"input":'), space, literal('"'), Reference(start), literal('"}')
+    rules_of_json = {name: escaped(pattern) for name, pattern in rules_of_text.items()}
+    return context_free.rules_of(rules_of_json | {"": Concatenation(parts)}, "", prefix)
 
 
 def _text(text: str) -> Rule:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache, lru_cache
@@ -376,13 +376,35 @@ _ESCAPED: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # what JSON does not
 
 def plain(pattern: Pattern) -> str:
     """The regular expression of the texts of a pattern as they stand."""
-    return _written(pattern, _class)
+    match pattern:
+        case CharacterClass(these):
+            return _class(these)
+        case Concatenation(parts):
+            return "".join(map(plain, parts))
+        case Alternation(parts):
+            return "(?:" + "|".join(map(plain, parts)) + ")"
+        case Repetition(part, least, most):
+            inner = plain(part)
+            return f"(?:{inner}){{{least},{'' if most is None else most}}}" if inner else ""
+    raise AssertionError(pattern)  # edges are gone by now
 
 
 @lru_cache(1024)
 def quoted(pattern: Pattern) -> str:
     """The regular expression of the texts of a pattern as JSON strings."""
-    return '"' + _written(pattern, _json_class) + '"'
+    return '"' + plain(escaped(pattern)) + '"'
+
+
+def escaped(pattern: Pattern) -> Pattern:
+    """The pattern of the same texts as they stand in JSON strings."""
+    match pattern:
+        case CharacterClass(these):
+            return _json_form(these)
+        case Concatenation(parts) | Alternation(parts):
+            return type(pattern)(tuple(map(escaped, parts)))
+        case Repetition(part, least, most):
+            return Repetition(escaped(part), least, most)
+    return pattern
 
 
 def literal_text(text: str) -> str:
@@ -395,21 +417,6 @@ def literal_string(text: str) -> str:
     return literal_text(encode_basestring(text))
 
 
-def _written(pattern: Pattern, of: Callable[[Ranges], str]) -> str:
-    """`of` writes one character."""
-    match pattern:
-        case CharacterClass(these):
-            return of(these)
-        case Concatenation(parts):
-            return "".join(_written(part, of) for part in parts)
-        case Alternation(parts):
-            return "(?:" + "|".join(_written(part, of) for part in parts) + ")"
-        case Repetition(part, least, most):
-            inner = _written(part, of)
-            return f"(?:{inner}){{{least},{'' if most is None else most}}}" if inner else ""
-    raise AssertionError(pattern)  # edges are gone by now
-
-
 @lru_cache(4096)
 def _class(these: Ranges) -> str:
     if not these:
@@ -420,21 +427,15 @@ def _class(these: Ranges) -> str:
 
 
 @lru_cache(4096)
-def _json_class(these: Ranges) -> str:
-    plain_chars = without(these, _ESCAPED)
-    escaped = [chr(c) for a, b in these for c in range(a, min(b, 0x5C) + 1) if any(x <= c <= y for x, y in _ESCAPED)]
-    if not escaped:
-        return _class(plain_chars)
-    forms = [json.dumps(c)[2:-1] for c in escaped]
-    letters = [form for form in forms if len(form) == 1]
-    codes = [form for form in forms if len(form) > 1]
-    options = [_class(plain_chars)] if plain_chars else []
-    if letters:
-        options.append(r"\x{5c}" + _class(_of("".join(letters))))
-    for high in "01":
-        if low := "".join(code[4] for code in codes if code[3] == high):
-            options.append(rf"\x{{5c}}u00{high}" + _class(_of(low)))
-    return "(?:" + "|".join(options) + ")"
+def _json_form(these: Ranges) -> Pattern:
+    ends: dict[str, str] = {}  # the last characters of escapes, by those before
+    for low, high in these:
+        for form in (json.dumps(chr(code))[1:-1] for code in range(low, min(high, 0x5C) + 1)):
+            ends[form[:-1]] = ends.get(form[:-1], "") + form[-1]
+    ends.pop("", None)  # of characters that stand for themselves
+    options = [Concatenation((*literal(start).parts, CharacterClass(_of(last)))) for start, last in ends.items()]
+    plain_chars = CharacterClass(without(these, _ESCAPED))
+    return Alternation((*([plain_chars] * bool(plain_chars.ranges)), *options)) if ends else plain_chars
 
 
 @lru_cache(4096)

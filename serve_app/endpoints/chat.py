@@ -118,7 +118,7 @@ def message_delta(delta: Delta) -> dict[str, Any]:
     """The fields of an OpenAI delta beside its content; there may be several pieces of one call."""
     return _fields(
         delta,
-        [{"index": c.index} | (_call(c) if c.name else {"function": {"arguments": c.arguments}}) for c in delta.calls],
+        [{"index": c.index} | (_call(c) if c.name else _more(c)) for c in delta.calls],
     )
 
 
@@ -135,4 +135,11 @@ def _fields(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _call(call: CallDelta) -> dict[str, Any]:
+    if call.is_custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _more(call: CallDelta) -> dict[str, Any]:
+    """Another piece of a call."""
+    return {"custom": {"input": call.arguments}} if call.is_custom else {"function": {"arguments": call.arguments}}

@@ -17,6 +17,13 @@ from serve_app.prepared_request import PreparedRequest
 from serve_app.requests import ResponsesRequest
 from serve_app.sse import EventStream
 
+_TEXTS_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
+_EVENTS = {  # of an item's text
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
@@ -46,8 +53,8 @@ class _OpenItem:
         }
 
     def item(self, status: str) -> dict[str, Any]:
-        if self.kind == "function_call":
-            return self.fields | {"arguments": "".join(self.pieces), "status": status}
+        if (name := _TEXTS_OF_CALLS.get(self.kind)) is not None:
+            return self.fields | {name: "".join(self.pieces), "status": status}
         return self.fields | {"content": [self.part()], "status": status}
 
 
@@ -159,8 +166,9 @@ class ResponseBuilder:
     def _add_call(self, call: CallDelta) -> None:
         if call.name:
             self._close("completed")
-            item = _OpenItem({"type": "function_call", "id": _new_id("fc"), "call_id": call.id, "name": call.name})
-            self._begin(item, {"arguments": ""})
+            kind, prefix = ("custom_tool_call", "ctc") if call.is_custom else ("function_call", "fc")
+            item = _OpenItem({"type": kind, "id": _new_id(prefix), "call_id": call.id, "name": call.name})
+            self._begin(item, {_TEXTS_OF_CALLS[kind]: ""})
         if call.arguments and self._open is not None:
             self._add_piece(self._open, call.arguments)
 
@@ -169,9 +177,8 @@ class ResponseBuilder:
         index = len(self.output)
         added = item.fields | empty | {"status": "in_progress"}
         self._emit("response.output_item.added", output_index=index, item=added)
-        kind = {"message": "output_text", "reasoning": "reasoning_text"}.get(item.kind, "function_call_arguments")
-        kind = f"response.{kind}.delta"
-        content = {} if item.kind == "function_call" else {"content_index": 0}
+        kind = f"response.{_EVENTS[item.kind]}.delta"
+        content = {} if item.kind in _TEXTS_OF_CALLS else {"content_index": 0}
         fixed = encode_json({"type": kind, **self._at(item), **content})
         item.before_delta = b'event: %b\ndata: %b,"sequence_number":' % (kind.encode(), fixed[:-1])
 
@@ -200,9 +207,9 @@ class ResponseBuilder:
         if (item := self._open) is None:
             return
         done, at = item.item(status), self._at(item)
-        if item.kind == "function_call":
-            named = {"name": item.fields["name"], "arguments": done["arguments"]}
-            self._emit("response.function_call_arguments.done", **at, **named)
+        if (name := _TEXTS_OF_CALLS.get(item.kind)) is not None:
+            named = {} if item.kind == "custom_tool_call" else {"name": item.fields["name"]}
+            self._emit(f"response.{_EVENTS[item.kind]}.done", **at, **named, **{name: done[name]})
             self._scores.clear()  # of tokens that are no text
             self._num_skipped = self._num_reasoning
         else:
@@ -288,16 +295,7 @@ def _fixed_fields(prepared: PreparedRequest[ResponsesRequest], is_stored: bool) 
     """What a response says from its beginning on: what was asked for, and what holds where nothing was said."""
     asked, model, params = prepared.request, prepared.model, prepared.requests[0].params
     text = asked.model_dump(include={"text"}, by_alias=True, exclude_none=True).get("text") or {}
-    tools = [
-        {
-            "type": "function",
-            "name": t.name,
-            "description": t.description,
-            "parameters": t.parameters,
-            "strict": t.strict,
-        }
-        for t in asked.tools or ()
-    ]
+    tools = [tool.model_dump() for tool in asked.tools or ()]
     choice = asked.model_dump(include={"tool_choice"})["tool_choice"]
     return {
         "id": prepared.id,

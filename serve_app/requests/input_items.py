@@ -7,10 +7,26 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from serve_app.requests.messages import CalledFunction, ChatMessage, Part, RefusalPart, TextPart, ToolCall
+from serve_app.requests.messages import (
+    CalledCustomTool,
+    CalledFunction,
+    ChatMessage,
+    CustomToolCall,
+    Part,
+    RefusalPart,
+    TextPart,
+    ToolCall,
+)
 from serve_app.requests.shapes import RequestModel, text_or_list
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+_KINDS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "reasoning",
+)
 
 
 def _type_of(value: Any, default: str | None = None) -> Any:
@@ -48,10 +64,24 @@ class FunctionCall(_Item):
     arguments: str
 
 
-class FunctionCallOutput(_Item):
-    type: Literal["function_call_output"]
+class CustomCall(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+
+
+class CallOutput(_Item):
     call_id: str
     output: _Text
+
+
+class FunctionCallOutput(CallOutput):
+    type: Literal["function_call_output"]
+
+
+class CustomCallOutput(CallOutput):
+    type: Literal["custom_tool_call_output"]
 
 
 class ReasoningText(RequestModel):
@@ -75,12 +105,14 @@ InputItem = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[FunctionCall, Tag("<function_call>")]
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[CustomCall, Tag("<custom_tool_call>")]
+    | Annotated[CustomCallOutput, Tag("<custom_tool_call_output>")]
     | Annotated[Reasoning, Tag("<reasoning>")],
     Discriminator(
         _kind_of_item,
         custom_error_type="item_kind",
-        custom_error_message="it should be an item of the type message, function_call, function_call_output or "
-        "reasoning; others are not supported",
+        custom_error_message="it should be an item of the type message, function_call, function_call_output, "
+        "custom_tool_call, custom_tool_call_output or reasoning; others are not supported",
     ),
 ]
 
@@ -97,7 +129,14 @@ def as_list(items: Sequence[bytes]) -> bytes:
     return b"[" + b",".join(items) + b"]"
 
 
-_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 
 def listed(item: InputItem, name: str) -> dict[str, Any]:
@@ -109,7 +148,7 @@ def listed(item: InputItem, name: str) -> dict[str, Any]:
             fields["content"] = [text]
         case InputMessage():
             fields["content"] = [{"type": "input_text", "text": _text(item.content)}]
-        case FunctionCallOutput():
+        case CallOutput():
             fields["output"] = _text(item.output)
         case Reasoning():
             fields["summary"] = []
@@ -123,7 +162,7 @@ def as_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
     turn: dict[str, Any] | None = None  # of the assistant, which later items may belong to
     for item in items:
         match item:
-            case FunctionCallOutput():
+            case CallOutput():
                 turn = None
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
                 continue
@@ -141,6 +180,10 @@ def as_messages(items: Sequence[InputItem]) -> list[ChatMessage]:
             case FunctionCall():
                 function = CalledFunction(name=item.name, arguments=item.arguments)
                 turn.setdefault("tool_calls", []).append(ToolCall(id=item.call_id, function=function))
+            case CustomCall():
+                custom = CalledCustomTool(name=item.name, input=item.input)
+                call = CustomToolCall(id=item.call_id, type="custom", custom=custom)
+                turn.setdefault("tool_calls", []).append(call)
     return [ChatMessage(**message) for message in messages]
 
 

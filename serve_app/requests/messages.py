@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, field_serializer
+from pydantic import AfterValidator, Discriminator, Field, Tag, field_serializer, model_serializer
 from pydantic_core import PydanticCustomError, from_json
 
 from runtime.output.fields import invalid
+from runtime.output.tools import kind_of_tool
 from serve_app.requests.shapes import LEGACY, MAX_VALUES, RequestModel, has_too_many_values, only, text_or_list
 
 
@@ -77,11 +78,38 @@ class ToolCall(RequestModel):
     function: CalledFunction
 
 
+class CalledCustomTool(RequestModel):
+    name: str
+    input: str
+
+
+class CustomToolCall(RequestModel):
+    """A call of a custom tool, which a template sees as that of a function of one string."""
+
+    id: str
+    type: Literal["custom"]
+    custom: CalledCustomTool
+
+    @property
+    def function(self) -> CalledCustomTool:
+        return self.custom
+
+    @model_serializer
+    def _as_template_sees_it(self) -> dict[str, Any]:
+        function = {"name": self.custom.name, "arguments": {"input": self.custom.input}}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+AnyToolCall = Annotated[
+    Annotated[ToolCall, Tag("<function>")] | Annotated[CustomToolCall, Tag("<custom>")], Discriminator(kind_of_tool)
+]
+
+
 class ChatMessage(RequestModel):
     role: Annotated[str, Field(pattern="^[a-z][a-z0-9_.-]{0,63}$")]  # one of ROLES, or one that the template names
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None  # of an assistant
+    tool_calls: Annotated[list[AnyToolCall], Field(fail_fast=True)] | None = None  # of an assistant
     tool_call_id: str | None = None  # of a tool: the call that it answers
     reasoning_content: str | None = None  # of an assistant; templates decide whether it is shown
     reasoning: str | None = None  # another name of it

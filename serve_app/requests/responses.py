@@ -7,12 +7,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_serializer, model_validator
+from pydantic_core import PydanticCustomError
 
 from runtime.output.fields import FieldError, Options, invalid
 from runtime.output.options import Effort
 from runtime.output.response_format import JsonSchema, ResponseFormat
-from runtime.output.tools import ChosenFunction, ChosenTool, Function, Tool
+from runtime.output.tools import (
+    AnyTool,
+    ChosenCustomTool,
+    ChosenFunction,
+    ChosenTool,
+    Custom,
+    CustomTool,
+    Function,
+    InputFormat,
+    InputGrammar,
+    Tool,
+    kind_of_tool,
+)
 from serve_app.requests.chat import ChatRequest
 from serve_app.requests.input_items import InputItem, InputMessage, as_messages
 from serve_app.requests.messages import ChatMessage
@@ -54,33 +67,82 @@ class FunctionTool(Options):
         return Tool(type="function", function=Function(**given))
 
 
-class NamedFunction(RequestModel):
-    type: Literal["function"]
+class CustomFormat(Options):
+    """The format of a custom tool's input, in which a grammar's fields are not nested."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+    @model_validator(mode="after")
+    def _has_what_its_type_says(self) -> Self:
+        given = {self.syntax is not None, self.definition is not None}
+        if given != {self.type == "grammar"}:
+            raise PydanticCustomError(
+                "format_shape", "it should have syntax and definition where its type is 'grammar', and only there"
+            )
+        return self
+
+    def as_chat(self) -> InputFormat:
+        if self.syntax is None or self.definition is None:
+            return InputFormat(type=self.type)
+        return InputFormat(type=self.type, grammar=InputGrammar(syntax=self.syntax, definition=self.definition))
+
+
+class FlatCustomTool(Options):
+    """A custom tool, whose fields are not nested as they are in a chat."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["custom"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    @field_serializer("format")
+    def _shown(self, form: CustomFormat | None) -> dict[str, Any]:
+        return {"type": "text"} if form is None else form.model_dump(exclude_none=True)
+
+    def as_chat(self) -> CustomTool:
+        form = None if self.format is None else self.format.as_chat()
+        return CustomTool(type="custom", custom=Custom(name=self.name, description=self.description, format=form))
+
+
+_AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")] | Annotated[FlatCustomTool, Tag("<custom>")],
+    Discriminator(kind_of_tool),
+]
+
+
+class NamedTool(RequestModel):
+    type: Literal["function", "custom"]
     name: str
 
 
 class AllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
 
 
 def _kind_of_choice(value: Any) -> str | None:
     if isinstance(value, str):
         return "<text>"
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in ("function", "allowed_tools") else None
+    if kind in ("function", "custom"):
+        return "<tool>"
+    return "<allowed_tools>" if kind == "allowed_tools" else None
 
 
 _ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")]
-    | Annotated[NamedFunction, Tag("<function>")]
+    | Annotated[NamedTool, Tag("<tool>")]
     | Annotated[AllowedTools, Tag("<allowed_tools>")],
     Discriminator(
         _kind_of_choice,
         custom_error_type="tool_choice_shape",
-        custom_error_message="it should be 'none', 'auto', 'required', or an object of the type function or "
-        "allowed_tools",
+        custom_error_message="it should be 'none', 'auto', 'required', or an object of the type function, custom "
+        "or allowed_tools",
     ),
 ]
 
@@ -152,7 +214,7 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[_AnyTool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: _ToolChoice | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -221,17 +283,20 @@ class ResponsesRequest(SamplingFields):
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
-    def _offered_tools(self) -> tuple[list[Tool], Any]:
+    def _offered_tools(self) -> tuple[list[AnyTool], Any]:
         """The tools that may be called, and a chat's `tool_choice`."""
-        tools, choice = [tool.as_chat() for tool in self.tools or ()], self.tool_choice
+        tools: list[AnyTool] = [tool.as_chat() for tool in self.tools or ()]
+        choice = self.tool_choice
         match choice:
-            case NamedFunction():
+            case NamedTool(type="function"):
                 return tools, ChosenTool(type="function", function=ChosenFunction(name=choice.name))
+            case NamedTool():
+                return tools, ChosenCustomTool(type="custom", custom=ChosenFunction(name=choice.name))
             case AllowedTools():
-                allowed = {function.name for function in choice.tools}
-                if unknown := allowed - {tool.function.name for tool in tools}:
-                    raise invalid("tool_choice.tools", f"has {min(unknown)!r}, which no tool has")
-                return [tool for tool in tools if tool.function.name in allowed], choice.mode
+                allowed = {(tool.type, tool.name) for tool in choice.tools}
+                if unknown := allowed - {(tool.type, tool.function.name) for tool in tools}:
+                    raise invalid("tool_choice.tools", f"has {min(unknown)[1]!r}, which no tool has")
+                return [tool for tool in tools if (tool.type, tool.function.name) in allowed], choice.mode
         return tools, choice if tools or choice == "required" else None
 
 
@@ -254,7 +319,7 @@ _NAMES = [
     (re.compile(r"^messages\b"), "input"),
     (re.compile(r"^reasoning_effort\b(?=.* is |$)"), "reasoning.effort"),
     (re.compile(r"^response_format(\.json_schema)?\b"), "text.format"),
-    (re.compile(r"^(tools\.\d+|tool_choice)\.function\b"), r"\1"),
+    (re.compile(r"^(tools\.\d+|tool_choice)\.(?:function|custom)\b"), r"\1"),
 ]
 
 

@@ -70,6 +70,7 @@ way on. Log-probabilities are those of the model alone.
 | `ebnf`, `regex`; `grammar`; `guided_grammar` | SGLang's, llama.cpp's and an older name of vLLM's for the same |
 | `tools` | `tool_choice` required or a function: arguments fit their schema (without `strict`: if it is supported) |
 | `tools` | where the model may choose and a function is `strict`: so does every call that it writes after its mark |
+| `tools` | a custom tool with a `format` of the type grammar, Lark's or a regular expression: its text follows it |
 | `response_format` and `tools` | the model answers in that JSON, or with calls, bound too (Hermes', DeepSeek's marks) |
 
 White space is at most one space after each comma and colon. In strings, characters stand for themselves, and what JSON

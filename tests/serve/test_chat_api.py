@@ -276,11 +276,11 @@ NAMED = partial(dict, type="function")
     [
         ({"functions": [{"name": "f"}]}, "functions", "use tools"),
         ({"function_call": "auto"}, "function_call", "use tools"),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools.0.type", "'function'"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type", "'function'"),
         ({"tools": [NAMED(function={})]}, "tools.0.function.name", "missing"),
         ({"tools": [NAMED(function={"name": "a b"})]}, "tools.0.function.name", "pattern"),
         ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice", "'required'"),
-        ({"tools": TOOLS, "tool_choice": 1}, "tool_choice", "names a function"),
+        ({"tools": TOOLS, "tool_choice": 1}, "tool_choice", "names a tool"),
         ({"tools": TOOLS, "tool_choice": NAMED(function={"name": "f"})}, "tool_choice.function.name", "no tool"),
         ({"tool_choice": "auto"}, "tool_choice", "tools"),
         ({"chat_template": "x"}, "chat_template", "a template is a program"),

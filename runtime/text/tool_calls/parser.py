@@ -68,6 +68,7 @@ class CallDelta:
     id: str = ""
     name: str = ""
     arguments: str = ""
+    is_custom: bool = False  # of a custom tool: the arguments are its input, a text
 
 
 class ToolCallParser:
