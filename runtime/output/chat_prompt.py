@@ -74,9 +74,12 @@ class ChatPrompter:
         if form is None and not template.thinks:
             return ChatPrompt(text, None)
         in_reasoning = template.thinks and _in_reasoning(messages, options, text)
+        functions = {tool.function.name: tool.function.parameters or {} for tool in tools}
         special_marks, begun = self._special_marks(form), ""
         if form is not None and forced is not None:
-            form = form.for_call_of(forced.name, special_marks)
+            called = [tool for tool in tools if forced.name in (None, tool.function.name)]
+            needs_json = any(tool.needs_json(form.arguments) for tool in called)
+            form = form.for_call_of(forced.name, special_marks, needs_json)
             if in_reasoning:
                 text = f"{text.rstrip()}\n\n{reasoning.CLOSE}\n\n"
             text += form.opening(forced.name)
@@ -90,7 +93,7 @@ class ChatPrompter:
             in_reasoning=in_reasoning,
             shows_reasoning=options.include_reasoning,
             tools=form,
-            functions={tool.function.name: tool.function.parameters or {} for tool in tools},
+            functions=functions,
             custom_tools=frozenset(tool.function.name for tool in tools if isinstance(tool, CustomTool)),
             most_calls=options.most_calls(),
             forced=forced,

@@ -15,6 +15,7 @@ from runtime.output.response_format import RequestedGrammar
 from runtime.structured.grammar import Calls
 from runtime.text import reasoning
 from runtime.text.tool_calls import ForcedCall, ToolFormat
+from runtime.text.tool_calls.argument_form import ArgumentForm, can_write
 
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
@@ -33,6 +34,10 @@ class Tool(Options):
 
     type: Literal["function"]
     function: Function
+
+    def needs_json(self, form: ArgumentForm | None) -> bool:
+        """True if its arguments cannot be written in a form one by one."""
+        return form is not None and not can_write(form, self.function.parameters)
 
     def as_template_sees_it(self) -> dict[str, Any]:
         return {"type": self.type, "function": self.function.model_dump(exclude_unset=True, exclude={"strict"})}
@@ -86,6 +91,9 @@ class CustomTool(Options):
         parameters = {"type": "object", "properties": {"input": about}, "required": ["input"]}
         given = self.custom.model_dump(include={"name", "description"}, exclude_none=True)
         return Function(**given, parameters=parameters | {"additionalProperties": False})
+
+    def needs_json(self, form: ArgumentForm | None) -> bool:
+        return self.grammar is not None
 
     def as_template_sees_it(self) -> dict[str, Any]:
         return Tool(type="function", function=self.function).as_template_sees_it()
@@ -198,7 +206,7 @@ def with_calls(
         return not any(mark in text for mark in special_marks for text in texts)
 
     thinks_in_text = is_text(reasoning.OPEN, reasoning.CLOSE)
-    has_marks = not form.is_bare and bool(form.mark) and form.to_arguments != ""
+    has_marks = not form.is_bare and bool(form.mark) and form.arguments is None
     has_marks = has_marks and thinks_in_text and is_text(form.begin, form.to_arguments, form.end, form.close)
     if forced is not None:
         answer = None  # there is no content
@@ -227,6 +235,7 @@ def with_calls(
         to_arguments=form.to_arguments,
         end=end,
         again=again if form.again and is_text(form.end, again) and most_calls is None else "",
+        arguments=form.arguments,
         close=form.close if is_text(form.end, form.close) else "",
     )
     after, free = "", False

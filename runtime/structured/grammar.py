@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from runtime.core.types import CallboardError, Grammar, GrammarSpec
-from runtime.structured import context_free, keywords, rules, schema, tags
+from runtime.structured import call_arguments, context_free, keywords, rules, schema, tags
 from runtime.structured.flat import Terms
 from runtime.structured.lark_text import read_lark
 from runtime.structured.lazy import LazyEngine
@@ -49,6 +49,7 @@ from runtime.structured.rules import (
 )
 from runtime.structured.tags import read_grammar
 from runtime.structured.vocabulary import BYTES
+from runtime.text.tool_calls.argument_form import ArgumentForm
 
 MAX_BYTES = keywords.MAX_BYTES  # of a specification
 _NO_TEXT = "cannot be satisfied: no text fits it"
@@ -73,6 +74,7 @@ class Calls(msgspec.Struct):
     again: str  # how another call begins, as far as the first is begun; "": there is just one
     close: str  # what follows the last call
     begin: str = ""  # the rest of the opening
+    arguments: ArgumentForm | None = None  # how arguments are written; None: as one JSON object
     answer: str = ""  # a JSON Schema: the output may be such a value instead
 
 
@@ -138,7 +140,10 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
         try:
             root = schema.read(json.dumps(parameters))
             strict, unheeded = name not in calls.lenient, list[str]()
-            found = schema.rules_of(root, terms, arguments, f"f{i}", strict, unheeded)
+            if calls.arguments is None:
+                found = schema.rules_of(root, terms, arguments, f"f{i}", strict, unheeded)
+            else:
+                found = call_arguments.rules_of(calls.arguments, root, terms, f"f{i}", strict, unheeded)
             ignored += (f".{name}{path}" for path in unheeded)
             if name in calls.inputs:
                 found = _input(*calls.inputs[name], f"f{i}")
@@ -147,7 +152,11 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
                 raise GrammarError(f"has a custom tool {name} whose format cannot be enforced: the grammar {e}") from e
             if name not in calls.lenient:
                 raise GrammarError(f"has a function {name} whose parameters cannot be enforced: the schema {e}") from e
-            found = schema.rules_of({}, terms, arguments, f"f{i}")
+            if calls.arguments is None:
+                found = schema.rules_of({}, terms, arguments, f"f{i}")
+            else:
+                root = call_arguments.without_details(parameters)
+                found = call_arguments.rules_of(calls.arguments, root, terms, f"f{i}", False, [])
         written |= found
         opening = terminal(literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?")
         bodies.append(sequence(opening, Name(f"f{i}start"), _text(calls.end)))

@@ -202,6 +202,15 @@ async def test_forced_texts_follow_their_grammar(template: str, choice: Any):
     assert names <= ({"nest"} if choice is NAMED else {"sum", "word"} if choice is REQUIRED else FITS.keys())
 
 
+async def test_a_forced_grammar_is_followed_in_json_where_calls_have_tags():
+    for choice in ("required", NAMED):
+        engine = GrammarEngine(1, most=60)
+        client = client_with(engine, tokenizer_of("qwen3_coder", []))
+        calls = await streamed(client, tools=SOME, tool_choice=choice)
+        assert calls
+        assert all(re.fullmatch(FITS[name], text) for name, text in calls)
+
+
 async def test_a_grammar_holds_where_the_model_may_choose():
     engine = FakeEngine("x", max_model_len=4096)
     client = client_with(engine, byte_tokenizer(QWEN))

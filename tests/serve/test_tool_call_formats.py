@@ -12,6 +12,7 @@ from tests.serve.test_chat_api import QWEN
 from tests.serve.test_chat_api import TOOLS as CHAT_TOOLS
 from tests.serve.test_forced_calls import NAMED, TOOLS, GrammarEngine
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of, events_of
+from tests.support.structured_cases import fits
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
 HARMONY = (
@@ -42,7 +43,8 @@ def tokenizer_of(name: str, special: list[str]) -> Tokenizer:
         ("deepseek_v3", [], "required", f"{DEEPSEEK}function<｜tool▁sep｜>", True),
         ("deepseek_v31", [], NAMED, f"{DEEPSEEK}add<｜tool▁sep｜>", False),
         ("qwen3_coder", [], "required", '<tool_call>\n{"name": "', True),
-        ("pythonic", [], NAMED, '{"name": "add", "parameters":', False),
+        ("qwen3_coder", [], NAMED, '<tool_call>\n{"name": "add", "arguments":', False),  # "}" and 1 need quotes
+        ("glm45", ["<arg_key>"], "required", '<tool_call>\n{"name": "', True),
         (
             *("harmony", HARMONY_MARKS, NAMED),
             *("<|channel|>commentary to=functions.add <|constrain|>json<|message|>", False),
@@ -73,6 +75,103 @@ async def test_forced_calls_arrive(name: str, special: list[str], choice: Any, o
         assert (message.content, answer.choices[0].finish_reason) == (None, "tool_calls")
         most = max(most, len(calls))
     assert (most > 1) == may_be_many
+
+
+POINT = {
+    "type": "object",
+    "properties": {
+        "unit": {"type": "string", "enum": ["m", "</p>"]},
+        "at": {"$ref": "#/$defs/at", "type": "array"},
+        "wide": {"type": "boolean"},
+        "count": {"type": "integer", "minimum": 1, "maximum": 30},
+    },
+    "$defs": {"at": {"type": "array", "items": {"enum": [0, "a'b"]}, "maxItems": 2}},
+    "required": ["at", "count"],
+}
+OPENINGS = {"qwen3_coder": "<tool_call>\n<function=%s>\n", "glm45": "<tool_call>%s\n", "pythonic": "[%s("}
+
+
+def tools_with(parameters: dict[str, Any]) -> Any:
+    return [{"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("add", "sub")]
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+async def test_forced_calls_without_json_objects(name: str):
+    tokenizer, seen, most = tokenizer_of(name, []), set(), 0
+    for seed in range(12):
+        engine, choice = GrammarEngine(seed, most=600), NAMED if seed % 3 == 0 else "required"
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tool_choice": choice}
+        async with client_of(engine, tokenizer) as client:
+            answer = (await client.post("/v1/chat/completions", json=body | {"tools": tools_with(POINT)})).json()
+        message, prompt = answer["choices"][0]["message"], bytes(engine.requests[0].token_ids).decode()
+        assert prompt.endswith(OPENINGS[name] % "add" if choice is NAMED else OPENINGS[name].partition("%")[0])
+        assert message["content"] is None
+        calls = [call["function"] for call in message["tool_calls"]]
+        written = prompt.rpartition("<|assistant|>")[2] + engine.text
+        assert len(calls) == written.count("count")
+        for call in calls:
+            arguments = json.loads(call["arguments"])
+            seen |= arguments.keys()
+            assert {"at", "count"} <= arguments.keys() <= POINT["properties"].keys()
+            assert arguments["count"] in range(1, 31)
+            assert all(item in (0, "a'b") for item in arguments["at"])
+            assert arguments.get("unit", "m") in ("m", "</p>")
+            assert arguments.get("wide", True) in (True, False)
+        most = max(most, len(calls))
+    assert most > 1
+    assert seen == POINT["properties"].keys()
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+@pytest.mark.parametrize(
+    ("of", "is_native"),
+    [
+        ({"type": "integer", "$ref": "#/$defs/none"}, True),  # any integer, as the function is not strict
+        ({"type": "string", "enum": [1]}, False),
+        ({"type": "string", "minLength": 2}, False),
+        ({"type": ["string", "null"]}, False),
+        ({}, False),
+    ],
+)
+async def test_schemas_that_tags_are_not_enough_for(name: str, of: dict[str, Any], is_native: bool):
+    tokenizer, engine = tokenizer_of(name, []), FakeEngine("x", max_model_len=4096)
+    tools = tools_with({"type": "object", "properties": {"a": of}, "required": ["a"]})
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tool_choice": NAMED, "tools": tools}
+    async with client_of(engine, tokenizer) as client:
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 200 or (of.get("enum"), response.status_code) == ([1], 400)
+        if engine.requests:
+            prompt = bytes(engine.requests[0].token_ids).decode()
+            assert prompt.endswith(OPENINGS[name] % "add") == (is_native or name == "pythonic")
+        body["tools"] = tools_with({"type": "object", "properties": {}, "required": [[1]]})
+        assert (await client.post("/v1/chat/completions", json=body)).status_code in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wrong"),
+    [
+        (
+            "qwen3_coder",
+            "<parameter=text>\n\nA <b>\n\n</parameter>\n</function>\n</tool_call>",
+            "</parameter> \n</parameter>",
+        ),
+        ("glm45", "<arg_key>text</arg_key>\n<arg_value>A <b>\n</arg_value>\n</tool_call>", "</arg_value></arg_value>"),
+        ("pythonic", 'text="A <b>\\n")]', '"'),
+    ],
+)
+async def test_free_text_ends_where_it_is_read_to_end(name: str, text: str, wrong: str):
+    tokenizer, engine = tokenizer_of(name, []), FakeEngine(text, group=7, max_model_len=4096)
+    tools = tools_with({"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tool_choice": NAMED, "tools": tools}
+    async with client_of(engine, tokenizer) as client:
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"text": "\nA <b>\n" if name == "qwen3_coder" else "A <b>\n"}
+    grammar = engine.requests[0].params.grammar
+    assert grammar is not None
+    assert fits(grammar, text)
+    assert not fits(grammar, text.replace("<b>", wrong))
+    assert not fits(grammar, text + "x")
 
 
 CITY = {"city": "Zürich"}

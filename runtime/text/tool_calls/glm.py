@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES
 from runtime.text.tool_calls.parser import ToolFormat
 from runtime.text.tool_calls.tagged import TaggedParser
@@ -21,5 +22,10 @@ GLM45 = ToolFormat(
     GlmParser,
     mark="<tool_call>",
     marks=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    begin="<tool_call>",
+    to_arguments="\n",
+    arguments=ArgumentForm("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("</arg_value>",)),
+    end="</tool_call>",
+    again="\n<tool_call>",
     json_form=HERMES,
 )

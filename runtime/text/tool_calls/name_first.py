@@ -18,11 +18,14 @@ class NameFirstParser(ToolCallParser):
     _num_ends = 0  # that were looked for after this call
     _name = ""  # of this call's function
 
+    def _begin(self, name: str) -> None:
+        self._name = name
+        super()._begin(name)
+
     def _opening(self, final: bool) -> bool:
         head = self.head.match(self._held, self._at, self._at + MAX_HEAD_CHARS)
         if head and self._may_call(head[1]):
-            self._name = head[1]
-            self._begin(self._name)
+            self._begin(head[1])
             self._held = self._held[head.end() :]
             self._state = self._begun_arguments
             return True

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from runtime.text.reasoning import MAX_SPACES, tail_that_may_begin
+from runtime.text.tool_calls.argument_form import ArgumentForm
 
 MAX_HEAD_CHARS = 1024  # a call is certain within so many characters, so that no text is matched again and again
 
@@ -27,12 +28,13 @@ class ToolFormat:
     mark: str  # a call follows it, wherever it stands
     marks: tuple[str, ...]  # all that may be special tokens in a vocabulary
     is_bare: bool = False  # a call needs no mark at the beginning of the text
-    # What is around names and arguments. Empty where arguments are not written as JSON.
+    # What is around names and arguments.
     begin: str = ""  # what a first call begins with, up to its name
     to_arguments: str = ""
     end: str = ""
     again: str = ""  # between the end of a call and the name of the next one; "": there is just one
     close: str = ""  # after the last call
+    arguments: ArgumentForm | None = None  # how they are written; None: as one JSON object
     separator: str = ""  # of objects that follow each other after one mark
     json_form: ToolFormat | None = None  # writes calls that a request insists on, where this one cannot
     has_short_ids: bool = False  # its template takes ids of nine letters or digits alone
@@ -43,11 +45,15 @@ class ToolFormat:
         It ends where the models' own tokens do: in front of the space that they join to the next word."""
         return self.begin if name is None else self.begin + name + self.to_arguments
 
-    def for_call_of(self, name: str | None, special_marks: Collection[str]) -> ToolFormat:
+    def for_call_of(self, name: str | None, special_marks: Collection[str], needs_json: bool) -> ToolFormat:
         """The format in which a call of a function (None: of any) can be begun for the model: a grammar cannot write
-        special tokens, which may be between a name and the arguments."""
-        names_are_bound = name is not None or not any(mark in self.to_arguments for mark in special_marks)
-        if self.to_arguments and names_are_bound:
+        special tokens, which may be between a name and the arguments, or around each of these; and some arguments
+        cannot be written without JSON."""
+        written = "" if name is not None else self.to_arguments
+        if (own := self.arguments) is not None:
+            written += own.begin + own.to_value + own.end + self.end
+        names_are_bound = not any(mark in written for mark in special_marks)
+        if names_are_bound and not (needs_json and own is not None):
             return self
         assert self.json_form is not None, "each format that may need another one has it"
         return self.json_form

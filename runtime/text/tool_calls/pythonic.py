@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import LLAMA3
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, ToolFormat
 from runtime.text.tool_calls.plain_arguments import PlainArgumentsParser
@@ -25,8 +26,7 @@ class PythonicParser(PlainArgumentsParser):
 
     def _opening(self, final: bool) -> bool:
         begun = self._held[self._at : self._at + MAX_HEAD_CHARS]
-        may_be_call = _HEAD_SO_FAR.match(begun) or self.head.match(begun)
-        return super()._opening(final or not may_be_call)
+        return super()._opening(final or not _HEAD_SO_FAR.match(begun))
 
     def _key(self, final: bool) -> bool:
         text = self._held = self._held.lstrip(", \t\r\n")
@@ -70,5 +70,11 @@ PYTHONIC = ToolFormat(
     mark="<|python_start|>",
     marks=("<|python_start|>", _END_MARK),
     is_bare=True,
+    begin="[",
+    to_arguments="(",
+    arguments=ArgumentForm("", "=", "", separator=", "),
+    end=")",
+    again=", ",
+    close="]",
     json_form=LLAMA3,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import HERMES
 from runtime.text.tool_calls.parser import ToolFormat
 from runtime.text.tool_calls.tagged import TaggedParser
@@ -19,4 +20,16 @@ class Qwen3CoderParser(TaggedParser):
     ends = ("</function>", "</tool_call>")
 
 
-QWEN3_CODER = ToolFormat(Qwen3CoderParser, mark="<tool_call>", marks=("<tool_call>", "</tool_call>"), json_form=HERMES)
+QWEN3_CODER = ToolFormat(
+    Qwen3CoderParser,
+    mark="<tool_call>",
+    marks=("<tool_call>", "</tool_call>"),
+    begin="<tool_call>\n<function=",
+    to_arguments=">\n",
+    arguments=ArgumentForm(
+        "<parameter=", ">\n", "\n</parameter>\n", stops=("</parameter>", "\n<parameter=", "\n</function>")
+    ),
+    end="</function>\n</tool_call>",
+    again="\n<tool_call>\n<function=",
+    json_form=HERMES,
+)
