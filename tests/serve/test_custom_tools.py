@@ -23,7 +23,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 class CustomDelta(ChoiceDeltaToolCall):
-    """OpenAI's server sends the type that the client's own type of a piece lacks."""
+    """A piece of a call, for which the client's own type names functions alone."""
 
     type: Literal["function", "custom"] | None = None  # type: ignore[assignment]
     custom: dict[str, str] | None = None
