@@ -129,9 +129,9 @@ def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None
     from runtime.worker.runner import choose_numerics
 
     numerics = choose_numerics(config)
-    spec = quantized_at_load(spec, config).of_rank(Shard(0, config.tensor_parallel_size))
-    check_products(spec, numerics)
     device = numerics.device.type
+    spec = quantized_at_load(spec, config, device).of_rank(Shard(0, config.tensor_parallel_size))
+    check_products(spec, numerics)
     try:
         available = available_memory(numerics.device, config.gpu_memory_utilization)
         available = available // spec.shard.size if device == "cpu" else available

@@ -83,7 +83,8 @@ class EngineConfig:
         "with plain numbers become codes of 8 or 4 bits as they are read",
     )
     head_quantization: Literal["auto", "none", "fp8", "int8"] = setting(
-        "auto", "the same of the output head; auto is plain numbers unless the file has codes"
+        "auto",
+        "the same of the output head; auto is int8 on a CPU with quantization int8 or int4, else as the file has it",
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "where the model runs; auto takes a GPU if there is one")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(

@@ -17,19 +17,23 @@ from runtime.quant.scheme import Scheme
 
 PLAIN = "plain"  # the layout of weights that are encoded as they are read
 GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "nf4": 64}  # of each form, the columns that share a scale; 0: all
+_WITH_HEAD = ("int8", "int4")  # forms of maps beside which a CPU would read a plain head for much of a step
 _WHOLE, _SMALL = 128, 32  # columns that groups of any size divide, and the size where they do not
 
 
-def quantized_at_load(spec: DecoderSpec, config: EngineConfig) -> DecoderSpec:
-    """The spec with the schemes that `config` wants for its linear maps and its head.
+def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "") -> DecoderSpec:
+    """The spec with the schemes that `config` wants for its linear maps and its head on a type of device.
 
     The embedding, routers, norms and biases stay plain; a tied head does with the embedding, unless head_quantization
-    names a form. Raises CallboardError if the checkpoint has codes of another form already."""
+    names a form. On a CPU int8 and int4 maps come with a head in int8, if it is plain in the checkpoint. Raises
+    CallboardError if the checkpoint has codes of another form already."""
     schemes: dict[str, Scheme] = dict(spec.quantization or {})
     maps = [name for name in spec.shapes() if name.endswith(".weight") and ".router." not in name]
     of_maps, of_head = config.quantization, config.head_quantization
     if of_maps == "none" and of_head == "auto":
         of_head = "none"
+    elif device == "cpu" and of_maps in _WITH_HEAD and of_head == "auto" and "head" not in schemes:
+        of_head = "int8"
     for field, form, names in (("quantization", of_maps, maps), ("head_quantization", of_head, ["head"])):
         stored = {name: schemes[name] for name in names if name in schemes}
         if form == "none":

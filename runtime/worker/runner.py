@@ -67,7 +67,7 @@ class ModelRunner:
         if numerics.device.type == "cpu":
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(config.num_threads or max(1, cores // self.shard.size))
-        self.spec = quantized_at_load(source.spec, config).of_rank(self.shard)
+        self.spec = quantized_at_load(source.spec, config, numerics.device.type).of_rank(self.shard)
         check_products(self.spec, numerics)
         may_give_back = config.sleep_mode and numerics.device.type == "cuda"
         self._room = RunnerMemory(numerics.device) if may_give_back else None

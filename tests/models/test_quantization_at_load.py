@@ -120,7 +120,8 @@ def write_both(folder: Path, form: str, config: dict) -> tuple[Path, Path]:
 @pytest.mark.parametrize("family", [LLAMA, MIXTRAL, PHI], ids=lambda config: config["architectures"][0])
 def test_a_model_has_the_bits_of_a_quantized_checkpoint(tmp_path, form, family):
     plain, quantized = write_both(tmp_path, form, family | (WHOLE if form == "nf4" else WIDE))
-    got, want = open_runner(plain, dtype="bfloat16", quantization=form), open_runner(quantized, dtype="bfloat16")
+    settings = {"dtype": "bfloat16", "head_quantization": "none"}
+    got, want = open_runner(plain, quantization=form, **settings), open_runner(quantized, **settings)
     assert got.info.weight_formats == want.info.weight_formats
     assert form in got.info.weight_formats
     assert torch.equal(logits(got), logits(want))
@@ -170,6 +171,18 @@ def test_the_head_has_a_form_of_its_own(tmp_path, tied):
         more -= 2 * 101 * 64
     assert runner.memory.weights - dense.memory.weights == more
     assert torch.equal(dense.decoder.embed, runner.decoder.embed)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_on_a_cpu_such_maps_come_with_a_head_in_int8(form):
+    def head(config, device="cpu", stored=None):
+        return (quantized_at_load(replace(TINY, quantization=stored), config, device).quantization or {}).get("head")
+
+    asked, of_file = EngineConfig(quantization=form), {"head": Scheme("gptq", form)}
+    assert head(asked) == Scheme("plain", "int8")
+    assert head(asked, stored=of_file) == of_file["head"]
+    plain = [replace(asked, head_quantization="none"), EngineConfig(quantization="fp8"), EngineConfig()]
+    assert [head(asked, "cuda"), *map(head, plain)] == [None] * 4
 
 
 def test_ranks_have_parts_of_the_whole_ones_codes():
@@ -243,7 +256,7 @@ def test_what_no_product_takes_stays_plain_and_is_named(tmp_path, monkeypatch, w
 
 def test_random_weights_are_encoded_too():
     runner = tiny_runner(quantization="int4", dtype="bfloat16")
-    assert runner.info.weight_formats == "int4 g32, dense"
+    assert runner.info.weight_formats == "int4 g32, int8 rows"
     assert runner.memory.weights < tiny_runner(dtype="bfloat16").memory.weights
     other = replace(runner.decoder.spec, quantization=None)
     assert other == TINY
