@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
 import signal
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _STARTS = 2  # of a group that loses ranks while it starts
 _WATCH_S = 1.0  # between two looks at the ranks while they load
+_BEGIN_S = 300.0  # for a rank's process to say which it is: until then, one that is stopped looks like one that is slow
 _CONNECT_S = 30.0  # for a draft that has loaded its model to connect
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between attempts to start a draft that does not start, doubling
 
@@ -83,7 +85,8 @@ class Ranks:
 
         Raises RunnersLost if a rank ends or is stopped meanwhile, and CallboardError if the model cannot be loaded."""
         executor, every_rank = self.executor, range(len(self.runners))
-        hosts = [self._locate(rank, *place) for rank, place in enumerate(self.ask("location"))]
+        places = self.ask("location", within_s=_BEGIN_S)
+        hosts = [self._locate(rank, *place) for rank, place in enumerate(places)]
         handles = self.ask("join", *((config, rank) for rank in every_rank))
         offers: list[ModelInfo] = self.ask("load", *((handles,) for _ in every_rank))
         num_kv_blocks = agreed_blocks(offers)
@@ -94,9 +97,10 @@ class Ranks:
         executor.accept()
         return info
 
-    def ask(self, phase: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    def ask(self, phase: str, *arguments: tuple[Any, ...], within_s: float = math.inf) -> list[Any]:
         """Call a method of all ranks at once, each with its arguments; the answers, by rank. Nobody waits for a rank
-        that is lost, though the others may."""
+        that is lost, though the others may, and one that does not answer in time is."""
+        end = time.monotonic() + within_s
         of_rank = arguments or [()] * len(self.runners)
         futures = [getattr(r, phase).remote(*args).future() for r, args in zip(self.runners, of_rank, strict=True)]
         running = set(futures)
@@ -107,6 +111,9 @@ class Ranks:
                 raise lost
             if failed:
                 self._raise(failed[0].exception(), futures.index(failed[0]))
+            if running and time.monotonic() > end:
+                late = min(map(futures.index, running))
+                raise RunnersLost(f"Rank {late} has not answered within {within_s:.0f} s.", late)
         return [future.result() for future in futures]
 
     def _raise(self, error: BaseException | None, rank: int) -> NoReturn:

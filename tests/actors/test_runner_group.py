@@ -133,6 +133,15 @@ def kill(rank: Rank) -> None:
     threading.Event().wait()  # Ray tells of it later
 
 
+def test_a_rank_that_never_says_which_process_it_is_is_replaced(make, monkeypatch):
+    """One that is stopped before it can: nobody knows then what to look at."""
+    monkeypatch.setattr(runner_group, "_BEGIN_S", 0.1)
+    monkeypatch.setattr(runner_group.ray, "kill", lambda actor: actor.process.kill())
+    group = make(location=lambda rank: threading.Event().wait())
+    group.start()
+    assert len(group.starts) == 2
+
+
 def stop(rank: Rank) -> None:
     rank.process.send_signal(signal.SIGSTOP)
     threading.Event().wait()

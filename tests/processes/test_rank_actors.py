@@ -34,10 +34,18 @@ async def ranks_of(server: Server) -> list:
 
 
 async def replaced(server: Server, old: list) -> list:
-    """The ranks that take the place of the old ones, as soon as they are being started."""
-    while not (ranks := await ranks_of(server)) or ranks[0]._actor_id == old[0]._actor_id:
+    """The ranks that take the place of the old ones, as soon as the engine knows their processes: before, it would take
+    one that is stopped for one that is slow."""
+
+    def known(engine) -> list:
+        ranks = engine.runners._ranks
+        return ranks.runners if ranks is not None and len(ranks._processes) == len(ranks.runners) else []
+
+    while True:
+        ranks = await server.engine().__ray_call__.remote(known)
+        if ranks and ranks[0]._actor_id != old[0]._actor_id:
+            return ranks
         await asyncio.sleep(0.02)
-    return ranks
 
 
 async def pid_of(rank) -> int:
