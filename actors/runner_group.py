@@ -107,7 +107,7 @@ class Ranks:
         while running:
             done, running = wait(running, _WATCH_S, FIRST_EXCEPTION)
             failed = [future for future in done if future.exception() is not None]
-            if (running or failed) and (lost := self.find_lost(sure=bool(failed))) is not None:
+            if (running or failed) and (lost := self._find_lost_soon() if failed else self.find_lost()) is not None:
                 raise lost
             if failed:
                 self._raise(failed[0].exception(), futures.index(failed[0]))
@@ -134,6 +134,13 @@ class Ranks:
         if found := stopped if sure else stopped & before:
             return RunnersLost(f"Rank {min(found)} is stopped by a signal.", min(found))
         return None
+
+    def _find_lost_soon(self) -> RunnersLost | None:
+        """`find_lost` for a while: of a rank that is killed, others miss its files before its process has ended."""
+        end = time.monotonic() + (_WATCH_S if len(self.runners) > 1 else 0.0)
+        while (lost := self.find_lost(sure=True)) is None and time.monotonic() < end:
+            time.sleep(_WATCH_S / 20)
+        return lost
 
     def _locate(self, rank: int, node: str, pid: int) -> str:
         """Where a rank reaches this process by TCP; empty on the same machine."""

@@ -171,6 +171,31 @@ def test_a_rank_that_is_lost_while_it_starts_takes_the_others_along(make, phase,
     assert same(executor.collect(), expected(plan_of(1)))
 
 
+def test_others_may_miss_a_rank_before_its_process_has_ended(make, monkeypatch):
+    """What they say of it then is no error of theirs."""
+
+    def end_soon(rank: Rank) -> None:
+        threading.Timer(0.1, rank.process.kill).start()
+        threading.Event().wait()
+
+    def miss(rank: Rank) -> None:
+        raise RayTaskError("load", "traceback", CallboardError("Rank 1 cannot be reached.")).as_instanceof_cause()
+
+    group = make(load=end_soon)
+    monkeypatch.setattr(runner_group, "_WATCH_S", 1.0)
+    make_runners = group._make_runners
+
+    def make_missing() -> list[Rank]:
+        ranks = make_runners()
+        if len(group.starts) == 1:
+            ranks[0].disturbances = {"load": miss}
+        return ranks
+
+    group._make_runners = make_missing
+    group.start()
+    assert len(group.starts) == 2
+
+
 def test_a_group_that_is_lost_twice_is_given_up(make):
     group = make(load=kill)
     make_runners = group._make_runners
