@@ -50,8 +50,8 @@ class Form(ABC):
         """The numbers that codes stand for, in float32."""
 
     @abstractmethod
-    def _shared(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The scales, and minimums if there are any, of blocks whose least and greatest numbers these are."""
+    def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The scales, and minimums if there are any, with which `dense` is encoded."""
 
     @abstractmethod
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -59,8 +59,7 @@ class Form(ABC):
 
     def encode(self, dense: torch.Tensor) -> Weight:
         """Round to nearest: the weight whose numbers are those of `dense`, as near as the form gets."""
-        blocks = self._blocks(dense)
-        scale, *minimum = self._shared(blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float())
+        scale, *minimum = self._shared(dense)
         codes = torch.empty(dense.shape, dtype=self._nearest(scale[:0]).dtype, device=dense.device)
         for rows, shared in self._pieces(dense):
             numbers = dense[rows]
@@ -68,6 +67,11 @@ class Form(ABC):
                 numbers = numbers + self._spread(minimum[0][shared], numbers.shape)
             codes[rows] = self._nearest(numbers / self._spread(scale[shared], numbers.shape))
         return codes, scale, *minimum
+
+    def _extremes(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least and the greatest number of each block, in float32."""
+        blocks = self._blocks(dense)
+        return blocks.amin((1, 3)).float(), blocks.amax((1, 3)).float()
 
     def join(self, weights: Sequence[Weight]) -> Weight:
         """Several weights, with the columns of one, as that of one map with the rows of all."""
@@ -130,6 +134,9 @@ class Form(ABC):
         return math.prod(shape) * self.bits // 8 + 4 * math.prod(self.scale_shape(shape)) * (1 + self.has_minimum)
 
 
+_GREATEST = (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0, 240.0)  # e4m3 codes of an octave, the greatest first
+
+
 @dataclass(frozen=True, slots=True)
 class Float8(Form):
     """e4m3 codes, 448 at most; no minimums."""
@@ -137,8 +144,24 @@ class Float8(Form):
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.float()
 
-    def _shared(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (_scale(low, high, 448),)
+    def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of the scales with which a block's greatest number is one of the codes of `_GREATEST`, that with the least
+        squared error: codes have one relative precision, and where their steps fall among the numbers decides. Errors
+        are summed in float64, so that every device chooses alike."""
+        low, high = self._extremes(dense)
+        greatest = torch.maximum(high, -low)
+        best = torch.full_like(greatest, torch.nan)  # it stays so where a number is not finite
+        for rows, shared in self._pieces(dense):
+            numbers = dense[rows].float()
+            least = torch.full_like(greatest[shared], torch.inf, dtype=torch.float64)
+            for code in _GREATEST:
+                scale = _divided(greatest[shared], code).clamp_min(_SMALLEST)
+                spread = self._spread(scale, numbers.shape)
+                rounding = self.values(self._nearest(numbers / spread)).mul_(spread).sub_(numbers).square_()
+                errors = self._blocks(rounding).sum((1, 3), dtype=torch.float64)
+                best[shared] = torch.where(errors < least, scale, best[shared])
+                torch.minimum(errors, least, out=least)
+        return (best,)
 
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers.to(torch.float8_e4m3fn)
@@ -151,7 +174,8 @@ class Integer8(Form):
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.float()
 
-    def _shared(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        low, high = self._extremes(dense)
         if not self.has_minimum:
             return (_scale(low, high, (1 << self.bits - 1) - 1),)
         low, high = low.clamp_max(0), high.clamp_min(0)
@@ -179,8 +203,8 @@ class Table(Form):
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         return _on_device(self.table, codes.device)[codes.int()]
 
-    def _shared(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (_scale(low, high, max(map(abs, self.table))),)
+    def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (_scale(*self._extremes(dense), max(map(abs, self.table))),)
 
     def _nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         between, order = _nearest_in(self.table, numbers.device)

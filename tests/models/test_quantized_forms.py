@@ -80,6 +80,24 @@ def test_encoding_comes_near_and_survives_packing(name, shape):
     assert torch.equal(zeros, torch.zeros(shape))
 
 
+@pytest.mark.parametrize("form", [FORMS["fp8"], replace(FORMS["fp8"], columns=16)], ids=["rows", "groups"])
+def test_scales_of_fp8_have_the_least_squared_error(form):
+    """No scale that makes the greatest number one of e4m3's codes has a smaller one."""
+    dense = torch.randn(24, 64, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    codes, scale = form.encode(dense.float())
+    blocks = dense.view(24, -1, form.columns or 64)
+    assert torch.allclose(blocks.abs().amax(2) / scale, codes.float().view(blocks.shape).abs().amax(2).double())
+
+    def errors(scale: torch.Tensor) -> torch.Tensor:
+        numbers = (blocks / scale.unsqueeze(2)).float().to(torch.float8_e4m3fn).double() * scale.unsqueeze(2)
+        return (numbers - blocks).square().sum(2)
+
+    greatest = blocks.abs().amax(2)
+    tried = torch.stack([errors(greatest / code) for code in (*range(448, 255, -32), 240)])
+    assert torch.allclose(errors(scale.double()), tried.amin(0), rtol=1e-5)
+    assert (tried.argmin(0) > 0).float().mean() > 0.5  # the greatest code is seldom the best
+
+
 def test_widening_by_pieces_changes_nothing(monkeypatch):
     form = replace(FORMS["fp8"], rows=32, columns=16)
     weight = form.encode(torch.randn(100, 48, generator=torch.Generator().manual_seed(2)))
