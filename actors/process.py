@@ -51,6 +51,13 @@ def listen_on_loopback() -> None:
     Server.add_insecure_port = add_loopback_port
 
 
+def lose_what_no_log_takes() -> None:
+    """Called in Serve's replicas: what cannot be logged, on a full disk above all, is lost. Python would report it on
+    stderr, which Serve has written to the same log: each line would hold up the replica's streams for a tenth of a
+    second and end its request with a RecursionError."""
+    logging.raiseExceptions = False
+
+
 class StartupLog(logging.Handler):
     """Keeps what is logged, with the time at which it was."""
 

@@ -26,7 +26,7 @@ from actors.engine_group import EngineGroup, FromZero
 from actors.environment import FAST_SERVE
 from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
-from actors.process import freeze_garbage
+from actors.process import freeze_garbage, lose_what_no_log_takes
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
@@ -106,6 +106,7 @@ class EngineHost:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, gpu: bool, drain_timeout_s: float
     ) -> None:
+        lose_what_no_log_takes()
         self._drain_timeout_s = drain_timeout_s
         context = serve.get_replica_context()
         group = ray.util.get_current_placement_group()
@@ -147,6 +148,7 @@ class Front:
 
         `engines` is the deployment that this one needs. It is reached over sockets; only where there `may_be_none`, a
         call through its handle has Serve start one."""
+        lose_what_no_log_takes()
         missing = [f"{name}={value}" for name, value in FAST_SERVE.items() if os.environ.get(name) != value]
         if missing:
             logger.warning("For full speed set %s before Ray starts, as `callboard serve` does.", " ".join(missing))

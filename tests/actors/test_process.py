@@ -1,9 +1,15 @@
 """Processes set themselves up when they start."""
 
+import builtins
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from actors.process import lose_what_no_log_takes
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -41,3 +47,39 @@ def test_bytecode_is_where_python_keeps_it_otherwise(tmp_path: Path):
     assert start(tmp_path) == ("False None", [])
     assert (tmp_path / "ray" / "__pycache__").exists()
     assert start(tmp_path, PYTHONDONTWRITEBYTECODE="1") == ("True None", []), "it is there already"
+
+
+@pytest.fixture
+def log_of_a_replica(tmp_path: Path, monkeypatch) -> logging.Logger:
+    """Serve's own, as a replica has it, and on a full disk."""
+    from ray.serve._private import common, logging_utils
+    from ray.serve.schema import LoggingConfig
+
+    log = logging.getLogger("ray.serve")
+    for place, name in ((sys, "stdout"), (sys, "stderr"), (builtins, "print"), (logging, "raiseExceptions")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # what is changed below is changed back
+    for name in ("propagate", "level"):
+        monkeypatch.setattr(log, name, getattr(log, name))
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(logging_utils, "RAY_SERVE_LOG_TO_STDERR", False)  # by RAY_SERVE_THROUGHPUT_OPTIMIZED
+    monkeypatch.setattr(logging_utils, "get_component_file_name", lambda **_: "full")
+    (tmp_path / "full").symlink_to("/dev/full")
+    replica = {"component_name": "Front", "component_id": "1", "component_type": common.ServeComponentType.REPLICA}
+    config = LoggingConfig(logs_dir=str(tmp_path))
+    logging_utils.configure_component_logger(**replica, logging_config=config, max_bytes=1 << 20, backup_count=1)
+    return log
+
+
+def test_a_full_disk_costs_a_replica_lines_of_its_log_and_no_request(log_of_a_replica, monkeypatch):
+    lose_what_no_log_takes()
+    write, written = sys.stderr.write, []
+
+    def write_once(text: str) -> None:
+        written.append(text)
+        if len(written) > 3:  # print writes two texts
+            pytest.fail(f"the log reports to itself that it could not be written: {written}")
+        write(text)
+
+    monkeypatch.setattr(type(sys.stderr), "write", lambda _, text: write_once(text))
+    log_of_a_replica.info("request %d", 1)  # it would report to the same log that it could not be written, and so on
+    print("what a library says", file=sys.stderr)

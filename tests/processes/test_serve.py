@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,6 +64,15 @@ def stats():
     import ray
 
     return ray.get(engine().stats.remote())
+
+
+def test_a_log_that_cannot_be_written_holds_up_no_replica(url):
+    import ray
+
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    replicas = [ray.get_actor(name, "serve") for name in names if name.startswith("SERVE_REPLICA::callboard#")]
+    reports = [replica.__ray_call__.remote(lambda _: logging.raiseExceptions) for replica in replicas]
+    assert ray.get(reports) == [False] * 3
 
 
 def test_metrics_tell_of_all_fronts_and_the_engine(url):
