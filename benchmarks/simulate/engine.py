@@ -103,7 +103,7 @@ class SimulatedEngine:
         self._in_flight: deque[tuple[float, StepPlan, float]] = deque()  # end, plan, time of one of its steps
         self._free_at = begin  # when the device has done all that is in flight
         self._stretch: Stretch | None = None
-        self._ends = np.zeros(self.scheduler.max_num_seqs, np.int32)  # of each slot, tokens with which its request ends
+        self._ends = [0] * self.scheduler.max_num_seqs  # of each slot, tokens with which its request ends
         self.num_steps = 0
         self.feed = CacheFeed(self.scheduler)
         self.last_streams: list[int] = []  # of each front, the last one that came from it
@@ -258,9 +258,13 @@ class SimulatedEngine:
     def _commit(self) -> None:
         end, plan, step_s = self._in_flight.popleft()
         self.num_steps += plan.num_steps
-        ends = (plan.ends + plan.num_steps >= self._ends[plan.slots])[plan.num_samples > 0]
+        # Plans are of a few rows: lists are faster than arrays here.
+        rows = zip(plan.slots.tolist(), plan.ends.tolist(), plan.num_samples.tolist(), strict=True)
+        ends = [last + plan.num_steps >= self._ends[slot] for slot, last, num_samples in rows if num_samples]
         token_ids = _WORDS[: len(ends) * plan.num_steps].copy()
-        token_ids[plan.num_steps - 1 :: plan.num_steps][ends] = EOS
+        for row, is_end in enumerate(ends, start=1):
+            if is_end:
+                token_ids[row * plan.num_steps - 1] = EOS
         output = self.scheduler.commit(StepResult(plan.step_id, token_ids))
         counts, first_end = self.gaps.counts, end - (plan.num_steps - 1) * step_s
         if plan.num_steps > 1:

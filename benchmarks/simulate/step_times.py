@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.core.plan import StepPlan
 
@@ -42,9 +43,9 @@ class StepTimes:
         return [float(t) for t in np.interp(range(_MOST_ROWS + 1), rows, us)]
 
     @cached_property
-    def _tokens_us(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    def _tokens_us(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         tokens, us = zip(*self.prompt_us, strict=True)
-        return tokens, us
+        return np.array(tokens, np.float64), np.array(us, np.float64)
 
     @property
     def prefill_rate(self) -> float:
