@@ -1,6 +1,8 @@
 """A runner gives its memory back and takes it again at the same addresses: its graphs go on, and its tokens are those
 of one that never slept."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -71,7 +73,8 @@ def test_a_runner_that_has_slept_goes_on_with_the_same_tokens(settings):
 
     for _ in range(2):
         assert generate(core, sleep) == want
-    assert min(given_back) > 0.95 * size
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # others on this GPU take and give back memory of their own
+        assert min(given_back) > 0.95 * size
     runner.sleep()  # leave nothing to the tests that follow
 
 
@@ -90,7 +93,8 @@ def test_a_runner_sleeps_on_while_others_have_its_memory(monkeypatch):
         free = torch.cuda.mem_get_info()[0]
         with pytest.raises(CallboardError, match=r"too little to wake up \(cuMemCreate says OUT_OF_MEMORY\)"):
             runner.wake()
-        assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            assert torch.cuda.mem_get_info()[0] >= free - (64 << 20)
     runner.wake()
     core.recover(core.executor)
     assert generate(core) == want
