@@ -190,7 +190,9 @@ class EngineGroup:
             wanted = request.cache_salt, uses_cache, request.adapter
             if prompt.token_ids is not request.token_ids or (prompt.salt, prompt.uses_cache, prompt.adapter) != wanted:
                 salt, adapter = request.cache_salt, request.adapter
-                prompt = self._last_prompt = Prompt(request.token_ids, salt, uses_cache, adapter=adapter)
+                gathers = request.params.pooled
+                prompt = Prompt(request.token_ids, salt, uses_cache, adapter=adapter, gathers=gathers)
+                self._last_prompt = prompt
         if len(stream.received) > (num_seen := len(prompt.token_ids) - len(request.token_ids)):
             prompt = prompt.continued(stream.received[num_seen:])
         stream.prompt = prompt
@@ -209,7 +211,7 @@ class EngineGroup:
         link.submit(stream)
         if link.is_followed:
             num_tokens = len(stream.request.token_ids) + len(stream.received)
-            self._router.placed(link.name, stream.number, num_tokens - choice.num_cached)
+            self._router.placed(link.name, stream.number, num_tokens - choice.num_cached, stream.prompt)
             stream.num_expected = choice.num_cached if self._router.policy == "prefix" else None
 
     def _place(self, stream: Stream) -> None:

@@ -10,6 +10,9 @@ within SLACK of the best, the one that holds most of the request's prefix is tak
 hash of the first block that none of them holds: several fronts agree on where a new prefix goes without talking, and
 one that everybody sends does not fill one engine alone. What this front has sent is counted until the engine's own
 figures have it.
+
+Prompts that gather, such as a reranker's, come many at a time with one beginning, which no engine holds yet. They
+follow the first of them for as long as its engine can compute all that it has in one step.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from hashlib import blake2b
+from itertools import compress, count
+from operator import ne
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -50,10 +55,14 @@ class Prompt:
         uses_cache: bool = True,
         hashes: dict[_Kind, list[bytes]] | None = None,
         adapter: str = "",
+        gathers: bool = False,
     ) -> None:
         """Requests of another `salt` or `adapter` share no block with this one; one that `uses_cache` not has no hits.
-        `hashes` are those of leading full blocks, as far as they are known."""
+        `hashes` are those of leading full blocks, as far as they are known. One that `gathers` had better be computed
+        with those of the same beginning than at once."""
         self.token_ids, self.salt, self.uses_cache, self.adapter = token_ids, salt, uses_cache, adapter
+        self.gathers = gathers and uses_cache
+        self.new_key = 0  # of its first block that no engine held at the last choice
         self._hashes = {} if hashes is None else hashes  # of the leading blocks, and perhaps of what follows them
 
     def continued(self, token_ids: Sequence[int]) -> Prompt:
@@ -64,6 +73,12 @@ class Prompt:
     def block_hashes(self, kind: _Kind) -> list[bytes]:
         """The hashes of its leading full blocks, as far as they were asked for."""
         return self._hashes.get(kind, [])[: self.num_hits(kind)]
+
+    def num_shared(self, other: Prompt, kind: _Kind) -> int:
+        """Tokens of the blocks that a cache can give both of them, which have a salt and an adapter in common."""
+        num_hits, size = min(self.num_hits(kind), other.num_hits(kind)), kind[1]
+        differ = compress(count(), map(ne, self.token_ids, other.token_ids))
+        return min(num_hits, next(differ, num_hits * size) // size) * size
 
     def num_hits(self, kind: _Kind) -> int:
         """Blocks that a cache can give, at most: never the last token, which must be computed to sample."""
@@ -83,22 +98,31 @@ class Prompt:
             start, end = end, min(2 * end, total)
 
 
+class _Sent(NamedTuple):
+    """A request on its way to an engine."""
+
+    stream: int
+    num_uncached: int
+    prompt: Prompt | None = None  # if it gathers
+    key: int = 0  # of this prompt's first block that no engine held
+
+
 class _Engine:
     """The picture of one engine. Its place in the router's columns outlives it: what it held is cleared when another
     one has told what that holds, so that the loss of an engine costs nothing at that moment."""
 
-    __slots__ = ("bit", "held", "index", "kind", "name", "number", "sent")
+    __slots__ = ("bit", "held", "index", "info", "kind", "name", "number", "sent")
 
     def __init__(self, index: int) -> None:
         self.index, self.bit = index, 1 << index
         self.held: set[int] = set()  # keys of blocks with its bit
-        self.open("", ("", 0))
 
-    def open(self, name: str, kind: _Kind) -> None:
+    def open(self, name: str, info: ModelInfo) -> None:
         """The place is that of another engine."""
-        self.name, self.kind = name, kind
+        self.name, self.info = name, info
+        self.kind: _Kind = info.fingerprint, info.block_size
         self.number: int | None = None  # of the last update; None: what it holds is not known
-        self.sent: deque[tuple[int, int]] = deque()  # stream, uncached tokens: what its load does not count yet
+        self.sent: deque[_Sent] = deque()  # what its load does not count yet
 
 
 class _Candidates(NamedTuple):
@@ -122,6 +146,7 @@ class Router:
         self._rows = np.zeros(0, np.int64)  # by index: requests, those of `sent` included
         self._salts = np.zeros(0, np.uint64)  # by index: the hash of the engine's name
         self._turn = 0
+        self._gathering: dict[int, dict[int, _Sent]] = {}  # by key and by index of an engine: the last one sent to it
         self._all: _Candidates | None = None  # all engines; None: they are not the same any more
 
     def add(self, engine: str, info: ModelInfo) -> None:
@@ -133,7 +158,7 @@ class Router:
             self._salts = np.append(self._salts, np.uint64(0))
         place = self._engines[engine] = self._free.pop()
         self._all = None
-        place.open(engine, (info.fingerprint, info.block_size))
+        place.open(engine, info)
         self._tokens[place.index] = self._rows[place.index] = 0
         self._salts[place.index] = int.from_bytes(blake2b(engine.encode(), digest_size=8).digest(), "little")
 
@@ -143,6 +168,8 @@ class Router:
     def remove(self, engine: str) -> None:
         """An engine is gone, or cut off: its picture is worth nothing any more."""
         place = self._engines.pop(engine)
+        while place.sent:
+            self._forget_first(place)
         self._all = None
         self._known &= ~place.bit
         self._free.append(place)
@@ -151,9 +178,9 @@ class Router:
         """Take in what an engine has told. False: updates are missing before this one, so ask for a snapshot; until
         then the engine is taken to hold nothing."""
         place, load = self._engines[engine], update.load
-        while place.sent and place.sent[0][0] <= update.last_stream:
-            place.sent.popleft()
-        self._tokens[place.index] = load.queued_tokens + sum(tokens for _, tokens in place.sent)
+        while place.sent and place.sent[0].stream <= update.last_stream:
+            self._forget_first(place)
+        self._tokens[place.index] = load.queued_tokens + sum(sent.num_uncached for sent in place.sent)
         self._rows[place.index] = load.num_running + load.num_waiting + len(place.sent)
         added = memoryview(update.added).cast("q").tolist()
         if update.is_snapshot:
@@ -203,6 +230,9 @@ class Router:
             rows = self._rows[at]
             return Choice(self._in_turn(at[rows == rows.min()]))
         cached, key = self._cached_tokens(prompt, bits)
+        prompt.new_key = key
+        if prompt.gathers and (place := self._with_its_like(prompt, at, cached)) is not None:
+            return Choice(place.name, int(cached[place.index]))
         cached = cached[at]
         scores = (self._tokens[at] + (len(prompt.token_ids) - cached + 1)) * (self._rows[at] + 1)
         cached_of_good = np.where(scores <= SLACK * scores.min(), cached, -1)
@@ -211,13 +241,39 @@ class Router:
         index = int(at[0] if len(at) == 1 else at[_mix(self._salts[at], key).argmax()])
         return Choice(self._places[index].name, int(most))
 
-    def placed(self, engine: str, stream: int, num_uncached: int) -> None:
+    def placed(self, engine: str, stream: int, num_uncached: int, prompt: Prompt | None = None) -> None:
         """A request was sent to an engine as `stream` (CacheUpdate.last_stream: each higher than the last), which has
-        so many tokens of it to compute."""
+        so many tokens of it to compute. If it gathers, those like its `prompt` follow it."""
         place = self._engines[engine]
-        place.sent.append((stream, num_uncached))
+        if prompt is not None and prompt.gathers:
+            sent = _Sent(stream, num_uncached, prompt, prompt.new_key)
+            self._gathering.setdefault(sent.key, {})[place.index] = sent
+        else:
+            sent = _Sent(stream, num_uncached)
+        place.sent.append(sent)
         self._tokens[place.index] += num_uncached
         self._rows[place.index] += 1
+
+    def _forget_first(self, place: _Engine) -> None:
+        """The engine counts the first of what was sent to it, or is gone."""
+        sent = place.sent.popleft()
+        if (alike := self._gathering.get(sent.key)) is not None and alike.get(place.index) is sent:
+            del alike[place.index]
+            if not alike:
+                del self._gathering[sent.key]
+
+    def _with_its_like(self, prompt: Prompt, at: NDArray[np.int64], cached: NDArray[np.int64]) -> _Engine | None:
+        """The engine of those at these places that was sent prompts of the same beginning and can compute this one in
+        one step with all that it has. It will have the blocks of that beginning by then: `cached` gets them."""
+        for index, sent in self._gathering.get(prompt.new_key, {}).items():
+            place = self._places[index]
+            assert sent.prompt is not None, "it gathers"
+            cached[index] = prompt.num_shared(sent.prompt, place.kind)
+            num_tokens = self._tokens[index] + len(prompt.token_ids) - cached[index]
+            fits = num_tokens <= place.info.max_num_batched_tokens and self._rows[index] < place.info.max_num_seqs
+            if fits and index in at:
+                return place
+        return None
 
     def _find_all(self) -> _Candidates:
         if self._all is None:

@@ -84,6 +84,14 @@ async def test_documents_go_where_their_query_was(pooling, num_shared):
                 where.update(chosen)
                 await eventually(lambda: all(is_pictured(group, e) for e in engines) and not group._router._rows.any())
             assert len(where) == 1 or not num_shared
+        chosen, prompts = [], [[*conversation(9, 32), 1 + i, 2] for i in range(12)]
+        asked = [Request(f"r{i}", p, len(p), SamplingParams(max_tokens=1, pooled=True)) for i, p in enumerate(prompts)]
+
+        async def ask(request):
+            return [output async for output in group.generate(request, chosen.append)]
+
+        await asyncio.gather(*map(ask, asked))
+        assert (len(set(chosen)) == 1) == bool(num_shared), "those of one request go together"
 
 
 async def test_streams_of_a_dead_engine_go_to_the_one_that_holds_most_of_their_prefix():

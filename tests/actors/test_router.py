@@ -1,5 +1,6 @@
 """The choice among engines: by what they hold and have to do, alike on all fronts, without herding."""
 
+import dataclasses
 import random
 from collections import Counter
 from itertools import chain
@@ -173,6 +174,55 @@ def test_many_engines_and_long_common_prefixes(seed):
     assert cached.tolist() == [4 * min(length, len(keys) - 1) for length in lengths]
     assert first_key == keys[min(max(lengths), len(keys) - 1)]
     assert router.choose(long).num_cached == max(cached)
+
+
+def documents(count, length=9, **kw):
+    """Prompts of a reranker: ten blocks and one token of a query, and a document."""
+    return [Prompt([*prompt(1).token_ids, *[200 + i] * length], gathers=True, **kw) for i in range(count)]
+
+
+def send(router, prompts):
+    """The choices for prompts that are sent before any engine has told of one."""
+    choices = []
+    for stream, asked in enumerate(prompts, start=1):
+        choices.append(router.choose(asked))
+        router.placed(choices[-1].engine, stream, len(asked.token_ids) - choices[-1].num_cached, asked)
+    return choices
+
+
+def test_documents_of_one_query_follow_the_first_of_them():
+    router = router_of(*NAMES)
+    first, *others = send(router, documents(40))
+    assert first.num_cached == 0
+    assert set(others) == {(first.engine, 40)}
+    assert router._tokens.max() == 50 + 39 * 10
+    for plain in ({"salt": "another"}, {"uses_cache": False}):
+        assert router.choose(*documents(1, **plain)).engine != first.engine
+    assert router.choose(prompt(1)).engine != first.engine, "a prompt of text does not wait for others"
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"), [({"max_num_batched_tokens": 100}, 6), ({"max_num_batched_tokens": 800, "max_num_seqs": 5}, 5)]
+)
+def test_documents_go_on_to_another_engine_when_one_has_a_step_full(limits, most):
+    router = router_of(*NAMES, info=dataclasses.replace(INFO, **limits))
+    choices = send(router, documents(3 * most))
+    assert sorted(Counter(choice.engine for choice in choices).values()) == [most] * 3
+    assert [choice.num_cached for choice in choices] == ([0] + [40] * (most - 1)) * 3
+    assert send(router, documents(40))[-1].num_cached == 40, "and everywhere when all have"
+
+
+def test_documents_follow_no_engine_that_has_told_of_them_or_is_gone():
+    router, names = router_of(*NAMES), []
+    for forget in (router.remove, lambda name: tell(router, name, last_stream=99, queued=300)):
+        (first,) = send(router, documents(1))
+        names.append(first.engine)
+        forget(first.engine)
+        (other,) = send(router, documents(1))
+        assert other.engine not in names
+        assert other.num_cached == 0
+        tell(router, other.engine, last_stream=99)
+    assert router._gathering == {}
 
 
 @pytest.mark.parametrize("policy", ["round-robin", "least-load"])
