@@ -1,11 +1,10 @@
-"""The CPU time of HTTP and the front for an embedding: a toy runner behind a real engine loop, link and HTTP server.
+"""The CPU time of a front for an embedding: HTTP, checks, tokens, the link both ways, the vector and its JSON.
 
     python -m benchmarks.serving.front_embeddings [--posts 2000] [--width 1024] [--text-len 100]
 
-All are in this process: the event loop of the main thread has the HTTP server and the front, the engine loop has
-threads of its own, and so has the client, which posts one text after another. The figure is the CPU time of the main
-thread for each text: parsing, checks, tokens, the link both ways, the vector and its JSON. `of 64` are texts of one
-request. The loop is uvloop, as a front's, and requests are not logged. The least of the repeats.
+This process is the front: uvloop, uvicorn, a Service and its link. A child has a toy runner behind a real engine loop,
+and the clients, so that the CPU time of this process is the front's alone. `at once` is how many requests are under
+way; `of 64` are texts of one request. The least of the repeats.
 """
 
 from __future__ import annotations
@@ -15,8 +14,11 @@ import asyncio
 import http.client
 import json
 import logging
+import multiprocessing
+import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import numpy as np
 import uvicorn
@@ -35,6 +37,7 @@ from serve_app.http import build_http_app
 from serve_app.service import Service
 
 INFO = ModelInfo("toy", 49152, 8192, (2,), 20_000, 16, "none", "none", pooling=Pooling("last", normalized=True))
+_REPEATS = 5
 
 
 class ToyRunner:
@@ -51,15 +54,31 @@ class ToyRunner:
         return lambda: StepResult(plan.step_id, rows, pooled_rows=rows, pooled=self._vectors[:num])
 
 
+def run_child(pipe: Connection, width: int) -> None:
+    """The engine and the clients: it tells the engine's address, then sends what it is asked to until it gets None."""
+
+    def start() -> tuple[Executor, ModelInfo]:
+        return InProcess(ToyRunner(width)), INFO
+
+    config = EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
+    loop = EngineLoop(config, start, lambda index, path: None, lambda level: None)
+    pipe.send(loop.links.open(True, "127.0.0.1"))
+    while (asked := pipe.recv()) is not None:
+        port, body, count, at_once = asked
+        clients = [threading.Thread(target=post, args=(port, body, count // at_once)) for _ in range(at_once)]
+        for client in clients:
+            client.start()
+        for client in clients:
+            client.join()
+        pipe.send(None)
+    loop.close()
+
+
 class OneEngine:
-    """A directory of one engine, in this process."""
+    """A directory of one engine, that of the child, to which one link can be made."""
 
-    def __init__(self, width: int) -> None:
-        def start() -> tuple[Executor, ModelInfo]:
-            return InProcess(ToyRunner(width)), INFO
-
-        config = EngineConfig(max_num_seqs=1024, max_num_batched_tokens=8192)
-        self._loop = EngineLoop(config, start, lambda index, path: None, lambda level: None)
+    def __init__(self, address: Address) -> None:
+        self._address = address
 
     async def changed(self, known: list[str]) -> list[str]:
         if known:
@@ -67,10 +86,7 @@ class OneEngine:
         return ["toy/engine/0#1"]
 
     async def open_link(self, name: str) -> tuple[Address, ModelInfo]:
-        return self._loop.links.open(True, "127.0.0.1"), INFO
-
-    def close(self) -> None:
-        self._loop.close()
+        return self._address, INFO
 
 
 def post(port: int, body: bytes, count: int) -> None:
@@ -83,9 +99,8 @@ def post(port: int, body: bytes, count: int) -> None:
     connection.close()
 
 
-async def measure(args: argparse.Namespace) -> None:
-    directory = OneEngine(args.width)
-    group = EngineGroup(directory)
+async def measure(args: argparse.Namespace, pipe: Connection) -> None:
+    group = EngineGroup(OneEngine(await asyncio.to_thread(pipe.recv)))
     await group.start()
     app = build_http_app(Service(group, Tokenizer.load(resolve(args.model)), "toy"))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
@@ -93,21 +108,24 @@ async def measure(args: argparse.Namespace) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     port = server.servers[0].sockets[0].getsockname()[1]
+
+    async def load(body: bytes, count: int, at_once: int) -> float:
+        """CPU seconds of a request."""
+        before = time.process_time()
+        pipe.send((port, body, count, at_once))
+        await asyncio.to_thread(pipe.recv)
+        return (time.process_time() - before) / (count // at_once * at_once)
+
     text = ("some words of a text " * args.text_len)[: args.text_len]
-    print("| form | texts of a request | CPU us a text |\n|---|---|---|")
-    for form, size in (("base64", 1), ("float", 1), ("base64", 64)):
+    print("| form | texts of a request | at once | CPU us a text |\n|---|---|---|---|")
+    for form, size, at_once in (("base64", 1, 1), ("base64", 1, 16), ("float", 1, 1), ("base64", 64, 1)):
         body = json.dumps({"input": [text] * size if size > 1 else text, "encoding_format": form}).encode()
-        await asyncio.to_thread(post, port, body, 20)
-        costs = []
-        for _ in range(5):
-            before = time.thread_time()
-            await asyncio.to_thread(post, port, body, args.posts // size)
-            costs.append((time.thread_time() - before) / (args.posts // size * size) * 1e6)
-        print(f"| {form} | {size} | {min(costs):.0f} |", flush=True)
+        await load(body, 64, at_once)
+        costs = [await load(body, args.posts // size, at_once) / size * 1e6 for _ in range(_REPEATS)]
+        print(f"| {form} | {size} | {at_once} | {min(costs):.0f} |", flush=True)
     server.should_exit = True
     await serving
     group.close()
-    directory.close()
 
 
 def main() -> None:
@@ -116,8 +134,15 @@ def main() -> None:
     parser.add_argument("--posts", type=int, default=2000, help="texts of each measurement")
     parser.add_argument("--width", type=int, default=1024, help="numbers of a vector")
     parser.add_argument("--text-len", type=int, default=100, help="characters of a text")
+    args = parser.parse_args()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    uvloop.run(measure(parser.parse_args()))
+    spawn = multiprocessing.get_context("spawn")
+    pipe, childs = spawn.Pipe()
+    child = spawn.Process(target=run_child, args=(childs, args.width), daemon=True)
+    child.start()
+    uvloop.run(measure(args, pipe))
+    pipe.send(None)
+    child.join()
 
 
 if __name__ == "__main__":
