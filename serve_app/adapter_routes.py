@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from runtime.output.fields import invalid, shortened
 from serve_app.errors import ApiError
-from serve_app.limits import deadline, read_json_body
+from serve_app.limits import Deadline, read_json_body
 from serve_app.requests import parse
 from serve_app.requests.shapes import RequestModel
 from serve_app.service import Service
@@ -55,14 +55,14 @@ class _Routes:
         body, folder = await self._body(request)
         asked = parse(LoadAdapterRequest, body)
         path = await asyncio.to_thread(_path_within, folder, asked.lora_path)
-        async with deadline(self._settings.request_timeout_s):
+        async with Deadline(self._settings.request_timeout_s):
             await self._service.load_adapter(asked.lora_name, path, asked.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload(self, request: HttpRequest) -> Response:
         """Answers when no request uses it any more."""
         asked = parse(UnloadAdapterRequest, (await self._body(request))[0])
-        async with deadline(self._settings.request_timeout_s):
+        async with Deadline(self._settings.request_timeout_s):
             await self._service.unload_adapter(asked.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 

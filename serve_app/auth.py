@@ -8,6 +8,7 @@ import hmac
 import ipaddress
 import re
 import secrets
+from itertools import chain
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -71,7 +72,8 @@ class AuthMiddleware:
             await self._app(scope, receive, send_on)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
-        if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > self._max_header_bytes:
+        num_bytes = sum(map(len, chain.from_iterable(scope["headers"]))) + 4 * len(scope["headers"])
+        if num_bytes > self._max_header_bytes:
             return ApiError(
                 431,
                 f"The request's headers are over {self._max_header_bytes} bytes; send less.",

@@ -14,7 +14,7 @@ from runtime.core.types import CallboardError
 from runtime.output.fields import invalid, shortened
 from serve_app.auth import check_origin
 from serve_app.errors import ApiError
-from serve_app.limits import deadline
+from serve_app.limits import Deadline
 from serve_app.requests.shapes import RequestModel
 from serve_app.response_routes import read_query
 from serve_app.service import Service
@@ -73,7 +73,7 @@ class _Routes:
 
     async def _done(self, work: Awaitable[None]) -> Response:
         try:
-            async with deadline(self._settings.request_timeout_s):
+            async with Deadline(self._settings.request_timeout_s):
                 await work
         except ApiError:
             raise

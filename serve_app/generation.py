@@ -9,7 +9,6 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -18,7 +17,7 @@ from serve_app.answers import num_scores
 from serve_app.auth import clean_id
 from serve_app.endpoints import Endpoint
 from serve_app.errors import INTERNAL_ERROR, ApiError
-from serve_app.limits import beside_the_loop_if, check_counts, deadline, is_long, read_json_body
+from serve_app.limits import Deadline, beside_the_loop_if, check_counts, is_long, read_json_body
 from serve_app.metrics import RequestContext
 from serve_app.prepared_request import PreparedRequest
 from serve_app.recorded import RecordedRequests
@@ -29,6 +28,7 @@ from serve_app.sse import EventStream
 
 logger = logging.getLogger(__name__)
 
+_WATCHED_AFTER_S = 0.02  # a client that leaves before is noticed then
 _MANY_SCORES = 100  # positions whose log-probabilities take a while to render
 
 EVENT_STREAM = [
@@ -47,7 +47,7 @@ class Generation:
         self._service, self._endpoint, self._settings, self._recorded = service, endpoint, settings, recorded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = RequestContext(traceparent=Headers(scope=scope).get("traceparent"))
+        context = RequestContext.of(scope)
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
@@ -58,7 +58,7 @@ class Generation:
         self, prepared: PreparedRequest[Any], context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
         async with (
-            until_client_leaves(receive, send) as send,
+            UntilClientLeaves(receive, send) as send,
             aclosing(self._service.run(prepared, context)) as deltas,
         ):
             if prepared.request.stream:
@@ -86,7 +86,7 @@ class Generation:
         send: Send,
     ) -> None:
         choices = self._endpoint.choices(prepared)
-        async with deadline(self._settings.request_timeout_s):
+        async with Deadline(self._settings.request_timeout_s):
             async for new in deltas:
                 for delta in new:
                     choices[delta.index].add(delta)
@@ -115,7 +115,7 @@ class Generation:
             await send({"type": "http.response.body", "body": events, "more_body": True})
 
         try:
-            async with deadline(self._settings.request_timeout_s):
+            async with Deadline(self._settings.request_timeout_s):
                 async with _kept_alive(self._settings.keep_alive_s, partial(write, stream.keep_alive)):
                     new = await anext(deltas)
                 await write(stream.first() + await self._events(stream, new))
@@ -153,37 +153,47 @@ async def _kept_alive(period_s: float, write: Callable[[], Awaitable[None]]) -> 
         beating.cancel()
 
 
-@asynccontextmanager
-async def until_client_leaves(receive: Receive, send: Send) -> AsyncIterator[Send]:
+class UntilClientLeaves:
     """Cancels its body, and swallows that cancellation, when the client disconnects: `receive` tells so, or nothing can
-    be sent any more by what this yields for `send`, whichever task sends."""
-    task = asyncio.current_task()
-    assert task is not None
-    has_left = False
+    be sent any more by the `send` that this yields, whichever task sends.
 
-    def leave() -> None:
-        nonlocal has_left
-        if not has_left:
-            has_left = True
-            task.cancel()
+    `receive` is asked from _WATCHED_AFTER_S on: a shorter answer needs no task that waits."""
 
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self._watcher: asyncio.Task[None] | None = None
+        self._has_left = False
+
+    async def __aenter__(self) -> Send:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._start = asyncio.get_running_loop().call_later(_WATCHED_AFTER_S, self._start_watching)
+        return self._send_or_leave
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self._start.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        # The server cancels, too: that goes on.
+        return isinstance(error, asyncio.CancelledError) and self._has_left and not self._task.uncancel()
+
+    def _start_watching(self) -> None:
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
             pass
-        leave()
+        self._leave()
 
-    async def send_or_leave(message: Message) -> None:
+    def _leave(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            self._task.cancel()
+
+    async def _send_or_leave(self, message: Message) -> None:
         try:
-            await send(message)
+            await self._send(message)
         except OSError:
-            leave()
+            self._leave()
             await asyncio.sleep(0)  # the body ends here, if it is the body that sends
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield send_or_leave
-    except asyncio.CancelledError:
-        if not has_left or task.uncancel():  # the server cancels too: that goes on
-            raise
-    finally:
-        watcher.cancel()

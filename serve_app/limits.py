@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
 from starlette.types import Receive, Scope
@@ -47,10 +47,9 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
         has = "no Content-Type" if not kind else f"the Content-Type {shortened(kind.decode('latin-1'))!r}"
         text = f"The request has {has}; send it with the header 'Content-Type: application/json'."
         raise ApiError(415, text, code="unsupported_media_type")
-    too_long = ApiError(413, f"The request body is over {max_bytes} bytes; send less.", code="body_too_large")
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
-        raise too_long
+        raise _too_long(max_bytes)
     body, has_more = bytearray(), True
     try:
         async with asyncio.timeout(timeout_s):
@@ -60,12 +59,16 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
                     return None
                 body += message.get("body", b"")
                 if len(body) > max_bytes:
-                    raise too_long
+                    raise _too_long(max_bytes)
                 has_more = message.get("more_body", False)
     except TimeoutError:
         text = f"The request body took longer than {timeout_s:g} seconds (body_timeout_s); send it faster or send less."
         raise ApiError(408, text, code="body_timeout") from None
     return bytes(body)
+
+
+def _too_long(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The request body is over {max_bytes} bytes; send less.", code="body_too_large")
 
 
 def check_priority(priority: int, settings: HttpSettings) -> None:
@@ -88,14 +91,23 @@ def check_counts(request: SamplingFields, settings: HttpSettings) -> None:
             raise invalid(name, f"asks for {count} {what}, but this server allows {most}")
 
 
-@asynccontextmanager
-async def deadline(seconds: float | None) -> AsyncIterator[None]:
+class Deadline:
     """Ends its body after `seconds` with the 504."""
-    try:
-        async with asyncio.timeout(seconds) as timeout:
-            yield
-    except TimeoutError:
-        if not timeout.expired():
-            raise
-        text = f"The answer took longer than this server allows ({seconds:g} s, request_timeout_s)."
-        raise ApiError(504, text, code="request_timeout") from None
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._timeout = None if seconds is None else asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        if self._timeout is not None:
+            await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._timeout is not None:
+                await self._timeout.__aexit__(kind, error, trace)
+        except TimeoutError:
+            text = f"The answer took longer than this server allows ({self._seconds:g} s, request_timeout_s)."
+            raise ApiError(504, text, code="request_timeout") from None

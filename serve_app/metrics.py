@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from starlette.types import Scope
 
 from actors.engine_client import EngineClient, EngineRefusal
 from actors.metrics import METRICS, MetricValues, Snapshot
@@ -40,6 +41,12 @@ class RequestContext:
     arrived_at: float = field(default_factory=time.time)
     traceparent: str | None = None  # W3C Trace Context
     model: str = ""  # that answers it: the model's name or an adapter's; known when it has been read
+
+    @classmethod
+    def of(cls, scope: Scope) -> Self:
+        """Of a request that arrives now."""
+        traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
+        return cls(traceparent=None if traceparent is None else traceparent.decode("latin-1"))
 
 
 @dataclass(slots=True)

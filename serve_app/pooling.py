@@ -6,8 +6,6 @@ import secrets
 from functools import partial
 from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -17,8 +15,8 @@ from runtime.output.fields import invalid
 from serve_app.auth import clean_id
 from serve_app.endpoints.pooled import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
 from serve_app.errors import ApiError
-from serve_app.generation import until_client_leaves
-from serve_app.limits import beside_the_loop_if, check_priority, deadline, is_long, read_json_body
+from serve_app.generation import UntilClientLeaves
+from serve_app.limits import Deadline, beside_the_loop_if, check_priority, is_long, read_json_body
 from serve_app.metrics import RequestContext
 from serve_app.requests import parse
 from serve_app.service import MAX_PROMPT_TOKENS, Service, owned
@@ -48,19 +46,20 @@ class PooledRoute:
         self._service, self._endpoint, self._settings = service, endpoint, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = RequestContext(traceparent=Headers(scope=scope).get("traceparent"))
+        context = RequestContext.of(scope)
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
         prepared = await beside_the_loop_if(is_long(body), partial(self._prepared, body, scope))
         context.model = prepared.model.name
-        async with until_client_leaves(receive, send) as send:
-            async with deadline(self._settings.request_timeout_s):
+        async with UntilClientLeaves(receive, send) as send:
+            async with Deadline(self._settings.request_timeout_s):
                 pooled = await self._service.pool(prepared.id, prepared.requests, context)
             answer = partial(self._endpoint.answer, prepared, pooled)
             content = await beside_the_loop_if(sum(map(len, pooled)) > 4 * _MANY_NUMBERS, answer)
-            response = Response(content, headers=prepared.headers(), media_type="application/json")
-            await response(scope, receive, send)
+            headers = [*prepared.headers(), (b"content-length", b"%d" % len(content))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": content})
 
     def _prepared(self, body: bytes, scope: Scope) -> PreparedPooling[Any]:
         """Pure CPU work and thread-safe; raises FieldError or ApiError."""

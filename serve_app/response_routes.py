@@ -19,8 +19,8 @@ from serve_app.answers import encode_json
 from serve_app.endpoints.response_builder import ResponseBuilder, ResponseStream, error_event
 from serve_app.endpoints.responses import ResponsesEndpoint
 from serve_app.errors import INTERNAL_ERROR, ApiError, api_error
-from serve_app.generation import EVENT_STREAM, Generation, until_client_leaves
-from serve_app.limits import beside_the_loop_if, deadline, is_long
+from serve_app.generation import EVENT_STREAM, Generation, UntilClientLeaves
+from serve_app.limits import Deadline, beside_the_loop_if, is_long
 from serve_app.metrics import RequestContext
 from serve_app.prepared_request import PreparedRequest
 from serve_app.recorded import RecordedRequests
@@ -115,7 +115,7 @@ class ResponseCreation(Generation):
         store.grow(prepared.id)
         try:
             async with (
-                deadline(self._settings.request_timeout_s),
+                Deadline(self._settings.request_timeout_s),
                 aclosing(self._service.run(prepared, context)) as deltas,
             ):
                 async for new in deltas:
@@ -207,7 +207,7 @@ async def follow(
     send: Send,
 ) -> None:
     """Sends the events of a response that is made in the background, until it ends or its reader leaves."""
-    async with until_client_leaves(receive, send) as send:
+    async with UntilClientLeaves(receive, send) as send:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         is_over = False
         try:

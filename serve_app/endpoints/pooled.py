@@ -35,11 +35,15 @@ class PreparedPooling(Generic[P]):
     pooling: Pooling
     requests: list[Request]
 
-    def headers(self) -> dict[str, str]:
-        """Headers for facts that the answer's shape has no place for."""
-        ignored = self.request.ignored_fields()
-        headers = {"x-callboard-system-fingerprint": self.model.fingerprint}
-        return headers | ({"x-callboard-ignored-fields": ", ".join(ignored)} if ignored else {})
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """The answer's kind, and facts that its shape has no place for."""
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"x-callboard-system-fingerprint", self.model.fingerprint.encode()),
+        ]
+        if ignored := self.request.ignored_fields():
+            headers.append((b"x-callboard-ignored-fields", ", ".join(ignored).encode()))
+        return headers
 
     def body(self, kind: str, **fields: Any) -> bytes:
         """An answer with what all have."""
