@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from runtime.core.types import GrammarSpec
-from runtime.output.fields import Options, invalid
+from runtime.output.fields import FieldError, Options, invalid
 from runtime.output.response_format import RequestedGrammar
 from runtime.structured.grammar import Calls
 from runtime.text import reasoning
@@ -194,8 +194,8 @@ def with_calls(
     Calls are bound from the opening on with which the prompt ends, or, where the model may choose and some function
     is strict or has a grammar of its own, from any mark on that it writes; beside an answer in JSON, they are all
     that it may write instead. Arguments fit their schema; without `strict` any object will do where the schema is
-    not supported. No grammar can write `special_marks`, which are tokens and no text: what has to follow one is
-    left out."""
+    not supported, and any text where arguments that are written one by one cannot be bound to it. No grammar can write
+    `special_marks`, which are tokens and no text: what has to follow one is left out."""
     inputs = {tool.function.name: tool.grammar for tool in tools if isinstance(tool, CustomTool)}
     strict = next((i for i, t in enumerate(tools) if t.function.strict or inputs.get(t.function.name)), None)
     if not tools or (forced is None and strict is None and answer is None):
@@ -206,8 +206,11 @@ def with_calls(
         return not any(mark in text for mark in special_marks for text in texts)
 
     thinks_in_text = is_text(reasoning.OPEN, reasoning.CLOSE)
-    has_marks = not form.is_bare and bool(form.mark) and form.arguments is None
-    has_marks = has_marks and thinks_in_text and is_text(form.begin, form.to_arguments, form.end, form.close)
+    own = form.arguments
+    around = () if own is None else (own.begin, own.to_value, own.end)
+    has_marks = not form.is_bare and bool(form.mark) and thinks_in_text
+    has_marks = has_marks and is_text(form.begin, form.to_arguments, form.end, form.close, *around)
+    unbound = [] if own is None or forced is not None else [tool for tool in tools if tool.needs_json(own)]
     if forced is not None:
         answer = None  # there is no content
     elif answer is not None and not (has_marks and answer.spec.kind == "json"):
@@ -217,11 +220,10 @@ def with_calls(
         )
     elif not has_marks:
         assert strict is not None, "there is no other reason for a grammar here"
-        is_custom = isinstance(tools[strict], CustomTool)
-        raise invalid(
-            f"tools.{strict}.custom.format" if is_custom else f"tools.{strict}.function.strict",
-            "is supported for this model only where tool_choice is required or names a function",
-        )
+        raise _not_strict(tools, strict, "for this model")
+    for i, tool in enumerate(tools):
+        if tool in unbound and (tool.function.strict or isinstance(tool, CustomTool)):
+            raise _not_strict(tools, i, "for this schema, which the model's own format of calls cannot keep to,")
     name = None if forced is None else forced.name
     functions = [tool.function for tool in tools if name in (None, tool.function.name)]
     nothing = {"type": "object", "additionalProperties": False}
@@ -231,6 +233,7 @@ def with_calls(
         functions={f.name: nothing if f.parameters is None else f.parameters for f in functions},
         inputs={f.name: (of.syntax, of.definition) for f in functions if (of := inputs.get(f.name)) is not None},
         lenient=[f.name for f in functions if not f.strict],
+        unbound=[tool.function.name for tool in unbound],
         named=name is not None,
         to_arguments=form.to_arguments,
         end=end,
@@ -242,7 +245,15 @@ def with_calls(
     if answer is not None:
         calls.begin, calls.answer, after = form.opening(None), answer.spec.text, answer.spec.after
     elif forced is None:
-        calls.begin, after, free = form.begin.removeprefix(form.mark).strip(), form.mark, True
+        calls.begin, after, free = form.begin.partition(form.last_mark)[2].strip(), form.last_mark, True
     strictness = None if answer is None else answer.spec.strict
     spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, free, strictness)
     return RequestedGrammar(spec, "tools" if answer is None else answer.field)
+
+
+def _not_strict(tools: Sequence[AnyTool], index: int, where: str) -> FieldError:
+    """The refusal of a tool whose calls would have to be bound where the model may choose."""
+    field = "custom.format" if isinstance(tools[index], CustomTool) else "function.strict"
+    return invalid(
+        f"tools.{index}.{field}", f"is supported {where} only where tool_choice is required or names a function"
+    )

@@ -68,6 +68,7 @@ class Calls(msgspec.Struct):
     functions: dict[str, Any]  # the schemas of their arguments, by name
     inputs: dict[str, tuple[str, str]]  # syntax and grammar of the text that is a function's one argument, `input`
     lenient: list[str]  # functions that take any object where their schema is not supported
+    unbound: list[str]  # functions whose arguments are any text up to the last mark of a call's end
     named: bool  # the opening names the (only) function
     to_arguments: str  # what is between a function's name and its arguments
     end: str  # what follows a call's arguments
@@ -136,6 +137,11 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
     written: dict[str, Rule] = {}
     bodies: list[Rule] = []
     for i, (name, parameters) in enumerate(calls.functions.items()):
+        opening = terminal(literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?")
+        if name in calls.unbound:
+            last_mark = calls.end.rpartition("\n")[2]
+            bodies.append(sequence(opening, Shortest(f"(?s:.*){literal_text(last_mark)}")))
+            continue
         arguments = {"allOf": [{"type": "object"}, {"$ref": "#"}]}
         try:
             root = schema.read(json.dumps(parameters))
@@ -158,7 +164,6 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
                 root = call_arguments.without_details(parameters)
                 found = call_arguments.rules_of(calls.arguments, root, terms, f"f{i}", False, [])
         written |= found
-        opening = terminal(literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?")
         bodies.append(sequence(opening, Name(f"f{i}start"), _text(calls.end)))
     written["call"] = choice(bodies)
     more = Repeat(sequence(_text(calls.again), Name("call")), 0, None) if calls.again else NOTHING

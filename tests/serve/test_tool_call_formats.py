@@ -261,3 +261,71 @@ async def test_tools_that_the_template_does_not_tell_of_are_refused():
         error = (await client.post("/v1/chat/completions", json=body)).json()["error"]
     assert error["param"] == "tools"
     assert "--tool-call-parser" in error["message"]
+
+
+WRITTEN = {
+    "qwen3_coder": (
+        "<tool_call>\n<function={}>\n<parameter=at>\n[0]\n</parameter>\n<parameter=count>\n{}\n</parameter>\n</function>\n"
+        "</tool_call>"
+    ),
+    "glm45": (
+        "<tool_call>{}\n<arg_key>at</arg_key>\n<arg_value>[0]</arg_value>\n<arg_key>count</arg_key>\n<arg_value>{}"
+        "</arg_value>\n</tool_call>"
+    ),
+}
+
+
+def with_strict(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
+    """Two tools, of which only the first is strict."""
+    functions = {"name": "add", "parameters": first, "strict": True}, {"name": "sub", "parameters": second}
+    return [{"type": "function", "function": function} for function in functions]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+async def test_strict_functions_bind_calls_that_a_model_may_choose_to_write(name: str):
+    closed, engine = POINT | {"additionalProperties": False}, FakeEngine("x", max_model_len=4096)
+    free = {"type": "object", "properties": {"text": {"type": "string", "minLength": 2}}}  # as nobody can bind in tags
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": with_strict(closed, free)}
+    tokenizer = tokenizer_of(name, [])
+    async with client_of(engine, tokenizer) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        one = await client.post("/v1/chat/completions", json=body | {"parallel_tool_calls": False})
+        assert one.status_code == 200
+        body["tools"] = with_strict(free, closed)
+        refused = (await client.post("/v1/chat/completions", json=body)).json()
+    several, single = (request.params.grammar for request in engine.requests)
+    assert several is not None
+    assert single is not None
+    call = WRITTEN[name].format("add", 2)
+    other = WRITTEN[name].format("sub", "\n{any} </thing>")
+    for text in ("", "a <b> c", "<tool_cal", call, other, f"Now.\n{call}\n{other}\n{call}"):
+        assert fits(several, text), text
+    for text in ("99", "x", "1.5"):
+        assert not fits(several, WRITTEN[name].format("add", text)), text
+    for text in (
+        f"{call} and more",
+        call.replace("at", "it"),
+        call.replace("add", "mul"),
+        call.replace("[0]", "[0, 1]"),
+    ):
+        assert not fits(several, text), text
+    assert fits(single, call)
+    assert not fits(single, f"{call}\n{call}")
+    assert refused["error"]["param"] == "tools.0.function.strict"
+    assert "schema" in refused["error"]["message"]
+
+
+async def test_a_forgotten_mark_frees_no_strict_call():
+    """Qwen3-Coder often forgets the first one."""
+    tools = with_strict(POINT | {"additionalProperties": False}, POINT)
+    call = WRITTEN["qwen3_coder"].format("add", 2).removeprefix("<tool_call>\n")
+    engine = FakeEngine(f"Now. {call}", group=5, max_model_len=4096)
+    async with client_of(engine, tokenizer_of("qwen3_coder", [])) as client:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+        message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"at": [0], "count": 2}
+    grammar = engine.requests[0].params.grammar
+    assert grammar is not None
+    assert fits(grammar, call)
+    assert not fits(grammar, call.replace("2", "99"))
+    assert fits(grammar, "<tool_call>\nadd>")  # which is read as text

@@ -39,6 +39,11 @@ class ToolFormat:
     json_form: ToolFormat | None = None  # writes calls that a request insists on, where this one cannot
     has_short_ids: bool = False  # its template takes ids of nine letters or digits alone
 
+    @property
+    def last_mark(self) -> str:
+        """The mark that comes last before a call's name, also where a model forgets the others."""
+        return (*self.parser.other_marks, self.mark)[0]
+
     def opening(self, name: str | None) -> str:
         """How a call of a function begins, up to its arguments; for None, how any call begins, up to the name.
 

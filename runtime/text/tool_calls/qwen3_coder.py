@@ -12,7 +12,7 @@ from runtime.text.tool_calls.tagged import TaggedParser
 
 class Qwen3CoderParser(TaggedParser):
     other_marks = ("<function=",)  # the first one is often forgotten
-    head = re.compile(r"(?:\s*<function=)?([\w-]+)>")
+    head = re.compile(r"(?:\s*<function=|(?<=<function=))\s*([\w-]+)>")
     key_mark, key = "<parameter=", re.compile(r"<parameter=([^>\n]+)>")
     # A value has lines of its own. Its end mark may be forgotten.
     value_ends = ("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
