@@ -142,7 +142,13 @@ class ChatPrompter:
             grammar = replace(grammar, spec=replace(grammar.spec, after=reasoning.CLOSE))
         special_marks = self._special_marks(form.tools)
         return with_calls(
-            grammar, options.offered_tools(), form.tools, form.forced, form.most_calls, special_marks.keys()
+            grammar,
+            options.offered_tools(),
+            form.tools,
+            form.forced,
+            form.most_calls,
+            special_marks.keys(),
+            form.thinks,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
@@ -13,6 +13,7 @@ from runtime.core.types import GrammarSpec
 from runtime.output.fields import FieldError, Options, invalid
 from runtime.output.response_format import RequestedGrammar
 from runtime.structured.grammar import Calls
+from runtime.structured.pattern import literal_text
 from runtime.text import reasoning
 from runtime.text.tool_calls import ForcedCall, ToolFormat
 from runtime.text.tool_calls.argument_form import ArgumentForm, can_write
@@ -188,14 +189,16 @@ def with_calls(
     forced: ForcedCall | None,
     most_calls: int | None,
     special_marks: Collection[str],
+    thinks: bool,
 ) -> RequestedGrammar | None:
     """The grammar of an output that may hold calls, where `answer` is that of its content; None: all is free.
 
     Calls are bound from the opening on with which the prompt ends, or, where the model may choose and some function
-    is strict or has a grammar of its own, from any mark on that it writes; beside an answer in JSON, they are all
-    that it may write instead. Arguments fit their schema; without `strict` any object will do where the schema is
-    not supported, and any text where arguments that are written one by one cannot be bound to it. No grammar can write
-    `special_marks`, which are tokens and no text: what has to follow one is left out."""
+    is strict or has a grammar of its own, from any mark on that it writes, or from the text's beginning where it may be
+    a call without one; beside an answer in JSON, they are all that it may write instead. Arguments fit their schema;
+    without `strict` any object will do where the schema is not supported, and any text where arguments that are written
+    one by one cannot be bound to it. No grammar can write `special_marks`, which are tokens and no text: what has to
+    follow one is left out."""
     inputs = {tool.function.name: tool.grammar for tool in tools if isinstance(tool, CustomTool)}
     strict = next((i for i, t in enumerate(tools) if t.function.strict or inputs.get(t.function.name)), None)
     if not tools or (forced is None and strict is None and answer is None):
@@ -205,12 +208,10 @@ def with_calls(
     def is_text(*texts: str) -> bool:
         return not any(mark in text for mark in special_marks for text in texts)
 
-    thinks_in_text = is_text(reasoning.OPEN, reasoning.CLOSE)
-    own = form.arguments
-    around = () if own is None else (own.begin, own.to_value, own.end)
-    has_marks = not form.is_bare and bool(form.mark) and thinks_in_text
-    has_marks = has_marks and is_text(form.begin, form.to_arguments, form.end, form.close, *around)
-    unbound = [] if own is None or forced is not None else [tool for tool in tools if tool.needs_json(own)]
+    has_marks, no_text = _ways_to_call(form, [tool.function.name for tool in tools], is_text, thinks)
+    unbound = (
+        [] if forced is not None else [tool for tool in tools if form.arguments and tool.needs_json(form.arguments)]
+    )
     if forced is not None:
         answer = None  # there is no content
     elif answer is not None and not (has_marks and answer.spec.kind == "json"):
@@ -218,7 +219,7 @@ def with_calls(
         raise invalid(
             answer.field, f"cannot be combined with tools that may be called ({why}); set tool_choice to none"
         )
-    elif not has_marks:
+    elif not (has_marks or no_text):
         assert strict is not None, "there is no other reason for a grammar here"
         raise _not_strict(tools, strict, "for this model")
     for i, tool in enumerate(tools):
@@ -244,11 +245,27 @@ def with_calls(
     after, free = "", False
     if answer is not None:
         calls.begin, calls.answer, after = form.opening(None), answer.spec.text, answer.spec.after
+    elif forced is None and no_text:
+        calls.begin, calls.no_text = form.begin, no_text
     elif forced is None:
         calls.begin, after, free = form.begin.partition(form.last_mark)[2].strip(), form.last_mark, True
     strictness = None if answer is None else answer.spec.strict
     spec = GrammarSpec("calls", msgspec.json.encode(calls).decode(), after, free, strictness)
     return RequestedGrammar(spec, "tools" if answer is None else answer.field)
+
+
+def _ways_to_call(
+    form: ToolFormat, names: list[str], is_text: Callable[..., bool], thinks: bool
+) -> tuple[bool, list[str]]:
+    """How a model that may choose can call, as far as a grammar can bind it: if after a mark; and without one, by the
+    regular expressions that no text of it may match then, as it would be read as calls (none: it cannot)."""
+    around = () if form.arguments is None else (form.arguments.begin, form.arguments.to_value, form.arguments.end)
+    if not is_text(form.begin, form.to_arguments, form.end, form.close, *around) or (form.bare and thinks):
+        return False, []
+    if not form.bare:
+        return bool(form.mark) and is_text(reasoning.OPEN, reasoning.CLOSE), []
+    marked = [f"(?s:.*){literal_text(form.mark)}(?s:.*)"] if is_text(form.mark) else []
+    return False, [f"({form.bare.replace('%s', '|'.join(names))})(?s:.*)", *marked]
 
 
 def _not_strict(tools: Sequence[AnyTool], index: int, where: str) -> FieldError:

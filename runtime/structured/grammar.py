@@ -53,6 +53,8 @@ from runtime.text.tool_calls.argument_form import ArgumentForm
 
 MAX_BYTES = keywords.MAX_BYTES  # of a specification
 _NO_TEXT = "cannot be satisfied: no text fits it"
+_SPACES = "[\\x{a}\\x{20}]{0,2}"  # before a call
+_PYTHON_ARGUMENTS = r"""([^()"']|"([^"\\]|\\(?s:.))*"|'([^'\\]|\\(?s:.))*')*"""  # any, but for tuples
 
 
 @cache
@@ -77,6 +79,7 @@ class Calls(msgspec.Struct):
     begin: str = ""  # the rest of the opening
     arguments: ArgumentForm | None = None  # how arguments are written; None: as one JSON object
     answer: str = ""  # a JSON Schema: the output may be such a value instead
+    no_text: list[str] = []  # regular expressions: it may be a text instead that matches none of them; none: it may not
 
 
 def grammar_of(json_schema: object) -> Grammar:
@@ -104,7 +107,7 @@ def compiled(spec: GrammarSpec) -> Grammar:
 
 def _after_free_text(written: dict[str, Rule], spec: GrammarSpec) -> dict[str, Rule]:
     free = f"(?s:.*){literal_text(spec.after)}"
-    marked = Sequence((Shortest(free), terminal("[\\x{a}\\x{20}]{0,2}"), Name("rest")))
+    marked = Sequence((Shortest(free), terminal(_SPACES), Name("rest")))
     unmarked = Terminal(("(?s:.*)",), (f"{free}(?s:.*)",))
     start = Choice((unmarked, marked)) if spec.may_stay_free else marked
     return {**written, "start": start, "rest": written["start"]}
@@ -135,12 +138,11 @@ def _rules(spec: GrammarSpec, ignored: list[str]) -> dict[str, Rule]:
 
 def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list[str]) -> dict[str, Rule]:
     written: dict[str, Rule] = {}
-    bodies: list[Rule] = []
+    bodies: list[tuple[str, Rule]] = []  # of calls: the expression that they begin with, and the rest
     for i, (name, parameters) in enumerate(calls.functions.items()):
-        opening = terminal(literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?")
+        opening = literal_text("" if calls.named else name + calls.to_arguments) + "\\x{20}?"
         if name in calls.unbound:
-            last_mark = calls.end.rpartition("\n")[2]
-            bodies.append(sequence(opening, Shortest(f"(?s:.*){literal_text(last_mark)}")))
+            bodies.append((opening, _unbound(calls)))
             continue
         arguments = {"allOf": [{"type": "object"}, {"$ref": "#"}]}
         try:
@@ -164,14 +166,30 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
                 root = call_arguments.without_details(parameters)
                 found = call_arguments.rules_of(calls.arguments, root, terms, f"f{i}", False, [])
         written |= found
-        bodies.append(sequence(opening, Name(f"f{i}start"), _text(calls.end)))
-    written["call"] = choice(bodies)
+        bodies.append((opening, sequence(Name(f"f{i}start"), _text(calls.end))))
+    written["call"] = _one_of(bodies)
     more = Repeat(sequence(_text(calls.again), Name("call")), 0, None) if calls.again else NOTHING
-    start = sequence(_text(calls.begin), Name("call"), more, _text(calls.close))
+    # A lexer takes the longest terminal: what is no text must be one by the time that it can be no text any more.
+    first = _one_of(bodies, _SPACES + literal_text(calls.begin)) if calls.no_text else None
+    start = sequence(first or sequence(_text(calls.begin), Name("call")), more, _text(calls.close))
     if calls.answer:
         written |= schema.rules_of(schema.read(calls.answer), terms, None, "a", answer_strict, ignored)
         start = choice([start, Name("astart")])
+    if calls.no_text:
+        start = choice([start, Terminal(("(?s:.*)",), tuple(calls.no_text))])
     return {"start": start, **written}
+
+
+def _one_of(bodies: list[tuple[str, Rule]], before: str = "") -> Rule:
+    return choice(sequence(terminal(before + opening), rest) for opening, rest in bodies)
+
+
+def _unbound(calls: Calls) -> Rule:
+    """Arguments that are written one by one, whatever they are, and the end of the call."""
+    if calls.arguments is not None and not calls.arguments.stops:
+        return terminal(_PYTHON_ARGUMENTS + literal_text(calls.end))
+    *_, last_line = calls.end.splitlines()
+    return Shortest(f"(?s:.*){literal_text(last_line)}")
 
 
 def _input(syntax: str, definition: str, prefix: str) -> dict[str, Rule]:

@@ -224,8 +224,17 @@ async def test_strict_functions_bind_the_calls_of_a_model_that_may_choose():
     assert not fits(one, f"{call}\n{call}")
     _, free = await send({"tools": tools_of()})
     assert free.status_code == 200
-    _, response = await send({"tools": tools_of(strict=True)}, template=LLAMA)  # calls need no mark there
-    assert response.json()["error"]["param"] == "tools.0.function.strict"
+    bare = await grammar_of({"tools": tools_of(strict=True)}, template=LLAMA)  # calls need no mark there
+    call = f'{{"name": "get_time", "parameters": {CITY}}}'
+    for text in ("", "It rains. {", call, f"\n{call}; {call}", '{"weather": "rain"}', f"See: {call}"):
+        assert fits(bare, text), text
+    for text in (
+        f"{call} and so on",
+        call.replace("city", "town"),
+        f" {call.replace('time', 'date')}",
+        '{ "parameters": 1',
+    ):
+        assert not fits(bare, text), text
 
 
 async def test_an_answer_in_json_or_calls():

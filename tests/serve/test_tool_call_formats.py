@@ -329,3 +329,28 @@ async def test_a_forgotten_mark_frees_no_strict_call():
     assert fits(grammar, call)
     assert not fits(grammar, call.replace("2", "99"))
     assert fits(grammar, "<tool_call>\nadd>")  # which is read as text
+
+
+async def test_strict_functions_bind_calls_in_python():
+    closed = POINT | {"additionalProperties": False}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": with_strict(closed, {"a": {}})}
+    engine = FakeEngine("x", max_model_len=4096)
+    async with client_of(engine, tokenizer_of("pythonic", [])) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    grammar = engine.requests[0].params.grammar
+    assert grammar is not None
+    call, other = 'add(unit="m", at=[0], count=2)', """sub(a={'b': ["(", ')']}, c=True)"""
+    for text in (
+        "",
+        "[1] says",
+        "See [add](x).",
+        "[mul(a=1)]",
+        f"[{call}]",
+        f"\n[{other}]",
+        f"[{call}, {other}, sub()]",
+    ):
+        assert fits(grammar, text), text
+    for text in (call.replace("2", "31"), call.replace("unit", "units"), f"{call} ", f"{other}, mul(a=1)", "sub(a=1"):
+        assert not fits(grammar, f"[{text}]"), text
+    for text in ("[ add( at=1", "<|python_start|>[add(at=1", f"[{call}] and more"):
+        assert not fits(grammar, text), text

@@ -129,7 +129,7 @@ LLAMA3 = ToolFormat(
     JsonObjectParser,
     mark="<|python_tag|>",
     marks=("<|python_tag|>",),
-    is_bare=True,
+    bare=r'\s*\{\s*"(type|id|name|arguments|parameters)"',
     begin=_BEGIN,
     to_arguments='", "parameters":',
     end="}",

@@ -27,7 +27,9 @@ class ToolFormat:
     parser: type[ToolCallParser]
     mark: str  # a call follows it, wherever it stands
     marks: tuple[str, ...]  # all that may be special tokens in a vocabulary
-    is_bare: bool = False  # a call needs no mark at the beginning of the text
+    # A call needs no mark at the beginning of the text: a regular expression of what may be one there, %s standing for
+    # the functions' names. "": it needs one.
+    bare: str = ""
     # What is around names and arguments.
     begin: str = ""  # what a first call begins with, up to its name
     to_arguments: str = ""
@@ -109,7 +111,7 @@ class ToolCallParser:
         self._value = JsonValue()
         self._content: list[str] = []
         self._calls: list[CallDelta] = []
-        self._state: Callable[[bool], bool] = self._opening if form.is_bare else self._outside
+        self._state: Callable[[bool], bool] = self._opening if form.bare else self._outside
         if forced is not None and forced.name is not None:
             self._begin(forced.name)
             self._state = self._begun_arguments

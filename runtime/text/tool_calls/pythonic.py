@@ -69,7 +69,7 @@ PYTHONIC = ToolFormat(
     PythonicParser,
     mark="<|python_start|>",
     marks=("<|python_start|>", _END_MARK),
-    is_bare=True,
+    bare=r"\s*[\[,]\s*(%s)\(",
     begin="[",
     to_arguments="(",
     arguments=ArgumentForm("", "=", "", separator=", "),
