@@ -4,10 +4,12 @@
     python -m benchmarks.cluster --cases gcs-stopped --seconds 10
 
 A machine with the front and an engine, one with a second engine, and one with nothing but Ray's GCS and Serve's
-controller (with the first one, if the head is not to be cut off), as network namespaces of this one (network.py), each
-with its own raylet; nothing but a kernel with user namespaces is needed. Clients read streams one after another, and
-send short requests besides, over connections of their own. Each answer is compared with that of an undisturbed cluster.
-A JSON line a case.
+controller (with the first one, if nothing is to happen to the head), as network namespaces of this one (network.py),
+each with its own raylet; nothing but a kernel with user namespaces is needed, and for `head-killed` a redis-server,
+which keeps the GCS's state: all processes of the head are killed, and Ray is started there anew at the end. Afterwards
+the front is killed, to see that Serve still replaces it (`front_back_s`, until a request is answered). Clients read
+streams one after another, and send short requests besides, over connections of their own. Each answer is compared with
+that of an undisturbed cluster. A JSON line a case.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,13 +31,20 @@ from benchmarks.cluster.clients import Clients
 from benchmarks.cluster.machines import Cluster
 from benchmarks.cluster.network import alone, make_bridge, refusal
 
-_CASES = "gcs-stopped", "head-cut", "gcs-killed", "engine-cut"
+_CASES = "gcs-stopped", "head-cut", "head-killed", "gcs-killed", "engine-cut"
+_OF_HEAD = "head-cut", "head-killed"
 _BEFORE_S = 1.0  # under load before a disturbance
 
 
 async def _run(args: argparse.Namespace, folder: str) -> None:
     settings = dict(setting.split("=", 1) for setting in args.set)
-    cluster = Cluster(folder, settings, has_head_apart="head-cut" in args.cases)
+    is_apart = any(case in _OF_HEAD for case in args.cases)
+    cluster = Cluster(
+        folder,
+        settings,
+        has_head_apart=is_apart,
+        has_redis="head-killed" in args.cases,
+    )
     started = time.monotonic()
     cluster.start(args.model)
     clients = Clients(cluster.url)
@@ -45,6 +55,7 @@ async def _run(args: argparse.Namespace, folder: str) -> None:
     disturbances: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         "gcs-stopped": (lambda: cluster.signal_gcs(signal.SIGSTOP), lambda: cluster.signal_gcs(signal.SIGCONT)),
         "head-cut": (cluster.head.pull, cluster.head.plug),
+        "head-killed": (cluster.head.kill, cluster.restart_head),
         "gcs-killed": (lambda: cluster.signal_gcs(signal.SIGKILL), lambda: None),  # for good
         "engine-cut": (cluster.other.pull, lambda: None),
     }
@@ -57,7 +68,11 @@ async def _run(args: argparse.Namespace, folder: str) -> None:
             await asyncio.sleep(args.seconds)
             end()
             await asyncio.sleep(args.after)
-        print(json.dumps({"case": name, "seconds": args.seconds, **seen.report()}), flush=True)
+        line = {"case": name, "seconds": args.seconds, **seen.report()}
+        if name == "head-killed":
+            cluster.kill_front()
+            line["front_back_s"] = await clients.seconds_until_answered()
+        print(json.dumps(line), flush=True)
 
 
 def main() -> None:
@@ -75,6 +90,8 @@ def main() -> None:
         os._exit(0)  # all that was started ends with this process
     if why := refusal():
         sys.exit(why)
+    if "head-killed" in args.cases and shutil.which("redis-server") is None:
+        sys.exit("There is no redis-server for head-killed; install it or name the other --cases.")
     with tempfile.TemporaryDirectory(prefix="cb-", dir="/tmp") as folder:  # short: Ray puts Unix sockets below it
         command = alone("-m", "benchmarks.cluster", *sys.argv[1:], "--inside", folder)
         sys.exit(subprocess.run(command, cwd=Path(__file__).parents[2]).returncode)

@@ -75,6 +75,18 @@ class Clients:
         await asyncio.gather(*map(one, range(_NUM_STREAMS)))
         self._short = await self._answer(seen)
 
+    async def seconds_until_answered(self, timeout_s: float = 120.0) -> float:
+        """From now on until a short request is answered."""
+        began = time.monotonic()
+        while True:
+            try:
+                await self._answer(Seen())
+                return round(time.monotonic() - began, 2)
+            except httpx.HTTPError:
+                if time.monotonic() - began > timeout_s:
+                    raise
+            await asyncio.sleep(0.05)
+
     @asynccontextmanager
     async def load(self) -> AsyncIterator[Seen]:
         """While clients come; at the end their streams are read to the end."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from actors.environment import CLUSTER, haproxy_files, ray_token
 from actors.haproxy import COMMAND, write_command
-from benchmarks.cluster.network import Machine
+from benchmarks.cluster.network import HOST, Machine
 from tests.support.tiny_gguf import write_tiny_gguf
 
 PORT = 8000
+_REDIS_PORT = 6390
 _HEAD = ["--head", "--port=6379", "--include-dashboard=false", "--no-monitor"]
-_ENGINE, _FRONT = ["--num-cpus=2"], ["--num-cpus=2", '--resources={"front": 1}']
+_RAY = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+_NO_CPUS, _ENGINE, _FRONT = ["--num-cpus=0"], ["--num-cpus=2"], ["--num-cpus=2", '--resources={"front": 1}']
 _QUICK = {  # as `callboard serve` has it: workers when they are needed, no lower than all else that the machine does
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
@@ -38,12 +42,16 @@ class Cluster:
     """The machines, and the processes on them: a front with an engine, another engine, and the head, apart or with the
     front."""
 
-    def __init__(self, folder: str, settings: dict[str, str], *, has_head_apart: bool) -> None:
+    def __init__(self, folder: str, settings: dict[str, str], *, has_head_apart: bool, has_redis: bool) -> None:
         self._folder, own = Path(folder), Path(folder, "own")
         inherited = {name: value for name, value in os.environ.items() if "RAY_" not in name}
         places = {"RAY_TMPDIR": str(own), "HOME": str(own), **haproxy_files(str(own))}
         command = {COMMAND: write_command(folder)}
         self._environment = {**inherited, **CLUSTER, **_QUICK, **places, **command, **ray_token(), **settings}
+        if has_redis:  # in which the GCS keeps its state
+            self._environment["RAY_REDIS_ADDRESS"] = f"{HOST}:{_REDIS_PORT}"
+            redis = ["redis-server", "--bind", HOST, "--port", str(_REDIS_PORT), "--protected-mode", "no", "--save", ""]
+            subprocess.Popen(redis, stdout=subprocess.DEVNULL)
         self.front, self.other = Machine(2, own), Machine(3, own)
         self.head = Machine(1, own) if has_head_apart else self.front
         self.url = f"http://{self.front.address}:{PORT}"
@@ -52,7 +60,7 @@ class Cluster:
         """Returns when Serve has been told what to start."""
         gcs = f"{self.head.address}:6379"
         is_apart = self.head is not self.front
-        self._ray_start(self.head, *_HEAD, *(["--num-cpus=0"] if is_apart else _FRONT)).check()
+        self._ray_start(self.head, *_HEAD, *(_NO_CPUS if is_apart else _FRONT)).check()
         nodes = [self._ray_start(self.other, f"--address={gcs}", *_ENGINE)]
         if is_apart:
             nodes.append(self._ray_start(self.front, f"--address={gcs}", *_FRONT))
@@ -79,11 +87,23 @@ class Cluster:
         }  # fmt: skip
         _Started(self.front.command(sys.executable, "-c", _DEPLOY, gcs, json.dumps(config)), self._environment).check()
 
+    def restart_head(self) -> None:
+        """Start Ray anew on a head of its own whose processes were killed; returns at once. It must not see the
+        processes of the other machines, as `ray start` would take theirs for its own."""
+        blind = ["unshare", "--pid", "--fork", "--mount-proc"]
+        command = self.head.command(*blind, *_RAY, *self._options(self.head), *_HEAD, *_NO_CPUS, "--block")
+        subprocess.Popen(command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill_front(self) -> None:
+        """Kill the front's process."""
+        self._signal("ray::ServeReplica:callboard:Front", signal.SIGKILL)
+
     def _ray_start(self, machine: Machine, *options: str) -> _Started:
+        return _Started(machine.command(*_RAY, *self._options(machine), *options), self._environment)
+
+    def _options(self, machine: Machine) -> list[str]:
         fixed = [f"--node-ip-address={machine.address}", "--object-store-memory=104857600"]
-        fixed += ["--disable-usage-stats", "--include-log-monitor=false"]
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *fixed, *options]
-        return _Started(machine.command(*command), self._environment)
+        return [*fixed, "--disable-usage-stats", "--include-log-monitor=false"]
 
     def cpu_s(self) -> float:
         """The time of a core that all processes have taken, those that have ended included."""
@@ -92,9 +112,15 @@ class Cluster:
 
     def signal_gcs(self, number: int) -> None:
         """Send a signal to Ray's GCS."""
+        self._signal("gcs_server", number)
+
+    def _signal(self, name: str, number: int) -> None:
+        """Send a signal to the processes whose first argument's last part begins with this name."""
         for folder in Path("/proc").glob("[0-9]*"):
-            if (folder / "comm").read_text().startswith("gcs_server"):
-                os.kill(int(folder.name), number)
+            with suppress(OSError):  # it has just ended
+                program = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+                if program.rpartition("/")[2].startswith(name):
+                    os.kill(int(folder.name), number)
 
 
 class _Started:

@@ -7,8 +7,11 @@ that all end with it; and a network, whose bridge the machines are plugged into.
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 HOST = "10.77.0.254"  # the program itself, on the bridge
@@ -60,6 +63,14 @@ class Machine:
     def command(self, *command: str) -> list[str]:
         """The command that runs `command` there."""
         return ["nsenter", f"--target={self._holder.pid}", "--net", "--mount", "--wd", *command]
+
+    def kill(self) -> None:
+        """Kill all that runs there, as if its power went; what is started there later finds its files."""
+        own = Path(f"/proc/{self._holder.pid}/ns/net").readlink()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has just ended
+                if int(folder.name) != self._holder.pid and (folder / "ns" / "net").readlink() == own:
+                    os.kill(int(folder.name), signal.SIGKILL)
 
     def pull(self) -> None:
         """Cut it off."""
