@@ -272,16 +272,16 @@ class ResponsesRequest(SamplingFields):
         """The request of a chat with these messages that is answered in the same way."""
         shared = {name: getattr(self, name) for name in _SHARED & self.model_fields_set}
         tools, choice = self._offered_tools()
-        return ChatRequest.model_construct(
-            **shared,
-            messages=messages,
-            max_tokens=self.max_output_tokens,
-            response_format=None if self.text is None else self.text.as_chat(),
-            tools=tools,
-            tool_choice=choice,
-            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
+        own = {
+            "messages": messages,
+            "max_tokens": self.max_output_tokens,
+            "response_format": None if self.text is None else self.text.as_chat(),
+            "tools": tools,
+            "tool_choice": choice,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        return _BLANK_CHAT.model_copy(update=shared | own)
 
     def _offered_tools(self) -> tuple[list[AnyTool], Any]:
         """The tools that may be called, and a chat's `tool_choice`."""
@@ -299,6 +299,9 @@ class ResponsesRequest(SamplingFields):
                 return [tool for tool in tools if (tool.type, tool.function.name) in allowed], choice.mode
         return tools, choice if tools or choice == "required" else None
 
+
+# To copy it takes a tenth of the time of `model_construct`, which asks each field for its default.
+_BLANK_CHAT = ChatRequest.model_construct()
 
 # A chat's fields of the same name and meaning.
 _SHARED = {"parallel_tool_calls", "include_reasoning"} | (
