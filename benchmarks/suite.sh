@@ -2,10 +2,11 @@
 # Every measurement of RESULTS.md on one GPU, in stages of a few minutes each:
 #
 #   benchmarks/suite.sh OUT tests exactness engine quantized mixtures adapters profile kernels soak start serving
-#   benchmarks/suite.sh OUT tp                       # on several GPUs
+#   benchmarks/suite.sh OUT tp replicas draft        # on several GPUs
 #   python -m benchmarks.library.report OUT/*.jsonl
 #
-# The stages up to `start` need torch and Triton; `serving` needs an installed Callboard. MODELS narrows the models.
+# The stages up to `start` need torch and Triton; `serving`, `replicas` and `draft` an installed Callboard. MODELS narrows
+# the models, RATES names the conversations a second that replicas get.
 # With WORKERS=20 as many tests run side by side, on all GPUs (pytest-xdist).
 # OUT gets JSON lines, one file a benchmark, and logs; a stage that fails does not stop the next.
 set -uo pipefail
@@ -84,6 +85,17 @@ for stage in "$@"; do
             bench engine.decode --model llama-3.1-8b --repeats 3 --cells 1x128x512 --set tensor_parallel_size=$gpus rank_invariant=true
             [ "$gpus" = 1 ] ||
                 bench engine.decode --model llama-3.1-70b --repeats 2 --cells 1x128x256 64x128x256 --set tensor_parallel_size=$gpus
+        done
+        ;;
+    replicas) # one engine a GPU behind one endpoint
+        folder llama-3.1-8b && bench serving.replicas --serve "$folders/llama-3.1-8b" --label llama-3.1-8b \
+            --replicas "$(nvidia-smi -L | wc -l)" --rates ${RATES:-8 11 14 17 20} --seconds 60
+        ;;
+    draft) # of about the 1B's shape, on the target's GPU and on its own
+        pair=$folders/pair-1b
+        [ -d "$pair/draft" ] || bench drafts.calibrated_pair "$pair" --draft 1b --acceptance 0.8
+        for device in shared own; do
+            bench drafts.speculation "$pair/target" --drafts none "$pair/draft" --batches 1 8 64 --set draft_device=$device
         done
         ;;
     soak) bench engine.soak --model llama-3.2-1b --minutes "${MINUTES:-10}" ;;

@@ -176,7 +176,11 @@ class Client:
                 break
         else:
             connection = (await loop.create_connection(Connection, self._host, self._port))[1]
-        await connection.ask(turn, request)
+        try:
+            await connection.ask(turn, request)
+        except asyncio.CancelledError:
+            connection.transport.abort()
+            raise
         self._idle.append(connection)
 
 
