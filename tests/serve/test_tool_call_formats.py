@@ -354,3 +354,22 @@ async def test_strict_functions_bind_calls_in_python():
         assert not fits(grammar, f"[{text}]"), text
     for text in ("[ add( at=1", "<|python_start|>[add(at=1", f"[{call}] and more"):
         assert not fits(grammar, text), text
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+async def test_an_answer_in_json_beside_calls_between_tags(name: str):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": POINT | {"additionalProperties": False}}}]
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    engine = FakeEngine(WRITTEN[name].format("add", 2), group=3, max_model_len=4096)
+    async with client_of(engine, tokenizer_of(name, [])) as client:
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"at": [0], "count": 2}
+    grammar = engine.requests[0].params.grammar
+    assert grammar is not None
+    for text in ('{"sum": 3}', WRITTEN[name].format("add", 2)):
+        assert fits(grammar, text), text
+    for text in ("", "Three.", '{"sum": "3"}', WRITTEN[name].format("add", 99), WRITTEN[name].format("mul", 2)):
+        assert not fits(grammar, text), text
