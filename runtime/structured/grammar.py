@@ -169,7 +169,8 @@ def _calls(calls: Calls, terms: Terms, answer_strict: bool | None, ignored: list
         bodies.append((opening, sequence(Name(f"f{i}start"), _text(calls.end))))
     written["call"] = _one_of(bodies)
     more = Repeat(sequence(_text(calls.again), Name("call")), 0, None) if calls.again else NOTHING
-    # A lexer takes the longest terminal: what is no text must be one by the time that it can be no text any more.
+    # llguidance takes the longest terminal and does not go back: beside free text, the terminal that begins a call must
+    # reach to where the text cannot be free any more, which is behind the function's name.
     first = _one_of(bodies, _SPACES + literal_text(calls.begin)) if calls.no_text else None
     start = sequence(first or sequence(_text(calls.begin), Name("call")), more, _text(calls.close))
     if calls.answer:
