@@ -29,21 +29,22 @@ from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels import fp8_experts
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.experts import GroupedExperts, Tile
-from runtime.kernels.fp8_linear import Fp8Tiling, fp8_linear_torch, fp8_linear_triton
+from runtime.kernels.fp8_linear import fp8_linear_torch, fp8_linear_triton
 from runtime.kernels.fp8_rows import Fp8Rows, fp8_rows_torch, fp8_rows_triton
 from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.gated_activation import gated_activation_triton
 from runtime.kernels.quantized_linear import dequantize_triton
 from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.kernels.rms_norm import rms_norm_triton
+from runtime.kernels.tiles import Tiling
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MODELS["tiny"] = (1, 128, 128, 64, 192, 320)
 MAX_LAYERS = 6  # of a chain; 8B layers of fp8 are 218 MB each
-T = Fp8Tiling
+T = Tiling
 
 
-def candidates(rows: int) -> list[Fp8Tiling]:
+def candidates(rows: int) -> list[Tiling]:
     """Tiles worth trying."""
     if INTERPRETED:
         return [T(32, 64, 64, 4, 2, 2), T(32, 64, 64, 4, 2, swap=True)]
@@ -266,7 +267,7 @@ def check() -> None:
     report(op="check", **right)
 
 
-def compile_one(job: tuple[Fp8Tiling, bool]) -> None:
+def compile_one(job: tuple[bool]) -> None:
     """Fills the compile cache from a process of its own."""
     tile, has_residual = job
     product = Product("", 1024, 512)

@@ -26,6 +26,7 @@ from runtime.kernels.gated_activation import (
     gated_activation_torch,
     gated_activation_triton,
 )
+from runtime.kernels.integer_linear import IntegerLinear, has_integer_product
 from runtime.kernels.layer_norm import layer_norm_torch, layer_norm_triton
 from runtime.kernels.linear import Activate, Linear, Norm, Product, cpu_product
 from runtime.kernels.numerics import Numerics
@@ -156,6 +157,8 @@ def _quantized_linear(
 ) -> Linear:
     if not deterministic and dtype != torch.float32 and has_fp8_product(weight):
         return Fp8Linear(weight, bias, **around)
+    if not deterministic and dtype != torch.float32 and has_integer_product(weight):
+        return IntegerLinear(weight, bias, **around)
     return QuantizedLinear(weight, bias, deterministic=deterministic, **around)
 
 

@@ -37,13 +37,19 @@ def fp8_rows_torch(
     gated: bool = True,
 ) -> Fp8Rows:
     """x, its norm or its gated activation, rounded from float32 to codes."""
+    wide = wide_rows(x, norm_weight, eps, activation, gated)
+    largest = wide.abs().amax(1, keepdim=True).clamp_min(2.0**-100)
+    return Fp8Rows((wide * (448.0 / largest)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), largest[:, 0] / 448.0)
+
+
+def wide_rows(
+    x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, activation: Activation | None, gated: bool
+) -> torch.Tensor:
+    """x, its norm or its gated activation in float32."""
     wide = x.float()
     if norm_weight is not None:
         wide = rms_norm_torch(wide, norm_weight.float(), eps)
-    if activation is not None:
-        wide = gated_activation_torch(wide, activation, gated)
-    largest = wide.abs().amax(1, keepdim=True).clamp_min(2.0**-100)
-    return Fp8Rows((wide * (448.0 / largest)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), largest[:, 0] / 448.0)
+    return wide if activation is None else gated_activation_torch(wide, activation, gated)
 
 
 @jit
@@ -54,6 +60,30 @@ def to_e4m3(x):
         bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
         x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
     return x.to(tl.float8e4nv)
+
+
+@jit
+def load_row(
+    at, norm_ptr, cols, K, eps,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The row at a pointer, its norm or its gated activation, in float32; zeros behind column K."""
+    inside = cols < K
+    if NORM:
+        weight = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    x = tl.load(at + cols, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / K + eps)) * weight
+    if ACTIVATION is not None:
+        if GATED:
+            up = tl.load(at + cols + K, mask=inside, other=0.0).to(tl.float32)
+            x = activated(x, ACTIVATION) * up
+        else:
+            x = activated(x, ACTIVATION)
+    return x
 
 
 @jit
@@ -75,21 +105,7 @@ def _fp8_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < K
-    if NORM:
-        weight = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    at = x_ptr + row * x_stride + cols
-    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        x = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=0) / K + eps)) * weight
-    if ACTIVATION is not None:
-        if GATED:
-            up = tl.load(at + K, mask=inside, other=0.0).to(tl.float32)
-            x = activated(x, ACTIVATION) * up
-        else:
-            x = activated(x, ACTIVATION)
+    x = load_row(x_ptr + row * x_stride, norm_ptr, cols, K, eps, NORM, ACTIVATION, GATED, PDL)
     largest = tl.maximum(tl.max(tl.abs(x), axis=0), _SMALLEST)
     codes = tl.clamp(x * (_LARGEST / largest), -_LARGEST, _LARGEST)
     tl.store(codes_ptr + row * K + cols, to_e4m3(codes), mask=inside)

@@ -17,6 +17,12 @@ import torch.nn.functional as F
 from runtime.kernels._triton import jit, tl, use_pdl
 from runtime.kernels.adapters import RowAdapters
 from runtime.kernels.batch_invariant_linear import MAX_SPLIT_TILES, _counters
+from runtime.kernels.decoded_linear import (
+    FEWEST_DECODED_ROWS,
+    MAX_DECODED_ROWS,
+    decoded_linear_triton,
+    has_decoded_product,
+)
 from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.gated_activation import Activation
 from runtime.kernels.linear import AdaptedLinear, Linear, Norm
@@ -30,6 +36,7 @@ from runtime.kernels.quantized_skinny_gemm import (
 )
 from runtime.kernels.quantized_weight import QuantizedWeight, decode, decode_planes, dequantize, kernel_options
 from runtime.kernels.rms_norm import rms_norm_triton
+from runtime.kernels.skinny_gemm import MAX_ROWS
 from runtime.kernels.sum_order import SumOrder
 
 MAX_TILE_ROWS = 64  # above, a dense copy of the weight costs less time than tiles that decode it
@@ -259,8 +266,11 @@ def dequantize_triton(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tens
 
 
 class QuantizedLinear(FusedLinear):
-    """`FusedLinear` of a weight that is codes: up to MAX_ROWS rows with the surrounding operations folded in, up to
-    MAX_TILE_ROWS, and in deterministic mode always, decoded within the product, above by cuBLAS."""
+    """`FusedLinear` of a weight that is codes: up to max_skinny rows with the surrounding operations folded in, up to
+    max_tiled, and in deterministic mode always, decoded within the product, above by cuBLAS."""
+
+    max_skinny = MAX_ROWS
+    max_tiled = MAX_TILE_ROWS
 
     def __init__(
         self,
@@ -275,6 +285,9 @@ class QuantizedLinear(FusedLinear):
         self.quantized = weight
         self.skinny_gemm = partial(quantized_skinny_gemm_triton, weight=weight, bias=bias, fixed_order=deterministic)
         self.tiled = partial(quantized_linear_triton, weight=weight, bias=bias, fixed_order=deterministic)
+        if not deterministic and has_decoded_product(weight):
+            self.tiled = partial(decoded_linear_triton, weight=weight, bias=bias)
+            self.max_skinny, self.max_tiled = FEWEST_DECODED_ROWS - 1, MAX_DECODED_ROWS
 
     def with_adapters(self, adapters: RowAdapters) -> Linear:
         return AdaptedLinear(self, adapters)
@@ -285,7 +298,10 @@ class QuantizedLinear(FusedLinear):
         return F.linear(x, dequantize_triton(self.quantized, x.dtype), self.bias)
 
     def _is_tiled(self, x: torch.Tensor) -> bool:
-        return self.deterministic or len(x) <= MAX_TILE_ROWS
+        return self.deterministic or len(x) <= self.max_tiled
+
+    def _is_skinny(self, x: torch.Tensor) -> bool:
+        return super()._is_skinny(x) and (self.deterministic or len(x) <= self.max_skinny)
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, post_norm: torch.Tensor | None = None, eps: float = 0.0

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from runtime.kernels.integer_linear import IntegerLinear, has_integer_product
 from runtime.kernels.quantized_linear import QuantizedLinear, dequantize_triton
 from runtime.kernels.quantized_skinny_gemm import quantized_skinny_gemm_triton
 from runtime.kernels.quantized_weight import dequantize
@@ -12,7 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch see
 forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(map(str, form)))
 CASES = [  # eight, four chunks and one; odd sizes; few forms and shapes, as each compiles a dozen kernels
     (("fp8", 0, 1), 4096, 4096), (("int4", 128, 1), 6144, 2048), (("int8 minimums", 128, 1), 1002, 1168),
-    (("table", 64, 1), 34, 128), (("uint4 minimums", 32, 1), 2048, 2048),
+    (("table", 64, 1), 34, 128), (("uint4 minimums", 32, 1), 2048, 2048), (("uint4 minimums", 128, 1), 4096, 4096),
+    (("int8", 0, 1), 4096, 14336), (("e2m1", 32, 1), 16384, 1024), (("table", 64, 1), 4096, 8192),
 ]  # fmt: skip
 cases = pytest.mark.parametrize(
     ("form", "size_out", "size_in"),
@@ -44,17 +46,24 @@ def test_layers_against_float64(form, size_out, size_in):
     dense = dequantize(weight)
     torch.testing.assert_close(dequantize_triton(weight, torch.float32), dense, rtol=1e-6, atol=1e-7)
     ones, dense = torch.ones(size_in).bfloat16(), dense.double()
-    for deterministic in (False, True):
-        layer = QuantizedLinear(weight, None, "silu", deterministic)
-        for rows in (1, 8, 16, 64, 300):
+    layers = [QuantizedLinear(weight, None, "silu", deterministic) for deterministic in (False, True)]
+    if has_integer_product(weight):
+        layers.append(IntegerLinear(weight, None, "silu"))
+    for layer in layers:
+        kind = type(layer).__name__, layer.deterministic
+        for rows in (1, 8, 9, 16, 32, 64, 100, 256, 300):
             x = torch.randn(rows, size_in + 8)[:, :size_in].bfloat16()
             want = (x.double() / (x.double().square().mean(1, keepdim=True) + 1e-5).sqrt()) @ dense.t()
             got = layer.logits(x, ones, 1e-5)
-            assert ((got.double() - want).norm() / want.norm()).item() < 8e-3, (deterministic, rows)
+            assert ((got.double() - want).norm() / want.norm()).item() < 8e-3, (*kind, rows)
             residual = torch.zeros(rows, size_out).bfloat16()
             layer.add_to(residual, x)
             want = x.double() @ dense.t()
-            assert ((residual.double() - want).norm() / want.norm()).item() < 8e-3, (deterministic, rows)
+            assert ((residual.double() - want).norm() / want.norm()).item() < 8e-3, (
+                type(layer),
+                layer.deterministic,
+                rows,
+            )
 
 
 @cases

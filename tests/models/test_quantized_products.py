@@ -66,7 +66,7 @@ def test_nothing_keeps_codes_in_float32():
 
 
 def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
-    monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: True)
+    monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: True)
 
     def pair(form: str, hidden: int, ffn: int, **block: int) -> tuple[QuantizedWeight, QuantizedWeight]:
         dtype = torch.float8_e4m3fn if form == "fp8" else torch.int8
@@ -81,12 +81,12 @@ def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
     assert not has_fp8_experts(pair("fp8", 256, 192))
     assert not has_fp8_experts(pair("fp8", 256, 128, group=128))
     assert not has_fp8_experts(pair("int8", 256, 128))
-    monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: False)
+    monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: False)
     assert not has_fp8_experts(pair("fp8", 256, 128))
 
 
 def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
-    monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: True)
+    monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: True)
     spec = DecoderSpec(
         num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=256, vocab_size=101,
         max_positions=64, norm_eps=1e-6,
@@ -105,5 +105,5 @@ def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
     assert not widened("int8", every, replace(GPU, deterministic=True))
     assert not widened("fp8", every)
     assert widened("int8", "gate up down", experts=ExpertsSpec(4, 2, True)) == 0
-    monkeypatch.setattr("runtime.kernels.fp8_linear.multiplies_fp8", lambda device: False)
+    monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: False)
     assert widened("fp8", every) == 2 * 2 * 256 * 128

@@ -33,7 +33,7 @@ from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
-from runtime.kernels import _triton, fp8_linear  # noqa: E402
+from runtime.kernels import _triton, tiles  # noqa: E402
 from runtime.kernels.adapters import RowAdapters, add_adapters_triton, make_adapters  # noqa: E402
 from runtime.kernels.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.all_reduce import all_reduce_triton  # noqa: E402
@@ -240,7 +240,7 @@ def main() -> None:
     driver.set_active(Hopper())
     _triton._has_pdl = lambda device: True
     torch.cuda.get_device_properties = lambda device=None: H200
-    fp8_linear.multiplies_fp8 = lambda device: True
+    tiles.multiplies_fp8 = lambda device: True
 
     for model, changed, dtype, deterministic, batches in SERVED:
         of_spec = {field: value for field, value in changed.items() if field != "kv_cache_dtype"}

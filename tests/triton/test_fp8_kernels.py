@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels.experts import Experts
 from runtime.kernels.fp8_experts import Fp8Experts
-from runtime.kernels.fp8_linear import Fp8Linear, Fp8Tiling, fp8_linear_torch, fp8_linear_triton
+from runtime.kernels.fp8_linear import Fp8Linear, fp8_linear_torch, fp8_linear_triton
 from runtime.kernels.fp8_rows import fp8_rows_torch, fp8_rows_triton
 from runtime.kernels.gated_activation import gated_activation_torch
 from runtime.kernels.linear import Linear
 from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.tiles import Tiling
 
 ROWS, SIZE = 21, 272
 OPERATIONS = {
@@ -63,9 +64,9 @@ def test_numbers_become_the_nearest_codes():
 @pytest.mark.parametrize(
     "tiling",
     [
-        Fp8Tiling(16, 64, 256, 4, 2, swap=True),
-        Fp8Tiling(32, 64, 128, 4, 2, split=2, swap=True),
-        Fp8Tiling(16, 32, 64, 4, 2),
+        Tiling(16, 64, 256, 4, 2, swap=True),
+        Tiling(32, 64, 128, 4, 2, split=2, swap=True),
+        Tiling(16, 32, 64, 4, 2),
     ],
     ids=str,
 )

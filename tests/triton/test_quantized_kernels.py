@@ -4,6 +4,7 @@ rows."""
 import pytest
 import torch
 
+from runtime.kernels.decoded_linear import decoded_linear_triton, has_decoded_product
 from runtime.kernels.quantized_configs import QuantizedConfig, QuantizedTiling, VectorConfig
 from runtime.kernels.quantized_linear import (
     dequantize_triton,
@@ -24,6 +25,7 @@ from runtime.kernels.quantized_weight import (
     quantized_weight,
     unpack_planes,
 )
+from runtime.kernels.tiles import Tiling
 
 NF4 = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626,
        0.7230, 1.0)  # fmt: skip
@@ -165,6 +167,23 @@ def test_many_rows(form):
         want = quantized_linear_torch(x.double(), weight, residual=residual.double())
         got = quantized_linear_triton(x, weight, residual=residual, tiling=QuantizedTiling(32, 16, 64, 4, 1, split))
         check(got, want, form)
+
+
+@pytest.mark.parametrize(
+    "form", [form for form in FORMS if form[0].split()[0] not in ("fp8", "int8") and form[1] >= 32], ids=str
+)
+def test_tiles_of_decoded_codes(form):
+    cases = (17, 40, 200, Tiling(16, 64, 0, 4, 2)), (40, 24, 600, Tiling(32, 64, 0, 4, 2, 2))
+    for rows, size_out, size_in, tiling in cases:
+        weight = some_weight(form, size_out, size_in)
+        size_in = weight.shape[1]
+        assert has_decoded_product(weight)
+        x = torch.randn(rows, size_in + 4)[:, :size_in]
+        bias, residual = torch.randn(size_out), torch.randn(rows, size_out)
+        want = quantized_linear_torch(x.double(), weight, bias.double())
+        check(decoded_linear_triton(x, weight, bias, tiling=tiling), want, form)
+        want = quantized_linear_torch(x.double(), weight, residual=residual.double())
+        check(decoded_linear_triton(x, weight, residual=residual, tiling=tiling), want, form)
 
 
 def test_every_code_is_decoded_exactly():
