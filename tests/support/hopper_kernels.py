@@ -44,6 +44,7 @@ from runtime.kernels.fp8_linear import fp8_linear_triton  # noqa: E402
 from runtime.kernels.fp8_rows import fp8_rows_triton  # noqa: E402
 from runtime.kernels.fused_linear import FusedLinear  # noqa: E402
 from runtime.kernels.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
+from runtime.kernels.integer_linear import IntegerLinear  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
 from runtime.kernels.quantized_experts import QuantizedExperts  # noqa: E402
 from runtime.kernels.quantized_linear import QuantizedLinear  # noqa: E402
@@ -127,8 +128,8 @@ def weight_of(name: str, size_out: int, size_in: int) -> QuantizedWeight:
 def quantized_layers() -> Iterator[tuple[str, QuantizedLinear, tuple[int, ...]]]:
     """Layers of the forms whose decoding differs, with numbers of rows."""
     for size_out, size_in, names, rows in (
-        (28672, 4096, ["fp8", "int4", "int4-minimums", "nf4"], (1, 64)),
-        (4096, 14336, ["int8", "int4"], (16, 512)),
+        (28672, 4096, ["fp8", "int4", "int4-minimums", "nf4"], (1, 64, 256)),
+        (4096, 14336, ["int8", "int4"], (8, 16, 128, 512)),
     ):
         for name in names:
             layer = QuantizedLinear(weight_of(name, size_out, size_in), None, "silu", False)
@@ -147,6 +148,16 @@ def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
             x, residual = fp8_rows_triton(inputs(rows, size_in)), inputs(rows, size_out)
             name = f"fp8 rows, {size_out}x{size_in} block {block} torch.bfloat16, {rows} rows"
             yield name, partial(fp8_linear_triton, x, whole, residual=residual)
+
+
+def integer_products() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Products of rows of digits: few and many rows of the weight."""
+    for name, numbers in (("int8", (16, 64, 128, 256)), ("int4", (16, 64)), ("int4-minimums", (32, 64))):
+        for size_out, size_in in ((28672, 4096), (4096, 14336)):
+            layer = IntegerLinear(weight_of(name, size_out, size_in), None, "silu")
+            for rows in numbers:
+                run = partial(layer.add_to, inputs(rows, size_out), inputs(rows, size_in))
+                yield f"{name} by digits, {size_out}x{size_in} torch.bfloat16, {rows} rows", run
 
 
 def mixtures() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -282,7 +293,7 @@ def main() -> None:
             case = f"{name} torch.bfloat16, {rows} rows"
             layer.normed(inputs(rows, size_in), norm, 1e-5)
 
-    for case, run in (*fp8_products(), *mixtures(), *adapters(), *split_samplers(), *ranks()):  # noqa: B007
+    for case, run in (*fp8_products(), *integer_products(), *mixtures(), *adapters(), *split_samplers(), *ranks()):  # noqa: B007
         run()
 
 
