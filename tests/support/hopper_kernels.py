@@ -152,7 +152,8 @@ def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def integer_products() -> Iterator[tuple[str, Callable[[], Any]]]:
     """Products of rows of digits: few and many rows of the weight."""
-    for name, numbers in (("int8", (16, 64, 128, 256)), ("int4", (16, 64)), ("int4-minimums", (32, 64))):
+    numbers_of = {"int8": (16, 64, 128, 256), "int8-g128": (64, 256), "int4": (16, 64), "int4-minimums": (32, 64)}
+    for name, numbers in numbers_of.items():
         for size_out, size_in in ((28672, 4096), (4096, 14336)):
             layer = IntegerLinear(weight_of(name, size_out, size_in), None, "silu")
             for rows in numbers:
