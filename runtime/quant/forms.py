@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.sharding import Part
+from runtime.kernels import fp8_encode
 from runtime.quant.format import Shape, Weight
 from runtime.quant.scheme import Scheme
 
@@ -143,6 +144,11 @@ class Float8(Form):
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
         return codes.float()
+
+    def encode(self, dense: torch.Tensor) -> Weight:
+        if self.rows == 1 and not self.columns and dense.is_cuda and dense.shape[1] <= fp8_encode.MAX_COLUMNS:
+            return fp8_encode.encode_fp8_rows_triton(dense, _GREATEST, _SMALLEST)
+        return Form.encode(self, dense)  # super() finds no class that slots have replaced
 
     def _shared(self, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of the scales with which a block's greatest number is one of the codes of `_GREATEST`, that with the least

@@ -14,6 +14,7 @@ from runtime.kernels.gated_activation import gated_activation_torch
 from runtime.kernels.linear import Linear
 from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.kernels.rms_norm import rms_norm_torch
+from runtime.quant.forms import FORMS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1000, 1168)]
@@ -108,3 +109,11 @@ def test_mixtures_are_near_their_dense_numbers(deterministic, block):
             alone = x, got
         elif deterministic:
             assert torch.equal(got[-1:], alone[1]), num_rows
+
+
+@pytest.mark.parametrize("size_in", [4096, 14336, 1000])
+def test_a_weight_is_encoded_as_on_a_cpu(size_in):
+    dense = (torch.randn(256, size_in, device="cpu") * torch.randn(256, 1, device="cpu").exp()).bfloat16()
+    form = FORMS["fp8"]
+    for got, want in zip(form.encode(dense.cuda()), form.encode(dense), strict=True):
+        assert torch.equal(got.cpu().float(), want.float())

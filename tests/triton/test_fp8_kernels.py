@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels.experts import Experts
+from runtime.kernels.fp8_encode import encode_fp8_rows_triton
 from runtime.kernels.fp8_experts import Fp8Experts
 from runtime.kernels.fp8_linear import Fp8Linear, fp8_linear_torch, fp8_linear_triton
 from runtime.kernels.fp8_rows import fp8_rows_torch, fp8_rows_triton
@@ -15,6 +16,7 @@ from runtime.kernels.linear import Linear
 from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.kernels.tiles import Tiling
+from runtime.quant.forms import _GREATEST, _SMALLEST, FORMS
 
 ROWS, SIZE = 21, 272
 OPERATIONS = {
@@ -50,6 +52,20 @@ def test_rows_are_those_of_the_twin(operation):
     assert (got.codes.float() != want.codes.float()).float().mean() < 0.005  # the numbers between two codes
     assert (got.codes[3].float() == 0).all()
     assert torch.allclose(got.dequantize(torch.float32), want.dequantize(torch.float32), rtol=0.13, atol=1e-3)
+
+
+def test_a_weights_rows_are_encoded_as_by_its_form():
+    dense = torch.randn(24, 300) * torch.randn(24, 1).exp()
+    dense[2], dense[3, 7], dense[4, 9] = 0, torch.inf, torch.nan
+    dense[5, 0] = 400.0
+    form = FORMS["fp8"]
+    codes, scales = encode_fp8_rows_triton(dense, _GREATEST, _SMALLEST)
+    want_codes, want_scales = form.encode(dense)
+    assert torch.equal(scales.nan_to_num(), want_scales.nan_to_num())
+    finite = torch.ones(24, dtype=torch.bool)
+    finite[[3, 4]] = False
+    assert not scales[~finite].isfinite().any()
+    assert torch.equal(codes[finite].float(), want_codes[finite].float())
 
 
 def test_numbers_become_the_nearest_codes():
