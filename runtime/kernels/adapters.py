@@ -1,9 +1,9 @@
 """The addition of adapters (LoRA) to a linear map: y += B (A x) with the A and B of each row's own adapter.
 
-Two kernels: `shrink` makes the few numbers A x of each row, `expand` adds B times these. Up to MAX_SINGLE_ROWS rows,
-and in deterministic mode always, a program has one row, so that its bits depend on nothing else; with more rows, tiles
-of rows go through the tensor cores, once for each adapter that a tile has, which in a prompt is one. Programs whose
-rows have no adapter end at once.
+Two kernels: `shrink` makes the small results A x of each row, `expand` adds B times these. (A step of one row has both
+within the product of few rows.) Up to MAX_SINGLE_ROWS rows, and in deterministic mode always, a program has one row, so
+that its bits depend on nothing else; with more rows, tiles of rows go through the tensor cores, once for each adapter
+that a tile has, which in a prompt is one. Programs whose rows have no adapter end at once.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.small_results import EMPTY_WORD
 
 MAX_SINGLE_ROWS = 256
 _FEW_ROWS = 8  # whose programs of shrink are so few that each has one rank and, up to _MOST_COLUMNS, all columns
@@ -32,6 +33,7 @@ class Adapters(NamedTuple):
     a: torch.Tensor  # [max_loras, num_parts * rank, in]
     b: torch.Tensor  # [max_loras, out, rank], scaled; rows of the first part's outputs, then of the next one's
     ends: tuple[int, ...]  # outputs up to the end of each part
+    results: torch.Tensor  # [num_parts * rank] int32: A x of a step of one row, EMPTY_WORD until the map has made it
 
     @property
     def rank(self) -> int:
@@ -64,11 +66,12 @@ class Adapters(NamedTuple):
 def make_adapters(
     sizes: Sequence[int], size_in: int, max_loras: int, max_rank: int, dtype: torch.dtype, device: torch.device
 ) -> Adapters:
-    """Room for adapters of a map whose parts have `sizes` outputs."""
+    """Room for adapters of a map whose parts have `sizes` outputs; nothing has been made."""
     rank = padded_rank(max_rank)
     a = torch.zeros((max_loras, len(sizes) * rank, size_in), dtype=dtype, device=device)
     b = torch.zeros((max_loras, sum(sizes), rank), dtype=dtype, device=device)
-    return Adapters(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))))
+    results = torch.full((len(sizes) * rank,), EMPTY_WORD, dtype=torch.int32, device=device)
+    return Adapters(a, b, tuple(sum(sizes[: i + 1]) for i in range(len(sizes))), results)
 
 
 def padded_rank(max_rank: int) -> int:
@@ -120,13 +123,10 @@ def _shrink_row_kernel(
     x_ptr,  # [num_tokens, K], rows x_stride apart
     rows_ptr,  # [num_tokens]
     a_ptr,  # [max_loras, NUM_RANKS, K]
-    norm_ptr,  # [K], read with NORM: x is RMS-normalised first
     small_ptr,  # [num_tokens, NUM_RANKS] fp32
     x_stride,
-    eps,
     K: tl.constexpr,
     NUM_RANKS: tl.constexpr,
-    NORM: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -146,19 +146,12 @@ def _shrink_row_kernel(
     if index > 0:
         x = x_ptr + token.to(tl.int64) * x_stride + cols
         acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
-        squares = tl.zeros((1, BLOCK_K), tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             inside = cols < K - start
             values = tl.load(x + start, mask=inside, other=0.0).to(tl.float32)
-            if NORM:
-                squares += values * values
-                values *= tl.load(norm_ptr + start + cols, mask=inside, other=0.0).to(tl.float32)
             acc += tile.to(tl.float32) * values
             tile = tl.load(a + start + BLOCK_K, mask=cols < K - start - BLOCK_K, other=0.0)
-        small = tl.sum(acc, 1)
-        if NORM:
-            small *= tl.rsqrt(tl.sum(squares) / K + eps)
-        tl.store(small_ptr + token * NUM_RANKS + ranks, small)
+        tl.store(small_ptr + token * NUM_RANKS + ranks, tl.sum(acc, 1))
 
 
 @jit(do_not_specialize_on_alignment=ROW_ARRAYS)
@@ -285,8 +278,6 @@ def shrink_rows_triton(
     x: torch.Tensor,
     rows: torch.Tensor,  # not written by the kernel right before this one
     adapters: Adapters,
-    norm_weight: torch.Tensor | None = None,  # x is RMS-normalised first
-    eps: float = 0.0,
     deterministic: bool = False,  # the same tiles for any number of rows
 ) -> torch.Tensor:
     """A x of each row, [num_tokens, num_parts * rank] in fp32; not written for rows without an adapter."""
@@ -296,8 +287,7 @@ def shrink_rows_triton(
     block_r, most = (1, _MOST_COLUMNS) if few else (_SHRINK_RANKS, _SHRINK_COLUMNS)
     block_k = min(most, next_power_of_2(size_in))
     _shrink_row_kernel[(num_tokens, num_ranks // block_r)](
-        x, rows, adapters.a, x if norm_weight is None else norm_weight, small, x.stride(0), eps,
-        K=size_in, NUM_RANKS=num_ranks, NORM=norm_weight is not None, BLOCK_R=block_r, BLOCK_K=block_k,
+        x, rows, adapters.a, small, x.stride(0), K=size_in, NUM_RANKS=num_ranks, BLOCK_R=block_r, BLOCK_K=block_k,
         PDL=pdl, num_warps=8 if block_k > 2048 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return small
@@ -308,7 +298,7 @@ def add_adapters_triton(
 ) -> None:
     """`add_adapters_torch` as two kernels, for maps of up to three parts; sums are in fp32."""
     (num_tokens, size_in), size_out = x.shape, y.shape[1]
-    a, b, ends = adapters
+    a, b, ends, _ = adapters
     rank, num_parts, pdl = adapters.rank, len(ends), use_pdl(x)
     shape = {"RANK": rank, "NUM_RANKS": num_parts * rank, "PDL": pdl, "launch_pdl": pdl}
     if deterministic or num_tokens <= MAX_SINGLE_ROWS:

@@ -100,8 +100,8 @@ class FusedLinear(Linear):
 
 
 class FusedAdaptedLinear(FusedLinear):
-    """`FusedLinear` for a step of one row that has an adapter: what it adds is made by one small kernel more, and added
-    within the product. Nothing else is less fused than without."""
+    """`FusedLinear` for a step of one row that has an adapter: what that adds is made and added within the product.
+    Nothing is less fused than without."""
 
     def __init__(self, own: FusedLinear, adapters: RowAdapters) -> None:
         Linear.__init__(self, self._any_product, own.norm, own.activate)

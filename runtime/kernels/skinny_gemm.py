@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
-from runtime.kernels.adapters import RowAdapters, add_adapters_torch, shrink_rows_triton
+from runtime.kernels.adapters import RowAdapters, add_adapters_torch
 from runtime.kernels.gated_activation import Activation, activated
 from runtime.kernels.rms_norm import rms_norm_triton
 from runtime.kernels.skinny_gemm_configs import SKINNY_GEMM_CONFIGS, SkinnyGemmConfig
+from runtime.kernels.small_results import await_results, make_result
 from runtime.kernels.sum_order import sum_order
 
 MAX_ROWS = 16
+_RESULT_COLUMNS = 1024  # of A at once, for each warp of a program that makes a small result
 
 
 def skinny_gemm_torch(
@@ -101,10 +103,10 @@ def _vector_kernel(
     bias_ptr,  # [N]; this and the next two are read if BIAS, NORM, RESIDUAL
     norm_ptr,  # [K]
     residual_ptr,  # [num_rows, N] contiguous
-    rows_ptr,  # [num_rows]; this and the next two are read if RANK, as kernels/adapters.py has them; not written
-    # by the kernel right before this one
+    rows_ptr,  # [num_rows]; this and the next three are used if RANK; not written by the kernel right before this one
+    a_ptr,  # [max_loras, NUM_RANKS, K]
     b_ptr,  # [max_loras, N, RANK]
-    small_ptr,  # [num_rows, NUM_RANKS] fp32
+    results_ptr,  # [num_rows, NUM_RANKS] int32, as kernels/small_results.py has them
     out_ptr,  # [num_rows, N] contiguous, or N // 2 columns with ACTIVATION
     x_stride,
     end_0,  # outputs up to the end of an adapter's first part, and of the second
@@ -119,16 +121,24 @@ def _vector_kernel(
     ACTIVATION: tl.constexpr,
     RANK: tl.constexpr,  # 0: no row has an adapter
     NUM_RANKS: tl.constexpr,
+    RESULT_K: tl.constexpr,  # columns of A at once
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # at least 8
     AHEAD: tl.constexpr,  # steps from a load of the weight to its use, 1 or 2
     PDL: tl.constexpr,
 ):
-    """Program (i, j): rows i * BLOCK_N and on of the weight with row j of x."""
-    token = tl.program_id(1)
+    """Program (i, j): rows i * BLOCK_N and on of the weight with row j of x. With adapters, NUM_RANKS programs come
+    before these, each of which makes one small result."""
+    block, token = tl.program_id(0), tl.program_id(1)
     if RANK:
         index = tl.load(rows_ptr + token).to(tl.int64)
-    rows = _weight_rows(tl.program_id(0), N, ACTIVATION, BLOCK_N)
+        results = results_ptr + token * NUM_RANKS
+        if block < NUM_RANKS:
+            a = a_ptr + ((index - 1) * NUM_RANKS + block) * K
+            make_result(results + block, x_ptr + token * x_stride, a, norm_ptr, index > 0, eps, K, NORM, RESULT_K, PDL)
+            return
+        block -= NUM_RANKS
+    rows = _weight_rows(block, N, ACTIVATION, BLOCK_N)
     cols = tl.arange(0, BLOCK_K)[None, :]
     weights = weight_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + cols
     w = tl.load(weights, mask=cols < K, other=0.0, eviction_policy="evict_first")
@@ -143,8 +153,6 @@ def _vector_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if RANK:
-        small = tl.load(small_ptr + token * NUM_RANKS + part[:, None] * RANK + ranks, mask=has, other=0.0)
     xs = x_ptr + token * x_stride + cols
     # A thread holds 8 neighbouring columns, 16 bytes: it sums those at once and keeps an eighth of the registers.
     acc = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
@@ -167,9 +175,9 @@ def _vector_kernel(
     if NORM:
         y *= tl.rsqrt(tl.sum(squares) / K + eps)
     if RANK:
-        y += tl.sum(b.to(tl.float32) * small, 1)
+        y += tl.sum(b.to(tl.float32) * await_results(results + part[:, None] * RANK + ranks, has), 1)
     _finish(
-        y[:, None], tl.program_id(0), token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
+        y[:, None], block, token + tl.arange(0, 1), rows, bias_ptr, residual_ptr, out_ptr, num_rows, N,
         BIAS, RESIDUAL, ACTIVATION, 1, BLOCK_N,
     )  # fmt: skip
 
@@ -295,15 +303,19 @@ def skinny_gemm_triton(
     }  # fmt: skip
     bias = x if bias is None else bias  # the kernel needs a pointer, but does not read it without BIAS
     if one_by_one:
-        of_adapters, (end_0, end_1), rank, num_ranks = (x, x, x), (0, 0), 0, 0
+        of_adapters, (end_0, end_1), rank, num_ranks = (x, x, x, x), (0, 0), 0, 0
         if adapters is not None:
             (rows, stacks, _), (end_0, end_1) = adapters, adapters.adapters.first_ends
-            small = shrink_rows_triton(x, rows, stacks, norm_weight, eps)
-            of_adapters, rank, num_ranks = (rows, stacks.b, small), stacks.rank, small.shape[1]
-        _vector_kernel[(grid_n, num_rows)](
+            of_adapters = rows, stacks.a, stacks.b, stacks.results
+            rank, num_ranks = stacks.rank, stacks.a.shape[1]
+        block_k = max(min(config.block_k, next_power_of_2(size_in)), 8)
+        # Adapters need some registers more, and must not cost a program on each multiprocessor.
+        max_registers = max(2 * config.block_n * block_k // (32 * config.num_warps), 64)
+        result_k = min(next_power_of_2(size_in), _RESULT_COLUMNS * config.num_warps)
+        _vector_kernel[(num_ranks + grid_n, num_rows)](
             x, weight, bias, x if norm_weight is None else norm_weight, out, *of_adapters, out, x.stride(0),
             end_0, end_1, num_rows, size_out, eps, RANK=rank, NUM_RANKS=num_ranks, NORM=norm_weight is not None,
-            BLOCK_K=max(min(config.block_k, next_power_of_2(size_in)), 8), AHEAD=config.stages, **options,
+            RESULT_K=result_k, BLOCK_K=block_k, AHEAD=config.stages, maxnreg=max_registers if rank else None, **options,
         )  # fmt: skip
         return out
     if norm_weight is not None:

@@ -13,10 +13,24 @@ from runtime.core.sharding import parts_of
 from runtime.core.types import CallboardError
 from runtime.kernels.adapters import Adapters, make_adapters, padded_rank
 from runtime.kernels.numerics import Numerics
+from runtime.kernels.small_results import EMPTY_WORD
 from runtime.models.weight_map import WeightMap
 
 _WRAPPERS = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")
 LayerAdapters = dict[str, Adapters]  # by the fused name of a layer's linear map
+
+
+class DecoderAdapters(NamedTuple):
+    """The adapters of all layers."""
+
+    layers: list[LayerAdapters]
+    results: torch.Tensor  # of all maps
+
+    def clear_results(self) -> None:
+        """What comes before the first layer of a step of one row."""
+        self.results.fill_(EMPTY_WORD)
+
+
 Matrices = tuple[torch.Tensor, torch.Tensor]  # A [rank, in] and B [out, rank], scaled
 
 
@@ -34,9 +48,9 @@ def adapted_linears(spec: DecoderSpec) -> dict[str, dict[str, tuple[int, ...]]]:
     return {name: own[name] for name in ("qkv", "out")} if spec.experts is not None else own
 
 
-def make_layer_adapters(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_rank: int) -> list[LayerAdapters]:
+def make_decoder_adapters(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_rank: int) -> DecoderAdapters:
     """Room for adapters in every layer of what a rank has; all are zeros."""
-    return [
+    layers = [
         {
             name: make_adapters(
                 [size_out for size_out, _ in parts.values()], next(iter(parts.values()))[1], max_loras, max_rank,
@@ -46,6 +60,12 @@ def make_layer_adapters(spec: DecoderSpec, numerics: Numerics, max_loras: int, m
         }
         for _ in range(spec.num_layers)
     ]  # fmt: skip
+    of_maps = [one.results for layer in layers for one in layer.values()]
+    results = torch.cat(of_maps)
+    views = iter(results.split([len(own) for own in of_maps]))
+    return DecoderAdapters(
+        [{name: one._replace(results=next(views)) for name, one in layer.items()} for layer in layers], results
+    )
 
 
 def adapter_bytes(spec: DecoderSpec, numerics: Numerics, max_loras: int, max_rank: int, num_tokens: int) -> int:

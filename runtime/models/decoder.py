@@ -31,7 +31,7 @@ from runtime.kernels.linear import Linear, Product
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.rope import query_scale_table, rope_table
 from runtime.kernels.stored_kv import KVLayer
-from runtime.models.adapters import LayerAdapters
+from runtime.models.adapters import DecoderAdapters
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.models.weight_map import WeightMap
 from runtime.models.weights import ReadWeight, draw, read_from
@@ -96,7 +96,7 @@ class Decoder:
         self.embed_scale = float(torch.tensor(spec.embed_scale, dtype=numerics.dtype))
         self.position_embed = read("positions")[0] if spec.learned_positions else None
         self.layers = [self._layer(i, read) for i in range(spec.num_layers)]
-        self.adapters: list[LayerAdapters] = []  # of each layer, where there are any
+        self.adapters: DecoderAdapters | None = None  # where there is room for any
         self.final_norm = self.head_norm = self._norm("final_norm", read)
         if spec.logit_scale != 1.0:  # of what the head is multiplied with, in float32, which norms take too
             self.head_norm = self.final_norm.float() * spec.logit_scale
@@ -318,13 +318,16 @@ class Decoder:
 
     def _adapted_layers(self, rows: torch.Tensor) -> list[Layer]:
         """The layers for a step whose rows have these adapters, by their indices [num_tokens]."""
+        assert self.adapters is not None
+        if len(rows) == 1:
+            self.adapters.clear_results()
         add = self.kernels.add_adapters
 
         def adapted(linear: Linear, adapters: Adapters) -> Linear:
             return linear.with_adapters(RowAdapters(rows, adapters, add))
 
         layers = []
-        for layer, of in zip(self.layers, self.adapters, strict=True):
+        for layer, of in zip(self.layers, self.adapters.layers, strict=True):
             ffn = layer.feed_forward
             if isinstance(ffn, Mlp):
                 ffn = Mlp(adapted(ffn.gate_up, of["gate_up"]), adapted(ffn.down, of["down"]))

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from runtime.core.types import CallboardError
 from runtime.loading.adapters import AdaptedMap, read_adapter
-from runtime.models.adapters import Matrices, check_place, make_layer_adapters, places_of, short_name, write_adapter
+from runtime.models.adapters import Matrices, check_place, make_decoder_adapters, places_of, short_name, write_adapter
 from runtime.models.decoder import Decoder
 from runtime.models.weight_map import WeightMap
 
@@ -26,7 +26,8 @@ class RunnerAdapters:
 
     def __init__(self, decoder: Decoder, weight_map: WeightMap, max_loras: int, max_rank: int) -> None:
         self._decoder, self._weight_map, self._max_loras, self._max_rank = decoder, weight_map, max_loras, max_rank
-        decoder.adapters = make_layer_adapters(decoder.spec, decoder.numerics, max_loras, max_rank)
+        if max_loras:
+            decoder.adapters = make_decoder_adapters(decoder.spec, decoder.numerics, max_loras, max_rank)
         self._on_gpu = decoder.numerics.device.type == "cuda"
         # Copies wait for no step, and no step for them.
         self._stream = torch.cuda.Stream(decoder.numerics.device) if self._on_gpu else None
@@ -38,6 +39,7 @@ class RunnerAdapters:
         start, spec = time.perf_counter(), self._decoder.spec
         if not 1 <= index <= self._max_loras:
             raise CallboardError(f"There is room for adapters 1 to {self._max_loras} (max_loras), none for {index}.")
+        assert self._decoder.adapters is not None
         adapter = read_adapter(path)
         adapter.check_rank(self._max_rank)
         places, found = places_of(spec, self._weight_map), {}
@@ -46,7 +48,7 @@ class RunnerAdapters:
             found[check_place(place, module, (one.size_out, one.size_in), spec)] = one
         with safe_open(adapter.weights, "pt") as file, self._copying():
             matrices = {place: partial(_read, file, one) for place, one in found.items()}
-            write_adapter(self._decoder.adapters, spec, index, matrices, self._decoder.row_order("qkv"))
+            write_adapter(self._decoder.adapters.layers, spec, index, matrices, self._decoder.row_order("qkv"))
         logger.info("adapter %d: %s (rank %d) read in %.2f s", index, path, adapter.rank, time.perf_counter() - start)
 
     def _copying(self) -> Any:

@@ -194,7 +194,7 @@ class GpuSteps:
         return [np.array([len(places), *places, *lengths], np.int32), *values, plan.draft_token_ids]
 
     def _has_adapters(self, plan: StepPlan) -> bool:
-        return bool(self.decoder.adapters) and bool(self.adapter_of[plan.slots].any())
+        return self.decoder.adapters is not None and bool(self.adapter_of[plan.slots].any())
 
     def _apply_writes(self, writes: list[Int32s]) -> None:
         if num_writes := int(writes[0][0]):
@@ -257,7 +257,7 @@ class GpuSteps:
         shape, dtype = (shape[0], self.decoder.spec.hidden_size), self.decoder.numerics.dtype
         self.graph_hidden = torch.empty(shape, dtype=dtype, device=self.device)
         self.graph_runner.capture(buckets, self.step)
-        if self.decoder.adapters:
+        if self.decoder.adapters is not None:
             self.adapter_graphs.capture(buckets, partial(self.step, has_adapters=True))
 
     def step(self, bucket: Bucket | StepShape, rows: torch.Tensor, has_adapters: bool = False) -> torch.Tensor:

@@ -9,6 +9,7 @@ from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.kernels.adapters import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
 from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.linear import AdaptedLinear
+from runtime.kernels.small_results import EMPTY_WORD
 from tests.gpu.test_gpu_determinism import SPECS, prompt
 from tests.support.runner_driver import Driver, tiny_runner
 
@@ -55,6 +56,7 @@ def test_one_row_within_the_product(sizes, size_in):
         of_row = RowAdapters(torch.tensor([index], dtype=torch.int32, device=device), stacks, add_adapters_triton)
         fused, plain = own.with_adapters(of_row), AdaptedLinear(own, of_row)
         for verb in ("normed", "gated") if len(sizes) == 2 else ("normed",):
+            stacks.results.fill_(EMPTY_WORD)
             got, want = (getattr(linear, verb)(x, norm_weight[0], 1e-5) for linear in (fused, plain))
             torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2)
 

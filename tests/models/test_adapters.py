@@ -198,6 +198,10 @@ def test_tensors_that_are_refused(tmp_path, adapters):
         tiny_runner(rank_invariant=True, max_loras=1)
 
 
+def test_without_max_loras_there_is_no_room_and_no_step_for_adapters():
+    assert tiny_runner().decoder.adapters is None
+
+
 def test_digests_are_of_all_that_a_folder_says(tmp_path, adapters):
     copied = shutil.copytree(adapters[0], tmp_path / "same")
     digests = [read_adapter(folder).digest for folder in (*adapters, copied)]

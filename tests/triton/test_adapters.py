@@ -15,6 +15,7 @@ from runtime.kernels.fused_linear import FusedLinear
 from runtime.kernels.gated_activation import gated_activation_torch
 from runtime.kernels.linear import Linear
 from runtime.kernels.rms_norm import rms_norm_torch
+from runtime.kernels.small_results import EMPTY_WORD
 from runtime.worker.runner import ModelRunner
 from tests.support.runner_driver import Driver, tiny_runner
 from tests.support.triton_engine import SHALLOW, replayed_graphs
@@ -70,9 +71,11 @@ def test_one_row_within_the_product(index):
     plain = plain.with_adapters(RowAdapters(rows, stacks, add_adapters_torch))
     residuals = residual.clone(), residual.clone()
     for linear, own in zip((fused, plain), residuals, strict=True):
+        stacks.results.fill_(EMPTY_WORD)
         linear.add_to(own, x)
     torch.testing.assert_close(*residuals, rtol=1e-5, atol=1e-5)
     for verb in ("normed", "gated"):
+        stacks.results.fill_(EMPTY_WORD)
         got, want = (getattr(linear, verb)(x, norm_weight, 1e-5) for linear in (fused, plain))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
