@@ -39,6 +39,7 @@ from runtime.kernels.all_gather import all_gather_triton  # noqa: E402
 from runtime.kernels.all_reduce import all_reduce_triton  # noqa: E402
 from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
 from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
+from runtime.kernels.fp8_encode import encode_fp8_rows_triton  # noqa: E402
 from runtime.kernels.fp8_experts import Fp8Experts, has_fp8_experts  # noqa: E402
 from runtime.kernels.fp8_linear import fp8_linear_triton  # noqa: E402
 from runtime.kernels.fp8_rows import fp8_rows_triton  # noqa: E402
@@ -141,7 +142,11 @@ def inputs(rows: int, size: int) -> torch.Tensor:
 
 
 def fp8_products() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Products of rows that are codes: few and many rows of the weight, scales of rows and of blocks."""
+    """Products of rows that are codes: few and many rows of the weight, scales of rows and of blocks; and how a weight
+    becomes codes."""
+    for size_in in (4096, 28672):
+        encode = partial(encode_fp8_rows_triton, inputs(64, size_in), (448.0, 416.0), 2.0**-100)
+        yield f"fp8 of 64x{size_in} torch.bfloat16", encode
     for size_out, size_in, block in ((4096, 14336, 0), (4096, 4096, 128)):
         whole = weight_of("fp8-block" if block else "fp8", size_out, size_in)
         for rows in (16, 32, 64, 256, 512):
