@@ -53,6 +53,6 @@ def encode_fp8_rows_triton(
         block = next_power_of_2(size)
         _encode_rows_kernel[(num_rows,)](
             dense, codes, scales, dense.stride(0), size, SMALLEST=smallest, GREATEST=greatest, BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(block // 512, 1), 16 if block <= 16384 else 32),
         )  # fmt: skip
     return codes, scales
