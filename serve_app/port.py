@@ -1,12 +1,14 @@
 """The server's port until HAProxy has it: taken in the command's first moment and answered with the phase of the start.
 
 Two sockets listen on it for a while, this one and HAProxy's, and a filter in the kernel gives all connections to one of
-them: to this one until a front is there, and then to HAProxy's. So none is refused, and none is reset in between.
+them: to this one until a front is there, and then to HAProxy's. So none is refused, and none is reset in between. This
+socket is closed before the server may stop: without HAProxy's, the kernel would give it what comes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import select
 import socket
 import struct
@@ -35,7 +37,8 @@ class Port:
     def __init__(self, family: int, address: tuple[Any, ...]) -> None:
         """Raises OSError if this process cannot listen there."""
         self._phase = ""
-        self._is_handed_over = threading.Event()
+        self._end = math.inf  # of time.monotonic(): the socket is closed then
+        self._thread = threading.Thread(target=self._serve, name="port", daemon=True)
         self._clients = threading.BoundedSemaphore(_MAX_CLIENTS)
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -49,14 +52,18 @@ class Port:
             raise
 
     def hear(self, news: News) -> None:
-        """Takes news of the server's process: `phase`, the last one that has ended; `port=True`: HAProxy listens."""
+        """Takes news of the server's process: `phase`, the last one that has ended; `port=True`: HAProxy listens;
+        `ready=True`: HAProxy may end from now on, so this returns when the socket is closed."""
         if "phase" in news:
             if not self._phase:
-                threading.Thread(target=self._serve, name="port", daemon=True).start()
+                self._thread.start()
             self._phase = str(news["phase"]).partition(":")[0]
-        if "port" in news:
+        if "port" in news and self._end == math.inf:
             self._give_all_to(1)
-            self._is_handed_over.set()
+            self._end = time.monotonic() + _LAST_S
+        if "ready" in news:
+            self._end = min(self._end, time.monotonic() + _POLL_S)
+            self._thread.join(_LAST_S)
 
     def close(self) -> None:
         self._socket.close()
@@ -69,11 +76,8 @@ class Port:
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
 
     def _serve(self) -> None:
-        end = None
         with suppress(OSError, ValueError), self._socket:  # it is closed when the command ends
-            while end is None or time.monotonic() < end:
-                if end is None and self._is_handed_over.is_set():
-                    end = time.monotonic() + _LAST_S
+            while time.monotonic() < self._end:
                 if select.select([self._socket], [], [], _POLL_S)[0]:
                     client = self._socket.accept()[0]
                     self._clients.acquire()

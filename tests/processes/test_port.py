@@ -1,8 +1,11 @@
 """The port of `callboard serve` while it starts: the command answers it, and then HAProxy does."""
 
+import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
@@ -47,10 +50,31 @@ class Clients:
             thread.join()
 
 
-def test_the_port_goes_from_the_command_to_haproxy_and_no_client_notices(tmp_path: Path, monkeypatch):
+@pytest.fixture
+def front() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@contextmanager
+def haproxy_at(number: int, front: ThreadingHTTPServer, folder: Path) -> Iterator[Running]:
+    config = serve_config(folder, number, [front.server_port], None)
+    running = Running(write_command(str(folder), private=True, bind=f"127.0.0.1:{number}"), config)
+    try:
+        while ("127.0.0.1", number) not in running.ports():
+            assert running.process.poll() is None, running.process.stderr.read()
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+        running.process.stderr.close()
+
+
+def test_the_port_goes_from_the_command_to_haproxy_and_no_client_notices(front, tmp_path: Path, monkeypatch):
     monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
-    front = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
-    threading.Thread(target=front.serve_forever, daemon=True).start()
     number = quiet_port()
     with port_of_its_own("127.0.0.1", number) as port:
         port.hear({"phase": "model checked"})
@@ -59,26 +83,35 @@ def test_the_port_goes_from_the_command_to_haproxy_and_no_client_notices(tmp_pat
             clients.wait_for(503, "The server is starting (model checked); try again in a moment.")
             port.hear({"phase": "weights: 3 GiB in 2 s"})
             clients.wait_for(503, "(weights)")
-            config = serve_config(tmp_path, number, [front.server_port], None)
-            running = Running(write_command(str(tmp_path), private=True, bind=f"127.0.0.1:{number}"), config)
-            while ("127.0.0.1", number) not in running.ports():
-                assert running.process.poll() is None, running.process.stderr.read()
-            time.sleep(0.5)
-            assert all("(model checked)" in text or "(weights)" in text for _, text in clients.answers)
-            port.hear({"port": True})
-            clients.wait_for(200, "")
-            time.sleep(1.5)  # the command's socket is closed meanwhile
-            num_before = len(clients.answers)
-            clients.wait_for(200, "")
+            with haproxy_at(number, front, tmp_path):
+                time.sleep(0.5)
+                assert all("(model checked)" in text or "(weights)" in text for _, text in clients.answers)
+                port.hear({"port": True})
+                clients.wait_for(200, "")
+                time.sleep(1.5)  # the command's socket is closed meanwhile
+                num_before = len(clients.answers)
+                clients.wait_for(200, "")
+                clients.end()
         finally:
             clients.end()
-            running.process.kill()
-            running.process.wait()
-            running.process.stderr.close()
-            front.shutdown()
-            front.server_close()
     assert clients.faults == []
     assert {status for status, _ in clients.answers[num_before:]} == {200}
+
+
+def test_a_server_that_stops_as_soon_as_it_is_ready_leaves_nobody_to_the_command(front, tmp_path: Path, monkeypatch):
+    """Without HAProxy's socket the kernel would give all connections to the command's, which ends any moment."""
+    monkeypatch.delenv("RAY_SERVE_HAPROXY_BINARY_PATH")
+    number = quiet_port()
+    with port_of_its_own("127.0.0.1", number) as port:
+        port.hear({"phase": "weights"})
+        with haproxy_at(number, front, tmp_path) as haproxy:
+            port.hear({"port": True})
+            port.hear({"ready": True})
+            assert httpx.get(f"http://127.0.0.1:{number}/ready").status_code == 200
+            haproxy.process.send_signal(signal.SIGUSR1)
+            haproxy.process.wait(10)
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"http://127.0.0.1:{number}/ready")
 
 
 def test_while_the_server_starts_its_port_is_nobody_elses_and_openais_client_reads_the_phase():
