@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -33,6 +34,10 @@ ANSWERS = {
 # HAProxy also waits for so long, a second at most, before it tries again to reach the only front that it believes to
 # live, even for a request that has just found the other one dead. Connecting within a data centre takes far less.
 _CONNECT_TIMEOUT = "200ms"
+# A request that meets a front which has just ended is sent four times: the third refusal makes HAProxy give it up, and
+# the last time is for another front. Where there is none, it is for a frontend of HAProxy's own that has no backend and
+# so answers 503: after a try on a connection that was used before, HAProxy itself would close the client's unanswered.
+_RETRIES = 4
 _SUCCESSOR = "backend successor\n    server same_address *\n"  # whoever listens where the client has connected
 _REQUEST_TIMEOUT = "30s"  # for a request's headers and first 16 KiB; Serve limits only the pauses between their parts
 
@@ -67,7 +72,8 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
     config = "".join(sections).replace("mode 666", "mode 600")
     config = re.sub(r"^ *errorfile .*\n", "", config, flags=re.MULTILINE)
     files = "".join(f"    errorfile {status} {folder / f'{status}.json.http'}\n" for status in ANSWERS)
-    defaults = f"    option http-buffer-request\n    timeout http-request {_REQUEST_TIMEOUT}\n{files}"
+    limits = f"    timeout http-request {_REQUEST_TIMEOUT}\n    retries {_RETRIES}\n"
+    defaults = f"    option http-buffer-request\n{limits}{files}"
     config = re.sub(r"^ *option httplog\n", rf"\g<0>{defaults}", config, flags=re.MULTILINE)
     config = re.sub(r"^( *timeout connect) .*", rf"\1 {_CONNECT_TIMEOUT}", config, flags=re.MULTILINE)
     config = re.sub(r"^( *retry-on) .*", r"\1 conn-failure empty-response", config, flags=re.MULTILINE)
@@ -80,6 +86,11 @@ def adapted(config: str, folder: Path, private: bool, bind: str) -> str:
         rules = "    http-request set-header x-request-disconnect-disabled ?1\n"
     config = re.sub(r"(?<=^frontend http_frontend\n)( *bind .*\n)", rf"\1{rules}", config, flags=re.MULTILINE)
     if _SUCCESSOR not in config:  # the binary that the environment names may be such a command itself
+        if private:
+            none = f"unix@{folder / 'none.sock'}"
+            fronts = r"(?:^ *server .*\n)+"
+            config = re.sub(fronts, rf"\g<0>    server none {none} no-check backup\n", config, flags=re.MULTILINE)
+            config += f"frontend none\n    bind {none} mode 600\n"
         first, rest = re.split(r"^(?= *(?:use|default)_backend )", config, maxsplit=1, flags=re.MULTILINE)
         config = f"{first}    use_backend successor if {{ stopping }}\n{rest}{_SUCCESSOR}"
     if bind:
@@ -118,6 +129,21 @@ def write_command(folder: str, *, private: bool = False, bind: str = "") -> str:
     path.write_text(f'#!/bin/sh\nexec {shlex.join([*program, *settings])} "$@"\n')
     path.chmod(0o755)
     return str(path)
+
+
+def leave_fronts(folder: str) -> None:
+    """Lets the HAProxy whose files are in `folder`, or in a folder there, answer 503 to what comes from now on, so that
+    no request is on its way to a front that ends."""
+    for config in Path(folder).rglob("haproxy.cfg"):
+        text, servers = config.read_text(), []
+        for backend, section in re.findall(r"^backend (\S+)\n((?:(?: .*)?\n)*)", text, flags=re.MULTILINE):
+            names = re.findall(r"^ *server (\S+) (?!.* backup$|\*$)", section, flags=re.MULTILINE)
+            servers += [f"{backend}/{name}" for name in names]
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as commands:  # it has ended
+            commands.connect(str(config.parent / "admin.sock"))
+            commands.sendall(";".join(f"set server {server} state maint" for server in servers).encode() + b"\n")
+            while commands.recv(4096):
+                pass
 
 
 def stop(folder: str, wait: Callable[[float], bool], timeout_s: float) -> None:

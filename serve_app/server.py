@@ -96,7 +96,7 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> 
     parent.tell(ready=True)
     parent.wait_for_order()
     console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
-    _drain(settings, parent)
+    _drain(settings, folder, parent)
     haproxy.stop(folder, parent.wait_for_order, _LAST_ANSWERS_S)
 
 
@@ -265,7 +265,7 @@ def _answers(settings: ServerSettings) -> bool:
         connection.close()
 
 
-def _drain(settings: ServerSettings, parent: Parent) -> None:
+def _drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
     """No new requests, and time for those that run; another order ends the wait."""
     from ray import serve
     from ray.exceptions import RayError
@@ -277,6 +277,7 @@ def _drain(settings: ServerSettings, parent: Parent) -> None:
             if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
                 return
         # The fronts still write what their readers have not taken; HAProxy lives until they are done.
+        haproxy.leave_fronts(folder)
         serve.delete(APP_NAME, _blocking=False)
         while APP_NAME in serve.status().applications:
             if parent.wait_for_order(_POLL_S) or time.monotonic() > end:

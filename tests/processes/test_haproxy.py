@@ -19,7 +19,7 @@ from jinja2 import Environment
 from openai import APIStatusError, OpenAI
 
 from actors.environment import quiet_port, single_machine
-from actors.haproxy import ANSWERS, answer, stop, write_command
+from actors.haproxy import ANSWERS, answer, leave_fronts, stop, write_command
 from serve_app.server import _LAST_ANSWERS_S
 
 
@@ -151,6 +151,18 @@ class Leaving(Healthy):
 class Staying(Leaving):
     def handle(self) -> None:
         BaseHTTPRequestHandler.handle(self)
+
+
+class Last(Leaving):
+    """The only front: it answers one POST, and nobody listens when it has ended."""
+
+    def handle(self) -> None:
+        self.handle_one_request()
+        while self.command == "GET" and not self.close_connection:
+            self.handle_one_request()
+        if self.command == "POST":
+            self.server.socket.shutdown(socket.SHUT_RDWR)
+            self.rfile.readline()
 
 
 class Streaming(Healthy):
@@ -299,6 +311,19 @@ def test_openais_client_reads_that_no_replica_is_there(haproxy, private):
     assert error.value.code == "engine_unavailable"
 
 
+def test_the_last_front_ends_before_it_answers(haproxy):
+    """HAProxy has no answer of its own for a request that it first sent on a connection that was used before."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Last) as front:
+        threading.Thread(target=front.serve_forever, daemon=True).start()
+        running, port = haproxy([front.server_port])
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            responses = [client.post("/v1/completions", json={"prompt": "a"}) for _ in range(3)]
+        running.process.kill()
+        front.shutdown()
+    assert [response.status_code for response in responses] == [200, 503, 503]
+    assert {response.json()["error"]["code"] for response in responses[1:]} == {"engine_unavailable"}
+
+
 def test_while_serve_builds_an_application_anew_its_fronts_are_still_asked(haproxy):
     """Serve's configuration has none then; when the application is gone, so are they."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as front:
@@ -348,6 +373,26 @@ def test_all_interfaces_of_ipv6(haproxy):
     _, port = haproxy([], host="::")
     for address in ("::1", "127.0.0.1"):
         socket.create_connection((address, port), timeout=5).close()
+
+
+def test_before_fronts_end_haproxy_leaves_them_to_what_they_have(haproxy, tmp_path: Path):
+    Streaming.may_end.clear()
+    front = ThreadingHTTPServer(("127.0.0.1", 0), Streaming)
+    threading.Thread(target=front.serve_forever, daemon=True).start()
+    _, port = haproxy([front.server_port])
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("POST", "/v1/completions")
+    answer = connection.getresponse()
+    assert answer.read(1) == b"a"
+    assert httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200
+    leave_fronts(str(tmp_path))
+    response = httpx.get(f"http://127.0.0.1:{port}/v1/models")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_unavailable"
+    Streaming.may_end.set()
+    assert answer.read() == b"b"
+    connection.close()
+    front.shutdown()
 
 
 def test_a_stop_answers_what_was_read_and_ends_no_other(haproxy, tmp_path: Path):
