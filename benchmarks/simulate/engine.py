@@ -22,6 +22,7 @@ from actors.cache_feed import CacheFeed
 from actors.router import Prompt
 from benchmarks.simulate.step_times import StepTimes
 from benchmarks.simulate.traces import Job
+from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.plan import StepPlan, StepResult
 from runtime.core.prefix_cache import hash_blocks, root_hash
@@ -144,9 +145,11 @@ class SimulatedEngine:
         pool = kv_cache.pool
         pool.acquire(hits)
         blocks = pool.allocate(min(pool.num_available, len(known) - len(hits)))
+        parent = hits[-1] if hits else NULL_BLOCK
         for block, block_hash in zip(blocks, known[len(hits) :], strict=False):
             kv_cache.cache.insert(block_hash, block)
-            pool.mark_cached(block)
+            pool.mark_cached(block, block_hash, parent)
+            parent = block
         pool.release(hits + blocks)
         return (len(hits) + len(blocks)) * size
 

@@ -8,45 +8,42 @@ a real engine: room, blocks, what has to be computed, and the router, which the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from heapq import heappop, heappush, nsmallest
 from math import inf
 
 from benchmarks.simulate.engine import SimulatedEngine
 from benchmarks.simulate.traces import Conversation, Job
+from runtime.core.eviction_queue import EvictionQueue
 
 _MANY = 512  # blocks that are put in order at once
 
 
-class _Evictable(OrderedDict[int, None]):
-    """In place of a pool's queue of blocks that nobody holds: the block that `next_use` says is wanted last goes first,
-    and of equal ones the one that has been there for longest, so that children go before their parents."""
+class _WantedLast(EvictionQueue):
+    """The block that `next_use` says is wanted last goes first, and of equal ones the one that has been there for
+    longest, so that children go before their parents."""
 
     def __init__(self, next_use: Callable[[int], float]) -> None:
         super().__init__()
         self._next_use = next_use
-        self._numbers: dict[int, int] = {}  # of each block, when it came
-        self._count = 0
-        self._going: list[
-            tuple[float, int, int]
-        ] = []  # negative time of its next use, number, block; the next one last
+        # Negative time of its next use, when it came, block; the one that goes next is the last.
+        self._going: list[tuple[float, int, int]] = []
 
-    def __setitem__(self, block: int, value: None) -> None:
-        super().__setitem__(block, value)
-        self._count += 1
-        self._numbers[block] = self._count
+    def add(self, others: list[int], shared: list[int]) -> None:
+        super().add([*others, *shared], [])
 
-    def popitem(self, last: bool = True) -> tuple[int, None]:
-        """The block that goes; which end of the queue is asked for does not matter."""
+    def take(self, count: int) -> list[int]:
+        return [self._take_one() for _ in range(count)]
+
+    def _take_one(self) -> int:
         while True:
             if not self._going:
-                entries = ((-self._next_use(block), self._numbers[block], block) for block in self)
+                entries = ((-self._next_use(block), at, block) for block, at in self._others.items())
                 self._going = nsmallest(_MANY, entries)[::-1]
-            _, number, block = self._going.pop()
-            if block in self and self._numbers[block] == number:
-                del self[block]
-                return block, None
+            _, at, block = self._going.pop()
+            if self._others.get(block) == at:
+                del self._others[block]
+                return block
 
 
 class Foresight:
@@ -66,7 +63,7 @@ class Foresight:
         """The engine's cache, which is empty yet, gets it."""
         kv_cache = engine.scheduler.kv_cache
         hash_of = kv_cache.cache._hash_of
-        kv_cache.pool._evictable = _Evictable(lambda block: self._next_use(self._users.get(hash_of[block])))
+        kv_cache.pool._evictable = _WantedLast(lambda block: self._next_use(self._users.get(hash_of[block])))
 
     def answered(self, job: Job, block_hashes: list[bytes], num_shared: int, next_at: float | None) -> None:
         """A job's answer is there; of its blocks so many are shared. `next_at`: when its conversation goes on."""

@@ -6,17 +6,18 @@ A block is in exactly one place:
         ^                        ^        |
         |                     acquire  release                                     (cached)
         |                        |        v
-        +------- evict -------  evictable, least recently released first
+        +------- evict -------  evictable, in the order of eviction_queue.py
 
-Requests release their blocks last one first, and whoever holds a block holds its ancestors too. So in the evictable
-queue a child always stands before its parent: its head is always a leaf of the prefix tree, and taking blocks from the
-head is LRU eviction of leaves without looking at the tree.
+Requests release their blocks last one first, and whoever holds a block holds its ancestors too. So a child always
+becomes evictable before its parent, and leaves of the prefix tree are evicted first without looking at the tree.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+
+from runtime.core.eviction_queue import EvictionQueue
 
 NULL_BLOCK = 0  # padding reads and writes land here; it is never allocated
 
@@ -24,8 +25,8 @@ NULL_BLOCK = 0  # padding reads and writes land here; it is never allocated
 class BlockPool:
     """Reference counts of `num_blocks` KV blocks, block 0 being the null block."""
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int], None]) -> None:
-        """`on_evict(block_id)` is called when a cached block's content is given up."""
+    def __init__(self, num_blocks: int, on_evict: Callable[[list[int]], None]) -> None:
+        """`on_evict(block_ids)` is called when the content of cached blocks is given up."""
         self.num_blocks = num_blocks
         self._on_evict = on_evict
         self.reset()
@@ -35,7 +36,9 @@ class BlockPool:
         self._refs = [0] * self.num_blocks
         self._free = list(range(self.num_blocks - 1, NULL_BLOCK, -1))  # a stack: lowest id on top
         self._cached = bytearray(self.num_blocks)
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._children: list[bytes] = [b""] * self.num_blocks  # of each block, the hash of its first cached child
+        self._shared = bytearray(self.num_blocks)  # 1: prompts part behind this block, or behind one that follows it
+        self._evictable = EvictionQueue()
 
     @property
     def num_available(self) -> int:
@@ -57,54 +60,72 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks, held once each; the caller has checked `num_available`."""
-        free, blocks = self._free, []
-        for _ in range(count):
-            block = free.pop() if free else self._evict_next()
-            self._refs[block] = 1
-            blocks.append(block)
+        free, refs = self._free, self._refs
+        blocks = free[: -count - 1 : -1]
+        del free[len(free) - len(blocks) :]
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
+        for block in blocks:
+            refs[block] = 1
         return blocks
 
     def acquire(self, blocks: list[int]) -> None:
         """One more holder for each of `blocks`, which are held or evictable."""
         refs = self._refs
+        self._evictable.remove([block for block in blocks if refs[block] == 0])
         for block in blocks:
-            if refs[block] == 0:
-                del self._evictable[block]
             refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
         """One holder less for each of `blocks`, given in the order of their positions."""
-        refs, cached = self._refs, self._cached
+        refs, cached, shared = self._refs, self._cached, self._shared
+        others: list[int] = []
+        shared_ones: list[int] = []
+        is_shared = 0
         for block in reversed(blocks):
             refs[block] -= 1
+            if is_shared:
+                shared[block] = 1
+            else:
+                is_shared = shared[block]
             if refs[block] == 0:
-                if cached[block]:
-                    self._evictable[block] = None
-                else:
+                if not cached[block]:
                     self._free.append(block)
+                elif is_shared:
+                    shared_ones.append(block)
+                else:
+                    others.append(block)
+        self._evictable.add(others, shared_ones)
 
-    def mark_cached(self, block: int) -> None:
-        """The held `block` now has a hash; when released it stays until evicted."""
+    def mark_cached(self, block: int, block_hash: bytes, parent: int) -> None:
+        """The held `block` now has a hash; when released it stays until evicted. Its `parent` is held, too, or it is
+        the null block."""
         self._cached[block] = 1
+        if not (first := self._children[parent]):
+            self._children[parent] = block_hash
+        elif first != block_hash:
+            self._shared[parent] = 1
 
     def mark_spoilt(self, blocks: list[int]) -> None:
         """The held `blocks` lose their hashes: nobody acquires them any more, and when released they are free."""
-        for block in blocks:
-            if self._cached[block]:
-                self._cached[block] = 0
-                self._on_evict(block)
+        self._forget([block for block in blocks if self._cached[block]])
 
     def evict_unheld(self) -> None:
         """All evictable blocks become free."""
-        while self._evictable:
-            self._free.append(self._evict_next())
+        self._free += self._evict(len(self._evictable))
 
-    def _evict_next(self) -> int:
-        """The block that was released least recently, which is cached no more."""
-        block, _ = self._evictable.popitem(last=False)
-        self._cached[block] = 0
-        self._on_evict(block)
-        return block
+    def _evict(self, count: int) -> list[int]:
+        """The next blocks that go, which are cached no more."""
+        blocks = self._evictable.take(count)
+        self._forget(blocks)
+        return blocks
+
+    def _forget(self, blocks: list[int]) -> None:
+        cached, shared, children = self._cached, self._shared, self._children
+        for block in blocks:
+            cached[block] = shared[block] = 0
+            children[block] = b""
+        self._on_evict(blocks)
 
     def find_faults(self, held: Mapping[int, int]) -> list[str]:
         """One sentence for each block that is not free, evictable or held as often as `held` says, in one place."""

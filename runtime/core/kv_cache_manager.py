@@ -157,18 +157,18 @@ class KVCacheManager:
         remains, and whoever holds a block holds its ancestors (block_pool.py)."""
         if state.next_block_end == NEVER:
             return
-        size = self._size
+        size, table = self._size, state.tables[0]
         num_full = min(state.num_computed, len(state.tokens), state.num_final) // size
         block_hashes = self._hash_blocks(state, num_full)
         for at in range(state.next_block_end // size - 1, num_full):
-            block = state.tables[0][at]
+            block = table[at]
             holder = self.cache.insert(block_hashes[at], block)
             if holder == block:
-                self.pool.mark_cached(block)
+                self.pool.mark_cached(block, block_hashes[at], table[at - 1] if at else NULL_BLOCK)
             else:
                 self.pool.acquire([holder])
                 self.pool.release([block])
-                state.tables[0][at] = holder
+                table[at] = holder
                 if move:
                     self._write(state, at, [holder])
         state.next_block_end = max(state.next_block_end, (num_full + 1) * size)

@@ -74,12 +74,14 @@ class PrefixCache:
                 self.changes[block_hash[:KEY_BYTES]] = True
         return holder
 
-    def evict(self, block: int) -> None:
-        """The content of `block` is about to be overwritten."""
-        block_hash = self._hash_of.pop(block)
-        del self._block_of[block_hash]
+    def evict(self, blocks: list[int]) -> None:
+        """The content of these blocks is about to be overwritten."""
+        hashes = [self._hash_of.pop(block) for block in blocks]
+        for block_hash in hashes:
+            del self._block_of[block_hash]
         if self.changes is not None:
-            self.changes[block_hash[:KEY_BYTES]] = False
+            for block_hash in hashes:
+                self.changes[block_hash[:KEY_BYTES]] = False
 
     def find_faults(self, is_cached: Callable[[int], bool]) -> list[str]:
         """One sentence for each block that has a hash here, but is not cached by the pool, or has another's."""
