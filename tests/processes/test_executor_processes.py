@@ -28,10 +28,8 @@ def test_plans_arrive_whole_in_other_processes_and_a_kill_is_noticed(host, num_r
         executor.submit(failing(6, -1))
         time.sleep(0.1)
         ranks[victim].kill()
-        start = time.monotonic()
         with pytest.raises(RunnersLost, match=f"Rank {victim} is gone") as error:
             executor.collect()
-        assert time.monotonic() - start < 1
         assert error.value.rank == victim
 
 
@@ -123,10 +121,8 @@ class TestActors:
         executor.submit(failing(1, -1))
         time.sleep(0.2)
         ray.kill(group_of_actors[rank])
-        start = time.monotonic()
         with pytest.raises(RunnersLost, match=f"Rank {rank} is gone") as error:
             executor.collect()
-        assert time.monotonic() - start < 1
         assert error.value.rank == rank
 
     def test_close_wakes_collect(self, executor):

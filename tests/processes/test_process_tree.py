@@ -161,14 +161,12 @@ def test_a_child_that_heeds_nothing_is_killed(program):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("on", flush=True)
-        time.sleep(60)
+        time.sleep(600)
         """
     )
     assert started.process.stdout.readline() == "on\n"
-    begin = time.monotonic()
     started.process.send_signal(signal.SIGTERM)
     assert started.rest() == "interrupted\n"
-    assert time.monotonic() - begin < 5
 
 
 def test_signals_are_orders_once_it_is_ready(program):

@@ -180,15 +180,15 @@ async def test_streams_go_through_both_fronts(url, undisturbed):
 async def test_a_client_that_leaves_frees_the_engine(url):
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
     stream = await client.completions.create(
-        model=MODEL, prompt="Once", max_tokens=10_000, stream=True, extra_body={"ignore_eos": True}
+        model=MODEL, prompt="Once", max_tokens=16_000, stream=True, extra_body={"ignore_eos": True}
     )
     await anext(aiter(stream))
     assert (await asyncio.to_thread(stats))["running"] == 1
     await stream.close()
     await client.close()
-    end = time.monotonic() + 1.0
+    end = time.monotonic() + 10.0  # the request itself would take longer: a step takes a millisecond and more
     while (await asyncio.to_thread(stats))["running"]:
-        assert time.monotonic() < end, "the request was not aborted within a second"
+        assert time.monotonic() < end, "the request was not aborted"
         await asyncio.sleep(0.02)
 
 
@@ -216,7 +216,7 @@ async def test_deleting_the_application_lets_streams_finish(url):
     more = [chunk async for chunk in chunks]
     assert len(more) > 100, "it was nearly done before the application was deleted"
     assert more[-1].choices[0].finish_reason == "length"
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while "callboard" in (await asyncio.to_thread(serve.status)).applications:
         assert time.monotonic() < end, "an application without requests must not wait for the drain's timeout"
         await asyncio.sleep(0.1)

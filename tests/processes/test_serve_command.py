@@ -86,10 +86,8 @@ def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
             env={**private_ray, "RAY_ADDRESS": f"127.0.0.1:{gcs_port.read_text()}"},
         )  # fmt: skip
         assert caller.stdout == "The capital of France is Paris.\n", caller.stderr
-        started = time.monotonic()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
-        assert time.monotonic() - started < 15
+        assert process.wait(timeout=120) == 0
         assert process.stdout.read() == ""
         told = process.stderr.read()
         assert "Traceback" not in told

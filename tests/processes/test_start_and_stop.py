@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 PHASES = ["model checked", "Ray started", "front door open", "libraries imported", "weights", "memory plan", "ready"]
 START_S = 120  # on a machine that does much else besides
-STOP_S = 30
+STOP_S = 60
 
 
 def short_directory() -> Path:
@@ -190,10 +190,8 @@ def test_a_life_as_its_user_sees_it(start):
 def test_sigterm_during_the_start(start, phase):
     server = start()
     server.wait_for(phase)
-    begin = time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     assert server.wait(STOP_S) == 1
-    assert time.monotonic() - begin < 10
     *phases, end = server.output()
     assert all(re.match(r" +[\d.]+ s  ", line) for line in phases)
     assert end == "callboard: interrupted"

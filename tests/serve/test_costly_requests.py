@@ -26,11 +26,12 @@ from serve_app.requests.sampling import MAX_BIASES
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
 from serve_app.tokenization import MAX_IDS
+from tests.support.cpu_time import reference_s
 from tests.support.fake_engine import EOS, TEMPLATE, FakeEngine, byte_tokenizer
 
 NUM_STREAMS = 50
 TICK_S = 0.01  # between two tokens of a stream
-MOST_CPU_S = 0.1  # of one pause
+MOST_REFERENCES = 15  # of CPU time of one pause; a reference takes 10 ms of a server's core
 ANSWER_S = 30.0  # a request is answered or refused within
 MOST_MEMORY = 1 << 30
 CONTEXT = 131_072
@@ -278,7 +279,7 @@ async def test_no_stream_stands_still(name: str, shared_compiler: GrammarCompile
     memory = peak_memory() - before
     print(f"{len(body) >> 10} kB, {streams.longest * 1000:.0f} ms, {memory >> 20} MB")
     assert statuses[0] == attack.status
-    assert streams.longest < MOST_CPU_S
+    assert streams.longest < MOST_REFERENCES * reference_s()
     assert memory < MOST_MEMORY
 
 
@@ -291,5 +292,5 @@ def test_as_much_logit_bias_as_may_be_costs_a_step_milliseconds():
     for slot in decode_plan(encode_plan(StepPlan(1, new=new))).new:
         sampler.add(slot)
     print(f"{time.process_time() - began:.3f} s")
-    assert time.process_time() - began < 0.25
+    assert time.process_time() - began < 25 * reference_s()
     assert len(sampler.bias) == 64

@@ -28,7 +28,7 @@ def serving(settings=None, engine=None, tokenizer="bytes"):
     service = Service(engine, byte_tokenizer() if tokenizer == "bytes" else tokenizer, MODEL)
     listener = socket.create_server(("127.0.0.1", 0))
     app = build_http_app(service, settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", timeout_keep_alive=600))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from runtime.output.message_parser import MessageFormat, MessageParser
 from runtime.text.reasoning import CLOSE, MAX_SPACES, OPEN, ReasoningSplitter
+from tests.support.cpu_time import reference_s
 
 
 def split(parts: list[str], inside: bool) -> tuple[str, str]:
@@ -98,7 +99,7 @@ def test_white_space_without_end_takes_linear_time(begin: str, space: str):
     started = time.thread_time()
     for _ in range(40_000):
         splitter.push(space)
-    assert time.thread_time() - started < 1.0
+    assert time.thread_time() - started < 100 * reference_s()
 
 
 def test_white_space_before_the_mark_is_held_back_within_bounds():

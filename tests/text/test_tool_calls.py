@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from runtime.text.reasoning import MAX_SPACES
 from runtime.text.tool_calls import FORMATS, HERMES, LLAMA3, ForcedCall, ToolCallParser, ToolFormat
+from tests.support.cpu_time import reference_s
 
 NAMES = {"f": {}, "get_weather": {}}
 
@@ -271,7 +272,7 @@ def test_white_space_without_end_takes_linear_time(form: ToolFormat, begin: str)
     started = time.thread_time()
     for _ in range(60_000):
         parser.push("\n")
-    assert time.thread_time() - started < 1.0
+    assert time.thread_time() - started < 100 * reference_s()
 
 
 @pytest.mark.parametrize("cut", [lambda text: [text], list])
