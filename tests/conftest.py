@@ -52,34 +52,8 @@ def shared_compiler(_compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch)
     return _compiler
 
 
-TESTS = Path(__file__).parent
-# What a test needs beyond a second of one core, by its folder and by its fixtures.
-RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
-RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "model", "ray_session": "ray"}
-# The order of a session: what takes long comes first, so that workers of pytest-xdist end together.
-ORDER = ("processes", "ray", "compile", "triton", "model", "long", "browser", "fast", "gpu")
-
-
-def needs(item: pytest.Item) -> set[str]:
-    """The marks of an item: resources, or `fast`."""
-    fixtures = getattr(item, "fixturenames", ())
-    found = {item.path.relative_to(TESTS).parts[0]} & RESOURCES_OF_FOLDERS
-    found |= {resource for fixture, resource in RESOURCES_OF_FIXTURES.items() if fixture in fixtures}
-    found |= {mark.name for mark in item.iter_markers() if mark.name in ORDER}
-    return found or {"fast"}
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks items by what they need and orders them."""
-    ranks = {}
-    for item in items:
-        marks = needs(item)
-        ranks[item] = min(map(ORDER.index, marks))
-        for name in marks:
-            item.add_marker(name)
-    items.sort(key=ranks.__getitem__)
-
+# Which tests run, where and in which order: tests/selection.py.
+pytest_plugins = ["tests.selection"]
 
 # Ray reads its environment when it is imported, which test modules do while they are collected.
 RAY_FOLDER = tempfile.mkdtemp(prefix="cb-", dir="/tmp")  # short: Ray puts Unix sockets (107 bytes) below it

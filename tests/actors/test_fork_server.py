@@ -15,7 +15,7 @@ import pytest
 from actors import fork_server
 from serve_app.server import WORKERS_MODULES
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.long
 
 WORKER = """
 import json, os, sys, time

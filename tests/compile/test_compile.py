@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
 SHARED_BYTES = 232_448  # of one block on sm_90

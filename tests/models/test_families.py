@@ -70,24 +70,25 @@ def expected(model: PreTrainedModel, sequence: list[int], prompt_len: int, step_
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize(
-    ("deterministic", "case"),
-    [*((False, case) for case in CASES), *((True, case) for case in CASES if case not in LIKE_OTHERS)],
-)
-def test_logits_and_greedy_tokens_are_those_of_transformers(case, deterministic, tmp_path, record_property):
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(case, tmp_path, record_property):
     theirs = save_model(tmp_path, case)
     limits = {"max_model_len": 180} if case == "phi3, short context" else {}
-    driver = Driver(open_runner(tmp_path, deterministic=deterministic, **limits))
     generator = torch.Generator().manual_seed(3)
     # transformers forgets the stretch of the sequence before only at the first step of one shorter than the context.
     lengths = (3, 21, CONTEXT - 1) if case == "dynamic" else (3, 21, 70)
     prompts = [torch.randint(3, 101, (n,), generator=generator).tolist() for n in lengths]
-    sequences, got = generate(driver, prompts, cuts=(17, 29))
+    wanted: dict[tuple[int, ...], torch.Tensor] = {}  # by sequence: both modes find the same tokens
     worst = 0.0
-    for prompt, sequence, logits in zip(prompts, sequences, got, strict=True):
-        want = expected(theirs, sequence, len(prompt), step_by_step=case == "dynamic")
-        worst = max(worst, float((logits - want).abs().max() / want.abs().max()))
-        assert want.argmax(-1).tolist() == sequence[len(prompt) :]
+    for deterministic in (False,) if case in LIKE_OTHERS else (False, True):
+        driver = Driver(open_runner(tmp_path, deterministic=deterministic, **limits))
+        sequences, got = generate(driver, prompts, cuts=(17, 29))
+        for prompt, sequence, logits in zip(prompts, sequences, got, strict=True):
+            if (want := wanted.get(tuple(sequence))) is None:
+                want = expected(theirs, sequence, len(prompt), step_by_step=case == "dynamic")
+                wanted[tuple(sequence)] = want
+            worst = max(worst, float((logits - want).abs().max() / want.abs().max()))
+            assert want.argmax(-1).tolist() == sequence[len(prompt) :]
     record_property("error", worst)
     assert worst <= 2e-5
     if deterministic:

@@ -17,7 +17,7 @@ from runtime.loading.gguf import GgufFile
 from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.text.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.model
 
 STORY = "Once upon a time, in a small village by the sea,"
 TEXTS = {

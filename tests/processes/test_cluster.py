@@ -14,7 +14,7 @@ from benchmarks.cluster.network import refusal
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.thorough
 def test_streams_and_requests_go_on_without_the_head_and_without_a_machine():
     if why := refusal():
         pytest.skip(why)

@@ -43,6 +43,7 @@ async def test_a_killed_or_stopped_draft_changes_no_token(tiny_path, undisturbed
                 assert await server.draft_pid() != pid
 
 
+@pytest.mark.thorough
 async def test_two_engines_share_a_draft(tiny_path):
     config = {"draft": str(tiny_path), "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1, "draft_shared": True}
     async with Server("shared/0", tiny_path, **config) as a, Server("shared/1", tiny_path, **config) as b:

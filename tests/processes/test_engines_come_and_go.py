@@ -23,8 +23,6 @@ from runtime.core.types import SamplingParams
 from runtime.llm import LLM
 from tests.support.tiny_gguf import write_tiny_gguf
 
-pytestmark = pytest.mark.timeout(280)
-
 MODEL = "tiny"
 HEAD_NODE = "node:__internal_head__"  # a resource that Ray gives to it
 PROMPTS = ["Once upon a time, in a small village by the sea,", "def fibonacci(n):\n"]
@@ -200,9 +198,7 @@ async def test_a_frozen_engine_process(url, undisturbed):
     async with Reading(url) as reading:
         name, pid = await busy_engine()
         os.kill(pid, signal.SIGSTOP)
-        frozen_at = time.monotonic()
-        await reading.more(40, 8)  # the stream has moved: its engine would be replaced only after ten seconds
-        print(f"streams went on {time.monotonic() - frozen_at:.1f} s after the stop")
+        await reading.more(40)
         await settle(url, 2, without=name)
         reading.check(undisturbed)
 
@@ -276,6 +272,7 @@ def answers(tiny_path, other_path) -> dict[str, list[str]]:
     return texts
 
 
+@pytest.mark.thorough
 async def test_updates_cut_and_lose_nothing(url, undisturbed, answers, tiny_path, other_path):
     """In one life: fewer replicas, other settings, another model, more replicas. Where there is room, the new replicas
     of an update are there before the old ones go, also those of the only front."""
@@ -300,6 +297,7 @@ async def test_updates_cut_and_lose_nothing(url, undisturbed, answers, tiny_path
         await clients.get("other")
 
 
+@pytest.mark.thorough
 async def test_a_node_that_goes(url, answers, other_path, second_node):
     deploy(other_path, 3, max_num_seqs=60)
     await settle(url, 3)

@@ -15,8 +15,6 @@ from benchmarks.faults.matrix import BY_NAME
 from serve_app.token_client import first_model
 from tests.conftest import RAY_FOLDER
 
-pytestmark = pytest.mark.timeout(200)
-
 NUM_STREAMS = 8
 ROOT = Path(__file__).parents[2]
 SETTINGS = {"deterministic": True, "num_threads": 1, "kv_cache_memory": 0.1, "max_num_batched_tokens": 512}

@@ -15,8 +15,6 @@ import pytest
 
 from actors.environment import SINGLE_MACHINE, quiet_port
 
-pytestmark = pytest.mark.timeout(150)
-
 ROOT = Path(__file__).parents[2]
 START_S = 200  # on a machine that does much else besides
 

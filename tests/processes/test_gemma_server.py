@@ -1,10 +1,12 @@
 """A published model without a chat template behind the HTTP service."""
 
 import httpx
+import pytest
 
 from tests.models.test_real_models import STORY, TEXTS
 
 
+@pytest.mark.thorough
 def test_gemma3_tells_a_story_through_http(gemma3_path, serve_url):
     from ray import serve
 

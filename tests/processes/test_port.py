@@ -39,7 +39,7 @@ class Clients:
                 self.faults.append(repr(e))
 
     def wait_for(self, status: int, text: str) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while not any(answer[0] == status and text in answer[1] for answer in self.answers[-20:]):
             assert time.monotonic() < end, self.answers[-20:]
             time.sleep(0.01)

@@ -11,7 +11,7 @@ from runtime.llm import LLM
 from tests.processes.test_actors import PROMPTS, Server, sampling, wait_for
 from tests.support.divisible_model import write_divisible_model
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.thorough]
 
 NUM_TOKENS = 200  # of each answer
 

@@ -40,7 +40,7 @@ def test_figures_reach_rays_own_exporter(ray_session):
         "ray_vllm_inter_token_latency_seconds_count": 300,
         "ray_vllm_cache_config_info": 1,
     }
-    end, found = time.monotonic() + 30, {}
+    end, found = time.monotonic() + 60, {}
     while not want.keys() <= found.keys() and time.monotonic() < end:
         time.sleep(0.5)
         text = httpx.get(f"http://127.0.0.1:{node['MetricsExportPort']}/metrics").text

@@ -12,8 +12,6 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-pytestmark = pytest.mark.timeout(240)
-
 MODEL = "smollm2"
 ROOT = Path(__file__).parents[2]
 PROMPT = "def fibonacci(n):\n"
@@ -165,6 +163,7 @@ def evaluate(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.thorough
 def test_loglikelihoods_are_those_of_transformers(url, evaluate, smollm2_path: Path, tmp_path: Path):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.openai_completions import LocalCompletionsAPI

@@ -9,8 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-pytestmark = pytest.mark.timeout(240)
-
 MODEL = "tiny"
 PROMPTS = ["Once upon a time, in a small village by the sea,", "def fibonacci(n):\n"]
 MAX_TOKENS = 16_000  # a stream is stopped long before

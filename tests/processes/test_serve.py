@@ -14,8 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.replay import replay
 
-pytestmark = pytest.mark.timeout(240)
-
 MODEL = "tiny"
 MAX_TOKENS = 500  # of a stream: long enough for all to be under way at once
 ROOT = Path(__file__).parents[2]

@@ -37,7 +37,7 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT)
     try:
-        deadline, answer = time.monotonic() + 90, None
+        deadline, answer = time.monotonic() + 200, None
         while answer is None and time.monotonic() < deadline and process.poll() is None:
             with suppress(httpx.TransportError):
                 response = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=5)

@@ -25,8 +25,6 @@ from tests.processes.test_haproxy import listening_ports
 from tests.processes.test_process_tree import processes_with
 from tests.support.gate import GATE, HOOK
 
-pytestmark = pytest.mark.timeout(200)
-
 ROOT = Path(__file__).parents[2]
 
 PHASES = ["model checked", "Ray started", "front door open", "libraries imported", "weights", "memory plan", "ready"]

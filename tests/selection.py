@@ -1,0 +1,120 @@
+"""Which tests a session runs, in which order, and on which of its workers: a plugin of pytest.
+
+    pytest                 what a change needs: minutes on two cores; it says what it leaves out
+    pytest --all           everything, as CI runs it
+    pytest FILE, -m MARK   what is named, whatever it costs
+
+All cores are used, a process each (pytest-xdist), unless a few files or tests are named. Quick tests come first. A
+file's tests share their fixtures, so they stay on one worker; so do all tests that start Ray or servers, which would
+take each other's cores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+# What a test needs beyond a second of one core, by its folder and by its fixtures.
+RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
+RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "model", "ray_session": "ray"}
+# The order of a session: quick ones first. Real processes wait much and compute little, so they begin early enough that
+# another worker's computing ends with them.
+ORDER = ("fast", "processes", "ray", "browser", "compile", "triton", "model", "long", "gpu")
+_ONE_WORKER = ("tests/processes/", "tests/browser/")
+# Mark -> what a session without --all leaves out.
+LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run everything: see tests/selection.py")
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A worker a core for whole folders, and none for tests that are named: they start in half the time."""
+    if any(not Path(argument).is_dir() for argument in config.args):
+        config.option.dist = "no"
+        return 0
+    return len(os.sched_getaffinity(0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files go to the workers in their order."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "processes" if nodeid.startswith(_ONE_WORKER) else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
+
+
+def needs(item: pytest.Item) -> set[str]:
+    """The marks of an item: resources, or `fast`."""
+    fixtures = getattr(item, "fixturenames", ())
+    found = {item.path.relative_to(TESTS).parts[0]} & RESOURCES_OF_FOLDERS
+    found |= {resource for fixture, resource in RESOURCES_OF_FIXTURES.items() if fixture in fixtures}
+    found |= {mark.name for mark in item.iter_markers() if mark.name in ORDER}
+    return found or {"fast"}
+
+
+def _is_everything(config: pytest.Config) -> bool:
+    """True if nothing is left out: --all, or tests that are named by path or by mark."""
+    names_tests = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    return bool(config.getoption("--all") or names_tests or config.getoption("markexpr"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark items by what they need, take out what this session leaves out, and order their files."""
+    ranks: dict[Path, int] = {}
+    marks = {item: needs(item) for item in items}
+    for item, names in marks.items():
+        for name in names:
+            item.add_marker(name)
+    if not _is_everything(config):
+        _leave_out(config, items)
+    for item in items:
+        ranks[item.path] = max(ranks.get(item.path, 0), *map(ORDER.index, marks[item]))
+    items.sort(key=lambda item: ranks[item.path])
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left: Counter[str] = Counter()
+    kept, dropped = [], []
+    for item in items:
+        name = next((name for name in LEFT_OUT if item.get_closest_marker(name)), None)
+        if name is None:
+            kept.append(item)
+        else:
+            left[name] += 1
+            dropped.append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)
+    config.stash[_LEFT] = left
+
+
+_LEFT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of a worker of pytest-xdist, which collects for the controller
+        session.config.workeroutput["left_out"] = dict(session.config.stash.get(_LEFT, Counter()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    if left := getattr(node, "workeroutput", {}).get("left_out"):
+        node.config.stash[_LEFT] = Counter(left)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(_LEFT, None):
+        parts = [f"{number} of {name} ({LEFT_OUT[name]})" for name, number in left.items()]
+        terminalreporter.write_line(f"Left out: {', '.join(parts)}. `pytest --all` runs everything.")
