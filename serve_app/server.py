@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -42,6 +43,7 @@ WORKERS_MODULES = (  # what Ray's workers import: Serve's actors, the replicas, 
 _POLL_S = 0.1
 _STATUS_POLL_S = 1.0
 _OBJECT_STORE_BYTES = 100 << 20  # Ray's smallest sensible one: no tensor ever goes through it
+_RAYLET_START_S = 120.0  # Ray's daemons may take on a busy machine
 _MAX_TRIES = 3
 _MAX_TEMPORARY_LEN = 8  # of the path where HAProxy's Unix sockets lie, whose own may have 107 bytes
 # For requests that HAProxy has read when all else has ended. It tries three more times, 0.2 s apart, to reach a front
@@ -122,6 +124,7 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
     private: Any = ray._private
     private.parameter.RayParams = partial(private.parameter.RayParams, no_monitor=True, include_log_monitor=False)
     private.node.Node.start_api_server = lambda *_, **__: None
+    private.services.get_node = _patient(private.services.get_node)
     num_actors = settings.scaling.most * (1 + settings.config.tensor_parallel_size) + (settings.num_fronts or 0)
     importing = threading.Thread(target=import_module, args=("serve_app.app",))  # while Ray's daemons start
     importing.start()
@@ -145,6 +148,22 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
     parent.end_with("gcs_server", "raylet")  # nothing works without them, and Ray would wait for them for ever
     console.phase("Ray started")
     return logs
+
+
+def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
+    """`ray._private.services.get_node`, which waits for a node: Ray gives its daemons 30 s, too few on a busy machine."""
+
+    def wait_for_node(*args: Any) -> Any:
+        end = time.monotonic() + _RAYLET_START_S
+        while True:
+            try:
+                return get_node(*args)
+            except RuntimeError:  # the node is not registered yet
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    return wait_for_node
 
 
 def _deploy(settings: ServerSettings) -> None:
