@@ -151,7 +151,7 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
 
 
 def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """`ray._private.services.get_node`, which waits for a node: Ray gives its daemons 30 s, too few on a busy machine."""
+    """Let `ray._private.services.get_node` wait for the node: on a busy machine Ray's own 30 s are too few."""
 
     def wait_for_node(*args: Any) -> Any:
         end = time.monotonic() + _RAYLET_START_S

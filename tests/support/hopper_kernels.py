@@ -66,8 +66,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 H200 = SimpleNamespace(multi_processor_count=132, name="NVIDIA H200", total_memory=139 << 30)
 
 # (model, what differs from its spec, dtype, deterministic, rows of decode steps): a model for each kind of kernel, as
-# those of other sizes differ in constants alone. float32 is what SmolLM2's texts are compared in; the last are head sizes
-# that no benchmarked model has, of which 80 stands for all that are padded to 128.
+# those of other sizes differ in constants alone. SmolLM2's texts are compared in float32. No benchmarked model has the
+# last two head sizes; 80 stands for all sizes that are padded to 128.
 SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("llama-3.2-1b", {}, torch.bfloat16, False, (1, 8, 256)),
     ("llama-3.1-8b", {}, torch.bfloat16, False, (1, 16, 256)),
@@ -83,8 +83,8 @@ SERVED: list[tuple[str, dict[str, Any], torch.dtype, bool, tuple[int, ...]]] = [
     ("mixtral-8x7b", {}, torch.bfloat16, True, (64,)),
     *(("qwen3-0.6b", {"head_dim": size}, torch.bfloat16, False, (64,)) for size in (80, 256)),
 ]
-# Tokens of one row, and its sampling: without filters, and with them and a second pass. Models of one size of steps take
-# the last alone.
+# Tokens of one row, and its sampling: without filters, and with them and a second pass. Models with one size of decode
+# steps take the last prefill alone.
 _AGAIN = {"presence_penalty": 0.5, "logit_bias": ((3, 1.0),)}
 PREFILLS = ((300, SamplingParams()), (1024, SamplingParams(**_AGAIN)), (8192, SamplingParams(top_p=0.9, **_AGAIN)))
 
