@@ -15,6 +15,7 @@ from runtime.core.ngram import OWN_COST, STEP_WORK, TEXT_COST, Ngram
 from runtime.core.request_state import RequestState
 from runtime.core.requests import requests_of
 from runtime.core.types import SamplingParams
+from tests.support.examples import examples
 
 
 def plain_guess(prediction: Sequence[int], tokens: Sequence[int], prompt_len: int, most: int) -> list[int]:
@@ -59,7 +60,7 @@ def guesses_once_complete(lookup: Ngram, states: list[RequestState], most: int) 
     step_work=st.integers(1, 50),
     few=st.sampled_from([0, 32]),
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(120))
 def test_guesses_are_those_of_the_plain_definition(prediction, prompt, outputs, step_work, few):
     with mock.patch.multiple(ngram, STEP_WORK=step_work, TEXT_COST=1, _FEW=few):
         lookup, states = Ngram(), states_of(prompt, prediction, len(outputs))
