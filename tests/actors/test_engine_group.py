@@ -14,7 +14,7 @@ from actors.engine_client import EngineRefusal, Refusal
 from actors.messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
 from actors.transport import Address
 from runtime.core.types import FinishReason, Request, SamplingParams
-from tests.actors.test_link import INFO, Engine, eventually, link_to, read, request
+from tests.actors.test_link import INFO, Engine, eventually, hurry, link_to, read, request
 from tests.support.fake_runner import sequential
 
 SLOW_S = 0.05  # of a step: streams of 60 tokens take three seconds, unless `hurry` ends them
@@ -58,14 +58,6 @@ def freeze(engine):
     """As after SIGSTOP: its connections stay, and it says nothing more."""
     for connection in list(engine.loop._connections):
         connection.send = lambda message: None
-
-
-def hurry(*engines):
-    """Let streams come to their end: before, steps take so long that none ends while a test waits for something."""
-    for engine in engines:
-        engine.delay_s = 0.001
-        for runner in engine.runners:
-            runner.delay_s = 0.001
 
 
 @pytest.fixture
