@@ -33,6 +33,7 @@ from actors.messages import (
     Heartbeat,
     Refused,
     Report,
+    SharedPrompts,
     Sleep,
     Status,
     Submit,
@@ -134,6 +135,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, link: EngineLink) -> None:
         self._link: EngineLink | None = link
         self._cutter = FrameCutter()
+        self.prompts = SharedPrompts()
         self.heard = False  # something has come since this was last looked at
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -212,7 +214,9 @@ class EngineLink:
         stream.link, stream.number, stream.info, stream.waits = self, self._new_number(), self.info, False
         stream.on_engine(self.engine)
         self._streams[stream.number] = stream
-        self._send(Submit(stream.number, stream.submission(), resumed=stream.accepted))
+        if self._connection is not None:
+            message = Submit(stream.number, stream.submission(), resumed=stream.accepted)
+            self._send(self._connection.prompts.reduced(message))
 
     def drop(self, stream: Stream) -> bool:
         """Let this engine abort a stream; False, and nothing more, if it has ended."""

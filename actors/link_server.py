@@ -25,6 +25,8 @@ from actors.messages import (
     FromFront,
     Heartbeat,
     Report,
+    SharedPrompts,
+    Submit,
     Tokens,
     client_id,
     decode_from_front,
@@ -74,6 +76,7 @@ class Connection:
         self._sending = threading.Lock()
         self.serial = next(_serials)
         self.streams: dict[int, Stream] = {}
+        self.prompts = SharedPrompts()  # its reader's
         self.last_stream = 0  # the number of the last that it has submitted
         self.last_heard = time.monotonic()
         self.frame = Tokens()  # what this step gains, but for its columns
@@ -172,6 +175,8 @@ class LinkServer:
                             connection.send(message)
                         elif isinstance(message, Report):
                             connection.send(self._report(message.figures))
+                        elif isinstance(message, Submit):
+                            self._deliver(connection, connection.prompts.restored(message))
                         else:
                             self._deliver(connection, message)
             except (CallboardError, msgspec.DecodeError, OSError):

@@ -13,6 +13,8 @@ tokens are delivered exactly once (C8).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from actors.adapters import AdapterEntry, AdapterState
@@ -37,6 +39,36 @@ class Submit(msgspec.Struct, array_like=True, tag=1):
     stream: int
     request: Request
     resumed: bool
+    repeats: bool = False  # its tokens and prediction are left out: they are those of the connection's last Submit
+
+
+class SharedPrompts:
+    """Leaves out of a Submit the tokens and the prediction that it shares with the one before it.
+
+    The choices of a request share them by identity. So they cross a connection once, and share them in the engine, too.
+    Each end of a connection has one, and both see the same Submits in the same order."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[int], tuple[int, ...]] | None = None  # tokens and prediction
+
+    def reduced(self, message: Submit) -> Submit:
+        """The message to send."""
+        request, last = message.request, self._last
+        self._last = request.token_ids, request.prediction
+        if last is None or last[0] is not request.token_ids or last[1] is not request.prediction:
+            return message
+        return Submit(message.stream, replace(request, token_ids=[], prediction=()), message.resumed, repeats=True)
+
+    def restored(self, message: Submit) -> Submit:
+        """The message that was reduced. Raises CallboardError if it repeats nothing."""
+        if not message.repeats:
+            self._last = message.request.token_ids, message.request.prediction
+            return message
+        if self._last is None:
+            raise CallboardError("The first request on a link repeats another; its front must be restarted.")
+        token_ids, prediction = self._last
+        request = replace(message.request, token_ids=token_ids, prediction=prediction)
+        return Submit(message.stream, request, message.resumed)
 
 
 def client_id(request_id: str) -> str:

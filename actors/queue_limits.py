@@ -54,12 +54,14 @@ class QueueLimits:
 
     def refusal(self, message: Submit) -> Refused | None:
         """The answer to a request for which there is no room; the queue is counted as it is now."""
-        config, waiting, tokens = self._config, self._scheduler.num_waiting, self._scheduler.waiting.num_tokens
+        config, queue, waiting = self._config, self._scheduler.waiting, self._scheduler.num_waiting
+        tokens = queue.num_tokens + queue.num_predicted
+        num_new = len(message.request.token_ids) + len(message.request.prediction)
         if waiting >= config.max_queued_requests:
             text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."
-        elif waiting and tokens + len(message.request.token_ids) > config.max_queued_tokens:  # an empty queue takes any
+        elif waiting and tokens + num_new > config.max_queued_tokens:  # an empty queue takes any
             text = (
-                f"The engine has {tokens} tokens waiting and this prompt has {len(message.request.token_ids)}, above "
+                f"The engine has {tokens} tokens waiting and this request has {num_new}, above "
                 f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
             )
         else:

@@ -51,7 +51,7 @@ _REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, co
     Refusal.LATE: (504, "queue_timeout", None),
     Refusal.NEVER: (400, None, None),
 }
-MAX_PROMPT_TOKENS = 4_000_000  # of one request, which sends a prompt to the engine once for each choice
+MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and their predictions, once for each choice
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
 _MOST_POOLED = 256  # prompts of one request for vectors that engines have at a time: their queues are for others, too
 _MAX_NAMES = 8  # of models, in an error
@@ -184,7 +184,7 @@ class Service:
         prompts = endpoint.prompts(request, model)
         lengths = [len(prompt) for prompt in prompts.token_ids]
         max_tokens = [_max_tokens(endpoint, request, length, model, prompts.where) for length in lengths]
-        _check_work(request, sum(lengths), prompts.where)
+        _check_work(request, sum(lengths), len(lengths) * len(prompts.prediction), prompts.where)
         for at, prompt in enumerate(prompts.token_ids):
             _check_token_ids(prompts.path(at), prompt, model)
         budget = None if prompts.message_format is None else prompts.message_format.budget
@@ -301,7 +301,7 @@ class Service:
         async def start() -> None:
             burst = 0
             for i, request in enumerate(prepared.requests):
-                burst += request.prompt_len + _CHOICE_COST
+                burst += request.prompt_len + len(request.prediction) + _CHOICE_COST
                 if burst > _BURST:  # others have their turn; below it, all choices come to the engine's same step
                     await asyncio.sleep(0)
                     burst = 0
@@ -400,11 +400,12 @@ def owned(request_id: str, owner: str) -> str:
     return f"{owner}/{request_id}" if owner else request_id
 
 
-def _check_work(request: SamplingFields, num_tokens: int, where: str) -> None:
+def _check_work(request: SamplingFields, num_tokens: int, num_predicted: int, where: str) -> None:
     """Raises the 400 for choices or scores of prompts of so many tokens that are too much for one request."""
     n, top = request.n or 1, request.num_prompt_logprobs()
-    if num_tokens * n > MAX_PROMPT_TOKENS:
-        what = f"{num_tokens} tokens of prompt" + (f" for {n} choices each" if n > 1 else "")
+    if (num_tokens + num_predicted) * n > MAX_PROMPT_TOKENS:
+        what = f"{num_tokens} tokens of prompt" + (f" and {num_predicted} of prediction" if num_predicted else "")
+        what += f" for {n} choices each" if n > 1 else ""
         raise invalid("n" if n > 1 else where, f"asks for {what}; at most {MAX_PROMPT_TOKENS} in all are allowed")
     if top is not None and num_tokens * n * (top + 1) > _MAX_SCORES:
         raise invalid(

@@ -23,8 +23,10 @@ from runtime.loading.resolve import resolve
 from runtime.structured.compiler import GrammarCompiler
 from tests.support import tiny_gguf
 
-settings.register_profile("callboard", deadline=None)  # a busy machine is no fault
-settings.load_profile("callboard")
+# No deadline: a busy machine is not a fault. CALLBOARD_TESTS=all tries more examples (tests/support/examples.py).
+settings.register_profile("usual", deadline=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, max_examples=100)
+settings.load_profile("thorough" if os.environ.get("CALLBOARD_TESTS") == "all" else "usual")
 
 
 @pytest.fixture(scope="session")

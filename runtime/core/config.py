@@ -180,7 +180,9 @@ class EngineConfig:
         None, "CPU threads of a runner; default: the cores it may use, divided among ranks"
     )
     max_queued_requests: int = setting(1024, "requests waiting in one engine before new ones are told to come back", 1)
-    max_queued_tokens: int = setting(4_000_000, "their tokens, before new ones are told to come back", 1)
+    max_queued_tokens: int = setting(
+        4_000_000, "their tokens, predictions included, before new ones are told to come back", 1
+    )
     queue_timeout_s: float | None = setting(None, "longest wait in the queue before a request is given up", above=0)
     step_timeout_s: float = setting(60.0, "work queued and no step finished for this long means unhealthy", above=0)
 

@@ -14,8 +14,9 @@ from typing import Protocol, TypeVar
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.draft import CATCH_UP, Chain, Commit, Open, Told
+from runtime.core.ngram import Ngram
 from runtime.core.request_state import RequestState
-from runtime.core.speculation import Drafter, Ngram, Speculation, StepTimes
+from runtime.core.speculation import Drafter, Speculation, StepTimes
 from runtime.core.types import Request
 
 _PATIENCE, _PATIENCE_US = 6.0, 1000.0  # an answer is late after so many times what a round should take, and so much

@@ -166,7 +166,7 @@ class Scheduler:
         else:
             self.waiting.remove(state)
             # Whoever still has its record holds no prompt.
-            state.tokens, state.request = array("i"), replace(state.request, token_ids=[])
+            state.tokens, state.request = array("i"), replace(state.request, token_ids=[], prediction=())
         state.has_ended = True
         if self.speculation is not None:
             self.speculation.drafter.forget(state)

@@ -7,7 +7,6 @@ itself samples there; nothing is resampled, and with or without guesses the toke
 from __future__ import annotations
 
 from abc import abstractmethod
-from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -44,6 +43,10 @@ class Drafter(Protocol):
     def is_ready(self) -> bool:
         """True if it can guess now."""
         return True
+
+    def begin_step(self) -> None:
+        """A step is about to be planned."""
+        return
 
     def step_us(self, num_rows: int) -> float:
         """Microseconds that one more draft token for each of so many rows takes."""
@@ -103,39 +106,6 @@ class StepTimes:
         return points[-1][1] * size / points[-1][0]
 
 
-class Ngram(Drafter):
-    """Prompt lookup: what followed the last time that the request's last tokens stood anywhere in it, prompt included
-    (https://github.com/apoorvumang/prompt-lookup-decoding). A repetition may run on into its own guesses. A request's
-    prediction counts as if it stood before its prompt, and an output is guessed to begin as it does."""
-
-    _SIZES = (4, 2)  # tokens that must agree, tried in this order
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[int, dict[bytes, int]]] = {}  # id -> tokens seen, n-gram -> where it ended
-
-    def guess(self, state: RequestState, most: int) -> list[int]:
-        tokens, prediction = state.tokens, state.request.prediction
-        if prediction:
-            if len(tokens) == state.request.prompt_len:
-                return list(prediction[:most])
-            tokens = array(tokens.typecode, prediction) + tokens
-        seen, ends = self._found.get(state.request.request_id, (0, {}))
-        for size in self._SIZES:
-            for end in range(max(seen, size), len(tokens)):  # not the last one: nothing follows it yet
-                ends[tokens[end - size : end].tobytes()] = end
-        self._found[state.request.request_id] = len(tokens), ends
-        for size in self._SIZES:
-            if (after := ends.get(tokens[-size:].tobytes())) is not None:
-                guesses: list[int] = []
-                for at in range(after - len(tokens), after - len(tokens) + most):
-                    guesses.append(tokens[at] if at < 0 else guesses[at])
-                return guesses
-        return []
-
-    def forget(self, state: RequestState) -> None:
-        self._found.pop(state.request.request_id, None)
-
-
 class Speculation:
     """Chooses how many draft tokens a request gets: as many as its acceptance so far and the time of a step let pay.
 
@@ -179,6 +149,7 @@ class Speculation:
         """A step is about to be planned: ask for its guesses. True: they should be waited for, or those in flight, so
         that all rows stay in one step."""
         drafter, rested = self.drafter, self.round_count == 0
+        drafter.begin_step()
         self.choose_k(len(running), self._mean_acceptance(running))
         if self.round_count == 0 and rested and drafter.is_ready:
             return False  # nothing was asked, and nothing is in flight

@@ -18,6 +18,7 @@ class WaitingQueue:
         self._keys: list[tuple[int, int, int]] = []  # a heap
         self._states: dict[tuple[int, int, int], RequestState] = {}
         self.num_tokens = 0  # that are known, of all that wait
+        self.num_predicted = 0  # tokens of their predictions
         self.num_hits = 0  # of these, found in the prefix cache when they arrived
 
     def __len__(self) -> int:
@@ -28,6 +29,7 @@ class WaitingQueue:
         self._states[state.sort_key] = state
         heappush(self._keys, state.sort_key)
         self.num_tokens += len(state.tokens)
+        self.num_predicted += len(state.request.prediction)
         self.num_hits += state.num_hits
 
     def first(self) -> RequestState | None:
@@ -43,6 +45,7 @@ class WaitingQueue:
         """Take a request out, wherever it stands."""
         del self._states[state.sort_key]
         self.num_tokens -= len(state.tokens)
+        self.num_predicted -= len(state.request.prediction)
         self.num_hits -= state.num_hits
         if len(self._keys) > 2 * len(self._states):
             self._keys = list(self._states)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from actors import autoscaling
 from actors.autoscaling import EngineFigures, ScalingPolicy, ServePolicy, engines_needed, report_of
+from tests.support.examples import examples
 
 IDLE = EngineFigures(0, 1000.0, 0, 10, 0, 100, 1e9)
 
@@ -85,7 +86,7 @@ figures = st.builds(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 3), st.integers(0, 5), st.lists(st.lists(figures, max_size=6), max_size=30))
 def test_the_bounds_hold(least, more, histories):
     policy, count = ScalingPolicy(least, max(1, least + more), 1, 3, 5), least
@@ -94,7 +95,7 @@ def test_the_bounds_hold(least, more, histories):
         assert least <= count <= max(1, least + more)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(figures, min_size=1, max_size=6), st.integers(0, 5), st.floats(0, 1e5), st.integers(0, 100))
 def test_more_load_never_needs_fewer(reports, at, more_tokens, more_live):
     busier = reports.copy()
@@ -103,7 +104,7 @@ def test_more_load_never_needs_fewer(reports, at, more_tokens, more_live):
     assert engines_needed(busier) >= engines_needed(reports) - 1e-6
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.floats(0, 400), st.floats(0, 3e4), st.integers(1, 12))
 def test_constant_load_is_never_answered_with_both_more_and_fewer(num_live, tokens, start):
     policy = ScalingPolicy(1, 12, 2, 5)

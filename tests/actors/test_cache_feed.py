@@ -11,6 +11,7 @@ from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.prefix_cache import KEY_BYTES
 from runtime.core.types import Request, SamplingParams
+from tests.support.examples import examples
 from tests.support.fake_runner import EOS, FakeRunner
 
 INFO = ModelInfo("f", 320, 512, (EOS,), 24, 4, "none", "none")
@@ -49,7 +50,7 @@ ops = st.one_of(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(st.lists(ops, max_size=30))
 def test_the_picture_is_the_cache(todo):
     served = Served()

@@ -14,8 +14,10 @@ from actors.engine_client import EngineRefusal, Refusal
 from actors.messages import HEARTBEAT_S, LOST_AFTER_BEATS, Heartbeat
 from actors.transport import Address
 from runtime.core.types import FinishReason, Request, SamplingParams
-from tests.actors.test_link import INFO, Engine, eventually, link_to, read, request
+from tests.actors.test_link import INFO, Engine, eventually, hurry, link_to, read, request
 from tests.support.fake_runner import sequential
+
+SLOW_S = 0.05  # of a step: streams of 60 tokens take three seconds, unless `hurry` ends them
 
 
 def info_with(**changes):
@@ -70,37 +72,40 @@ async def check(reading, count, max_tokens):
 
 
 async def test_streams_spread_over_the_engines():
-    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i)) for i in range(10)))
         await eventually(lambda: all(running(e) == 5 for e in engines))
+        hurry(*engines)
         await check(reading, 10, 40)
         assert group.engines() == ["0", "1"]
 
 
 async def test_streams_of_an_engine_that_dies_for_good_move_at_once():
-    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
-        reading = asyncio.gather(*(read(group, request(i, max_tokens=150)) for i in range(8)))
-        await eventually(lambda: engines[0].loop.core.steps_done > 10)
+        reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
+        await eventually(lambda: engines[0].loop.core.steps_done > 3)
         engines[0].die()
-        await eventually(lambda: live(engines[1]) == 8, 1.0)
+        await eventually(lambda: live(engines[1]) == 8)
         assert group.health() is None
-        await check(reading, 8, 150)
+        hurry(*engines)
+        await check(reading, 8, 60)
         await eventually(lambda: list(group._links) == ["app/engine/1#1"])
         assert group.engines() == ["1"]
 
 
 async def test_streams_of_an_engine_that_loads_its_model_again_go_on_elsewhere():
-    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     start, is_loaded = engines[0].start, threading.Event()
     async with Group(*engines) as group:
         reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
-        await eventually(lambda: all(e.loop.core.steps_done > 10 for e in engines))
+        await eventually(lambda: all(e.loop.core.steps_done > 3 for e in engines))
         engines[0].start = lambda: is_loaded.wait(10) and start()
         engines[0].runners[-1].dead = "Rank 0 is gone."
-        await eventually(lambda: live(engines[1]) == 8, 2.0)
+        await eventually(lambda: live(engines[1]) == 8)
         assert group.health() is None
+        hurry(*engines)
         await check(reading, 8, 60)
         is_loaded.set()
         await eventually(lambda: len(healthy(group)) == 2)
@@ -109,19 +114,20 @@ async def test_streams_of_an_engine_that_loads_its_model_again_go_on_elsewhere()
 
 @pytest.mark.usefixtures("fast_beats")
 async def test_streams_of_a_frozen_engine_move_and_it_comes_back_when_it_thaws():
-    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
-        reading = asyncio.gather(*(read(group, request(i, max_tokens=150)) for i in range(8)))
-        await eventually(lambda: all(e.loop.core.steps_done > 10 for e in engines))
+        reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
+        await eventually(lambda: all(e.loop.core.steps_done > 3 for e in engines))
         connections = engines[0].loop._connections.copy()
         open_link, engines[0].open_link = engines[0].open_link, asyncio.Event().wait
         freeze(engines[0])
-        await eventually(lambda: live(engines[1]) == 8, 2.0)
+        await eventually(lambda: live(engines[1]) == 8)
         assert group.health() is None
         assert len(healthy(group)) == 1
+        hurry(*engines)
         await eventually(lambda: not connections & engines[0].loop._connections)  # it aborts what has moved
         assert not engines[0].loop.core.scheduler.requests
-        await check(reading, 8, 150)
+        await check(reading, 8, 60)
         engines[0].open_link = open_link
         for link in group._links.values():
             if not link.usable:
@@ -136,7 +142,7 @@ async def test_a_group_whose_only_engine_is_frozen_is_ill():
     async with Group(engine) as group:
         engine.open_link = asyncio.Event().wait
         freeze(engine)
-        await eventually(lambda: group.health() == "The engine is restarting.", 2.0)
+        await eventually(lambda: group.health() == "The engine is restarting.")
 
 
 @pytest.mark.usefixtures("fast_beats")
@@ -194,24 +200,25 @@ async def test_an_engine_that_accepts_nobody_is_not_healthy():
 
 async def test_streams_leave_a_draining_engine(monkeypatch):
     monkeypatch.setattr("actors.engine_group._SETTLED_S", 0.05)
-    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
-        reading = asyncio.gather(*(read(group, request(i, max_tokens=150)) for i in range(8)))
-        await eventually(lambda: engines[0].loop.core.steps_done > 10)
+        reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
+        await eventually(lambda: engines[0].loop.core.steps_done > 3)
         await asyncio.wrap_future(engines[0].loop.drain("It ends."))
         await eventually(lambda: not engines[0].loop.core.scheduler.requests)
         await eventually(lambda: live(engines[1]) == 8)
         assert group.health() is None
+        hurry(*engines)
         assert (await read(group, request(3)))[:2] == sequential(request(3), 512)
-        await check(reading, 8, 150)
+        await check(reading, 8, 60)
 
 
 async def test_streams_stay_when_all_engines_drain(monkeypatch):
     """At the end of the whole server: those of the first may not pile up on the last."""
     monkeypatch.setattr("actors.engine_group._SETTLED_S", 0.1)
-    engines = [Engine(delay_s=0.005), Engine(delay_s=0.005)]
+    engines = [Engine(delay_s=SLOW_S), Engine(delay_s=SLOW_S)]
     async with Group(*engines) as group:
-        reading = asyncio.gather(*(read(group, request(i, max_tokens=100)) for i in range(8)))
+        reading = asyncio.gather(*(read(group, request(i, max_tokens=60)) for i in range(8)))
         await eventually(lambda: all(running(e) == 4 for e in engines))
         for engine in engines:
             await asyncio.wrap_future(engine.loop.drain("The server ends."))
@@ -221,7 +228,8 @@ async def test_streams_stay_when_all_engines_drain(monkeypatch):
         assert refused.value.reason is Refusal.DRAINING
         await asyncio.sleep(0.15)
         assert [running(e) for e in engines] == [4, 4]
-        await check(reading, 8, 100)
+        hurry(*engines)
+        await check(reading, 8, 60)
 
 
 async def test_streams_wait_for_another_kind_of_engine_as_long_as_theirs_goes_on(monkeypatch):
@@ -332,16 +340,17 @@ async def test_a_stream_that_engines_die_of_is_not_tried_for_ever():
 
 
 async def test_connections_that_break_are_not_held_against_a_stream():
-    engine = Engine(delay_s=0.005)
+    engine = Engine(delay_s=SLOW_S)
     async with Group(engine) as group:
-        reading = asyncio.create_task(read(group, request(0, max_tokens=200)))
+        reading = asyncio.create_task(read(group, request(0, max_tokens=80)))
         for _ in range(5):
             await eventually(lambda: running(engine) == 1)
             (link,) = group._links.values()
             broken = link._connection
             broken.transport.abort()
             await eventually(lambda link=link, broken=broken: link.usable and link._connection is not broken)
-        assert (await reading)[:2] == sequential(request(0, max_tokens=200), 512)
+        hurry(engine)
+        assert (await reading)[:2] == sequential(request(0, max_tokens=80), 512)
 
 
 async def test_an_abort_by_id_finds_a_stream_where_it_is_now():
@@ -427,11 +436,11 @@ async def test_without_its_directory_a_group_goes_on(monkeypatch, is_silent: boo
         monkeypatch.setattr(directory, "changed", away)
         group._following.cancel()
         group._following = asyncio.create_task(group._follow_directory())
-        reading = asyncio.create_task(read(group, request(0, max_tokens=200)))
+        reading = asyncio.create_task(read(group, request(0, max_tokens=80)))
         await eventually(lambda: group.num_streams == 1)
         for link in healthy(group):
             link._connection.transport.abort()
-        assert (await reading)[:2] == sequential(request(0, max_tokens=200), 512)
+        assert (await reading)[:2] == sequential(request(0, max_tokens=80), 512)
         await eventually(lambda: len(healthy(group)) == 2)
         engines[1].die()
         directory.all.append(Engine())

@@ -1,106 +1,111 @@
-"""A step is planned shortly before the last one ends, in an engine loop over real sockets: who arrives is in it."""
+"""A step is planned shortly before the last one ends, in an engine loop over real sockets: who arrives is in it.
+
+No test reads a clock: the pacing says when the next step must be planned, and the runner when a step has ended."""
 
 import asyncio
 import queue
-import random
-import time
+import threading
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
 
 from actors.engine_loop import EngineLoop
+from actors.messages import Submit
 from runtime.core.config import EngineConfig
-from runtime.core.types import Request, SamplingParams
-from tests.actors.test_link import INFO, Engine, SlowRunner, link_to, read, request
+from runtime.core.plan import StepPlan
+from tests.actors.test_link import INFO, Engine, SlowRunner, eventually, link_to, read, request
+from tests.support.fake_runner import FixedPacing, sequential
 
-STEP_S = 0.08
+LOOK_S = 0.004  # the loop looks four times as often whether the step in flight has ended
 
 
-class PipelinedRunner(SlowRunner):
-    """A step begins when it is submitted or the one before it ends, as on a device."""
+class SteppedRunner(SlowRunner):
+    """A runner whose steps end when the test says so; it keeps their plans."""
 
     def __init__(self):
         super().__init__(EngineConfig(block_size=4, max_num_seqs=16), INFO)
-        self.ends, self.step_s = [0.0], STEP_S
+        self.plans: list[StepPlan] = []
+        self.may_end = threading.Semaphore(0)
 
     def submit(self, plan):
-        self.ends.append(max(self.ends[-1], time.monotonic()) + self.step_s)
+        self.plans.append(plan)
         super().submit(plan)
 
     def has_result(self):
-        return bool(self.queue) and self.ends[-len(self.queue)] <= time.monotonic()
+        return self.may_end._value > 0
 
     def collect(self):
-        self.closed.wait(max(0.0, self.ends[-len(self.queue)] - time.monotonic()))
+        self.may_end.acquire()
         return super().collect()
 
+    def close(self):
+        super().close()
+        self.end_steps()
 
-async def steps_to_first_token(late: bool) -> float:
-    """Mean of requests that arrive at any time while another one decodes."""
-    engine, rng = Engine(start=PipelinedRunner, late_planning=late), random.Random(0)
+    def end_steps(self, count=1000):
+        self.may_end.release(count)
+
+    def step_of(self, prompt_number: int) -> int:
+        """The step in which the prompt with this number, from 0, began."""
+        steps = [plan.step_id for plan in self.plans for _ in plan.new]
+        return steps[prompt_number] if prompt_number < len(steps) else 0
+
+
+class Pacing(FixedPacing):
+    """Steps need not be planned before `is_time`."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.is_time = False
+
+    def planning_delay_s(self, num_decoding, num_prompt_tokens, planned_at):
+        return 0.0 if self.is_time else LOOK_S
+
+
+@asynccontextmanager
+async def serving(late: bool):
+    engine = Engine(start=SteppedRunner, late_planning=late)
+    engine.loop.core.scheduler.pacing = pacing = Pacing()
+    delivered, deliver = [], engine.loop.links._deliver
+    engine.loop.links._deliver = lambda front, message: (deliver(front, message), delivered.append(message))
     link = link_to(engine)
     await link.start()
-    await read(link, request(0, max_tokens=3))  # it learns what steps take
-    stream = asyncio.create_task(read(link, request(1, max_tokens=400)))
-    took = []
-    for i in range(2, 16):
-        await asyncio.sleep(rng.uniform(2, 4) * STEP_S)
-        start = time.monotonic()
-        await read(link, request(i, max_tokens=1))
-        took.append((time.monotonic() - start) / STEP_S)
-    assert not stream.done()
-    stream.cancel()
-    link.close()
-    engine.loop.close()
-    return sum(took) / len(took)
+    try:
+        yield engine.loop, engine.runners[-1], pacing, link, delivered
+    finally:
+        link.close()
+        engine.runners[-1].end_steps()
+        engine.loop.close()
 
 
-async def test_who_arrives_during_a_step_is_in_the_next_one():
-    late, early = await asyncio.gather(steps_to_first_token(True), steps_to_first_token(False))
-    assert late < early - 0.5
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize(("late", "in_step"), [(True, 1), (False, 2)])
+async def test_who_arrives_during_a_step_is_in_the_next_one(late, in_step, num_steps):
+    """The step is the first of an idle engine, or a later one."""
+    async with serving(late) as (loop, runner, pacing, link, delivered):
+        streams = [asyncio.create_task(read(link, request(0)))]
+        for step in range(1, num_steps + 1):
+            await eventually(lambda step=step: len(runner.plans) >= step)
+            runner.end_steps(1)
+            await eventually(lambda step=step: loop.core.steps_done == step)
+        await eventually(lambda: len(runner.plans) == num_steps + (1 if late else 2))
+        runs = runner.plans[num_steps].step_id  # no result of it has come
+        streams.append(asyncio.create_task(read(link, request(1))))
+        await eventually(lambda: sum(isinstance(message, Submit) for message in delivered) == 2)
+        await eventually(lambda: not late or len(loop.core.scheduler.requests) == 2)
+        pacing.is_time = True
+        runner.end_steps()
+        answers = await asyncio.gather(*streams)
+        assert runner.step_of(1) == runs + in_step
+        assert [answer[:2] for answer in answers] == [sequential(request(i), 512) for i in range(2)]
 
 
-async def steps_beside_a_first_step(late: bool) -> float:
-    """Until the first token of who arrives while an idle engine's first step runs; the least of three."""
-    engine = Engine(start=PipelinedRunner, late_planning=late, prefix_cache=False)
-    link = link_to(engine)
-    await link.start()
-
-    async def ask(name: str, max_tokens: int) -> None:
-        await read(link, Request(name, [1, 2] * 50, 100, SamplingParams(max_tokens=max_tokens, ignore_eos=True)))
-
-    for i in range(3):  # it learns what steps take
-        await ask(f"first{i}", 3)
-    took = []
-    for i in range(3):
-        other = asyncio.create_task(ask(f"other{i}", 4))
-        await asyncio.sleep(0.3 * STEP_S)
-        start = time.monotonic()
-        await ask(f"own{i}", 1)
-        took.append((time.monotonic() - start) / STEP_S)
-        await other
-    link.close()
-    engine.loop.close()
-    return min(took)
-
-
-async def test_who_arrives_during_an_idle_engines_first_step_is_in_the_second():
-    late, early = await asyncio.gather(steps_beside_a_first_step(True), steps_beside_a_first_step(False))
-    assert late < early - 0.5
-
-
-async def test_steps_that_become_shorter_do_not_leave_the_runners_idle():
-    """What a step takes is learned from when its result is taken, which must not be when it was expected."""
-    engine = Engine(start=PipelinedRunner)
-    link = link_to(engine)
-    await link.start()
-    await read(link, request(0, max_tokens=8))  # it learns that steps are long
-    engine.runners[-1].step_s = STEP_S / 10
-    start = time.monotonic()
-    await read(link, request(1, max_tokens=10))
-    assert time.monotonic() - start < 4 * STEP_S  # 6 if each is awaited for nine tenths of the last one
-    link.close()
-    engine.loop.close()
+async def test_a_step_that_ends_early_is_followed_at_once():
+    """It was expected to run on for ever: the loop must look whether it has ended."""
+    async with serving(late=True) as (_, runner, _, link, _):
+        runner.end_steps()
+        assert (await read(link, request(0)))[:2] == sequential(request(0), 512)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ import errno
 import socket
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from actors import transport
 from actors.messages import AbortById, Heartbeat, Report, Submit, decode_from_engine, encode
 from actors.metrics import MetricValues
-from runtime.core.types import FinishReason
+from runtime.core.requests import requests_of
+from runtime.core.types import FinishReason, SamplingParams
 from tests.actors.test_link import Engine, eventually, link_to, only_link, read, request
 from tests.support.fake_runner import sequential
 
@@ -154,3 +156,35 @@ async def test_an_abort_by_id_looks_at_no_other_stream(engine, monkeypatch, name
         assert (await task)[:2] == sequential(other, 512)
     assert not engine.loop._by_id
     group.close()
+
+
+async def test_choices_send_their_prompt_once(engine, monkeypatch):
+    group = link_to(engine)
+    await group.start()
+    connection, sizes = only_link(group)._connection, []
+    write = connection.transport.write
+    sending = Mock(write=lambda frame: (sizes.append(len(frame)), write(frame)))
+    monkeypatch.setattr(connection, "transport", sending)
+    submitted, add = [], engine.loop.core.add
+    monkeypatch.setattr(engine.loop.core, "add", lambda req, owner: (submitted.append(req), add(req, owner))[1])
+    prompt, params = [1, 2, 3] * 100, SamplingParams(max_tokens=3, ignore_eos=True, seed=1)
+    choices = requests_of(map(str, range(4)), prompt, params, 4, prediction=tuple(prompt))
+    (other,) = requests_of(iter("o"), list(prompt), params)
+    answers = await asyncio.gather(*(read(group, choice) for choice in (*choices, other)))
+    assert [tokens for tokens, _, _ in answers] == [sequential(choice, 512)[0] for choice in (*choices, other)]
+    assert {id(request.token_ids) for request in submitted[:4]} == {id(submitted[0].token_ids)}
+    assert {id(request.prediction) for request in submitted[:4]} == {id(submitted[0].prediction)}
+    assert submitted[4].prediction == ()
+    first, *repeated, last = [size for size in sizes if size > 20]  # others are heartbeats
+    assert len(repeated) == 3
+    assert max(repeated) + len(prompt) // 2 < min(first, last)
+    group.close()
+
+
+async def test_a_first_request_that_repeats_another_ends_its_link(engine):
+    replica = replica_of(engine)
+    with replica.sock:
+        replica.send(encode(Submit(1, request(0), resumed=False, repeats=True)))
+        while await asyncio.wait_for(asyncio.to_thread(replica.receive), 5):
+            pass
+    assert not engine.loop.core.scheduler.requests

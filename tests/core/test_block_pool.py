@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from runtime.core.block_pool import NULL_BLOCK, BlockPool
 from runtime.core.eviction_queue import SHARED_STAY, EvictionQueue
 from runtime.core.prefix_cache import PrefixCache
+from tests.support.examples import examples
 
 Path = tuple[int, ...]  # a block by its token and those of the blocks before it
 
@@ -59,7 +60,7 @@ class Tree:
 requests = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.integers(6, 24), st.lists(st.one_of(requests, st.integers(0, 5)), max_size=60))
 def test_whoever_holds_a_block_holds_all_before_it(num_blocks, happenings):
     """Routers rely on it, too: numbers are requests that end, paths such that begin."""

@@ -133,9 +133,7 @@ def test_the_scheduler_teaches_only_what_can_be_learned():
 CASES = {
     "chats": [Clients(64, exponential(130))],
     "chats with a heavy tail": [Clients(64, heavy_tailed(80))],
-    "chats of one length": [Clients(64, lambda rng: 300)],
     "short": [Clients(64, never, max_tokens=16)],
-    "half short": [Clients(32, exponential(130)), Clients(32, never, max_tokens=16)],
     "mostly short": [Clients(13, exponential(130)), Clients(51, never, max_tokens=16)],
     "heavy tail and cut": [Clients(32, heavy_tailed(80)), Clients(32, exponential(250), max_tokens=64)],
     "a few long ones": [Clients(8, exponential(300))],
@@ -146,12 +144,11 @@ CASES = {
 def test_memory_is_used_as_by_an_oracle(case: str):
     """Cold and then warm: 90 % of the requests run at a time that would if their lengths were known, and few are
     preempted."""
-    num = {"short": 1000, "half short": 1000, "mostly short": 2000, "heavy tail and cut": 1200}.get(case, 300)
+    num = {"short": 500, "mostly short": 2000, "heavy tail and cut": 1200}.get(case, 300)
     contexts = 1 if case == "a few long ones" else 3
     oracle, estimate = (Simulation(*CASES[case], contexts=contexts, knows_lengths=knows) for knows in (True, False))
     for _ in ("cold", "warm"):
         best, _ = oracle.run(num)
         concurrency, preemptions = estimate.run(num)
-        print(case, round(concurrency / best, 3), round(preemptions, 3))
         assert concurrency >= 0.9 * best
         assert preemptions < 0.05

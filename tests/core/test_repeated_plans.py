@@ -12,6 +12,7 @@ from runtime.core.prefix_cache import hash_blocks, root_hash
 from runtime.core.scheduler import Scheduler
 from runtime.core.types import CallboardError, FinishReason, Request, SamplingParams
 from tests.core.test_scheduler import make
+from tests.support.examples import examples
 from tests.support.fake_runner import EOS, VOCAB
 
 tokens = st.sampled_from([EOS, 3, -1, *[7, 8, 9] * 7])  # a stop id, no finite logits, and words
@@ -40,7 +41,7 @@ def seen(scheduler, outputs):
     return (answers, finished, live, scheduler.pool.num_available), set(scheduler.kv_cache.cache.keys())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=9), min_size=1, max_size=5),
     st.data(),

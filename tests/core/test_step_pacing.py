@@ -107,14 +107,13 @@ def test_rows_that_decode_do_not_wait_for_whole_prompts():
     assert paced.rate > 0.99 * plain.rate
 
 
-@pytest.mark.parametrize("max_itl_ms", [4.0, 8.0, 12.0])
-def test_a_target_is_kept_whatever_the_host(max_itl_ms):
-    for slow in (0.7, 1.0, 1.5):
-        served = Served(LONG, max_itl_ms, slow=slow)
-        assert np.percentile(served.gaps_ms, 98) < 1.15 * max_itl_ms
+@pytest.mark.parametrize(("max_itl_ms", "slow"), [(4.0, 1.0), (8.0, 0.7), (12.0, 1.5)])
+def test_a_target_is_kept_whatever_the_host(max_itl_ms, slow):
+    served = Served(LONG[:100], max_itl_ms, slow=slow)
+    assert np.percentile(served.gaps_ms, 98) < 1.15 * max_itl_ms
 
 
-@pytest.mark.parametrize("count", [48, 256, 1024])
+@pytest.mark.parametrize("count", [48, 400])
 def test_a_burst_is_served_as_fast(count):
     """Where many prompts wait for few rows that decode, those rows wait."""
     before = [(0.0, 300, 50), (0.5, 300, 50)]  # by these it knows what steps take
@@ -148,7 +147,7 @@ def test_a_target_too_short_for_any_prompt_lets_prompts_go_on():
 
 
 def test_who_arrives_waits_for_the_step_that_runs_alone():
-    steady = arrivals(300, 12, (64, 128), (64, 256))
+    steady = arrivals(100, 12, (64, 128), (64, 256))
     early, late = Served(steady, late=False), Served(steady)
     saved_ms = np.mean(early.first_token_ms) - np.mean(late.first_token_ms)
     assert saved_ms > 0.4 * DECODE_US / 1e3

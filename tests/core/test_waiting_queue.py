@@ -31,7 +31,8 @@ def test_the_queue_is_a_sorted_list(history):
     for number, (priority, kind) in enumerate(history):
         if kind == "push":
             tokens = array("i", [1] * number)
-            state = RequestState(Request("", [], 0, SamplingParams()), tokens, 9, frozenset(), (priority, 0, number))
+            request = Request("", [], 0, SamplingParams(), prediction=(1,) * (number % 3))
+            state = RequestState(request, tokens, 9, frozenset(), (priority, 0, number))
             queue.push(state)
             waiting.append(state)
         elif waiting:
@@ -41,4 +42,5 @@ def test_the_queue_is_a_sorted_list(history):
         assert queue.first() is min(waiting, key=lambda s: s.sort_key, default=None)
         assert len(queue) == len(waiting)
         assert queue.num_tokens == sum(len(state.tokens) for state in waiting)
+        assert queue.num_predicted == sum(len(state.request.prediction) for state in waiting)
         assert len(queue._keys) <= 2 * len(waiting)

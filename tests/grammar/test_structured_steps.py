@@ -14,7 +14,7 @@ from runtime.core.draft import DraftCore, LocalWire
 from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
-from runtime.core.speculation import Ngram
+from runtime.core.ngram import Ngram
 from runtime.core.types import FinishReason, Grammar, GrammarSpec
 from runtime.kernels.automata import advance_states_torch, mask_states_torch
 from runtime.structured.automaton import EagerMatcher, build

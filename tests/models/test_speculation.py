@@ -13,8 +13,9 @@ from runtime.core.draft import DraftCore, LocalWire
 from runtime.core.draft_client import DraftClient
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
+from runtime.core.ngram import Ngram
 from runtime.core.plan_builder import StepShape
-from runtime.core.speculation import Drafter, Ngram, Speculation
+from runtime.core.speculation import Drafter, Speculation
 from runtime.core.types import Request, SamplingParams
 from tests.support.fake_runner import FixedShare, Recorded
 from tests.support.runner_driver import TINY, tiny_runner

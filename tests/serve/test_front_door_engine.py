@@ -98,7 +98,7 @@ async def test_the_queue_is_limited_in_requests_and_in_tokens():
         await eventually(lambda: state(engine) == "decode")
         waiting = [asyncio.create_task(complete(num_prompt=20, max_tokens=1)) for _ in range(2)]
         await eventually(lambda: engine.loop.stats()["waiting_tokens"] == 40)
-        with pytest.raises(openai.RateLimitError, match="40 tokens waiting and this prompt has 11") as error:
+        with pytest.raises(openai.RateLimitError, match="40 tokens waiting and this request has 11") as error:
             await complete(num_prompt=11)
         assert 1 <= int(error.value.response.headers["retry-after"]) <= 60
         assert error.value.body["code"] == "engine_busy"

@@ -10,7 +10,7 @@ from serve_app.requests import ChatRequest, CompletionRequest, parse
 from serve_app.requests.shapes import MAX_VALUES
 from serve_app.service import Service
 from tests.serve.test_http import assert_error
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, post
+from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, chat, client_of, post
 
 IDS = [i % 1000 for i in range(100_000)]
 
@@ -128,3 +128,15 @@ async def test_work_that_is_too_much_for_one_request(fields: dict, param: str, s
     engine = FakeEngine(max_model_len=131_072)
     assert_error(await post(engine, {"max_tokens": 1, **fields}), 400, param, says)
     assert engine.requests == []
+
+
+@pytest.mark.parametrize(("n", "status"), [(3, 200), (4, 400)])
+async def test_predictions_count_for_each_choice(n: int, status: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serve_app.service.MAX_PROMPT_TOKENS", 400)
+    engine = FakeEngine()
+    fields = {"max_tokens": 1, "n": n, "prediction": {"type": "content", "content": "a" * 100}}
+    async with client_of(engine, draft="ngram") as client:
+        response = await client.post("/v1/chat/completions", json=chat(**fields))
+    assert response.status_code == status
+    if status == 400:
+        assert_error(response, 400, "n", "and 100 of prediction for 4 choices each")

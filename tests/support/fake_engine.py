@@ -189,8 +189,8 @@ class FakeEngine:
 # ---- the HTTP front over it, and what comes out ----------------------------------------------------------------------
 
 
-def client_of(engine: FakeEngine, tokenizer=None) -> httpx.AsyncClient:
-    app = build_http_app(Service(engine, tokenizer or byte_tokenizer(), MODEL))
+def client_of(engine: FakeEngine, tokenizer=None, draft: str | None = None) -> httpx.AsyncClient:
+    app = build_http_app(Service(engine, tokenizer or byte_tokenizer(), MODEL, draft))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     json_type = {"Content-Type": "application/json"}  # also of bodies that are given as bytes
     return httpx.AsyncClient(transport=transport, base_url="http://test", headers=json_type)

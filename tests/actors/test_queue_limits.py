@@ -1,0 +1,25 @@
+"""The limits of an engine's queue."""
+
+from actors.messages import Submit
+from actors.queue_limits import QueueLimits
+from runtime.core.scheduler import Scheduler
+from runtime.core.types import Request, SamplingParams
+from tests.core.test_scheduler import make
+
+
+def submit(i: int, num_predicted: int) -> Submit:
+    return Submit(i, Request(str(i), [1] * 10, 10, SamplingParams(), prediction=(2,) * num_predicted), resumed=False)
+
+
+def test_predictions_count_in_the_queue():
+    config, info = make(max_queued_tokens=50)
+    scheduler = Scheduler(config, info)
+    limits = QueueLimits(config, scheduler)
+    assert limits.refusal(submit(0, 100)) is None, "an empty queue takes any request"
+    scheduler.add(submit(0, 20).request)
+    assert limits.refusal(submit(1, 10)) is None
+    refused = limits.refusal(submit(1, 11))
+    assert refused is not None
+    assert refused.message.startswith("The engine has 30 tokens waiting and this request has 21, above its limit of 50")
+    scheduler.abort("0")
+    assert scheduler.waiting.num_predicted == 0
