@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 TESTS = Path(__file__).parent
 # What a test needs beyond a second of one core, by its folder and by its fixtures.
 RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
-RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "model", "ray_session": "ray"}
+RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "thorough", "ray_session": "ray"}
 # The order of a session: quick ones first. Real processes wait much and compute little, so they begin early enough that
 # another worker's computing ends with them.
-ORDER = ("fast", "processes", "ray", "browser", "compile", "triton", "model", "long", "gpu")
+ORDER = ("fast", "processes", "ray", "browser", "compile", "triton", "model", "long", "thorough", "gpu")
 _ONE_WORKER = ("tests/processes/", "tests/browser/")
 # Mark -> what a session without --all leaves out.
 LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
@@ -32,6 +33,12 @@ LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run everything: see tests/selection.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all"):
+        os.environ["CALLBOARD_TESTS"] = "all"  # for processes that tests start
+        settings.load_profile("thorough")
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)

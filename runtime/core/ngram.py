@@ -23,6 +23,7 @@ TEXT_COST = 512  # work of a piece of any size, beyond its tokens
 MAX_TEXT_TOKENS = 1 << 22  # of all texts at a time, 20 to 36 bytes each; further texts are not looked up
 _LONG, _SHORT = 4, 2  # tokens that must agree: the long n-gram first, then the short one
 _FEW = 32  # n-grams that plain Python enters faster than numpy does
+SHORT_PROMPT = 512  # tokens of a prompt that its requests enter in their dictionaries, which are faster to look up in
 _MASK = (1 << 64) - 1
 # Odd, and drawn at each start, so that no client can choose tokens that collide.
 _FACTORS = [secrets.randbits(64) | 1 for _ in range(_LONG)]
@@ -100,13 +101,15 @@ class TextIndex:
 class _Lookup:
     """The index of one request. Positions count from the start of its prediction."""
 
-    __slots__ = ("ends", "key", "seen", "text")
+    __slots__ = ("ends", "has_text", "key", "seen", "text")
 
     def __init__(self, state: RequestState) -> None:
         self.key = id(state.request.prediction), id(state.request.token_ids)
+        length = len(state.request.prediction) + len(state.request.token_ids)
+        self.has_text = bool(state.request.prediction) or length > SHORT_PROMPT
         self.text: TextIndex | None = None  # of what it began with; None: not begun, or there is no room
         self.ends: dict[bytes, int] = {}  # where n-grams that end after that text end for the last time
-        self.seen = len(state.request.prediction) + len(state.request.token_ids)  # `ends` has what ends before
+        self.seen = length if self.has_text else 1  # `ends` has what ends before
 
 
 class Ngram(Drafter):
@@ -132,7 +135,7 @@ class Ngram(Drafter):
         lookup = self._lookups.get(state.request.request_id)
         if lookup is None:
             lookup = self._lookups[state.request.request_id] = _Lookup(state)
-        if lookup.text is None:
+        if lookup.text is None and lookup.has_text:
             self._begin_text(lookup, state)
         if lookup.text is not None and lookup.text.is_partial and self._work > 0:
             count = lookup.text.advance(self._work)

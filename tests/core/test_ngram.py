@@ -59,10 +59,11 @@ def guesses_once_complete(lookup: Ngram, states: list[RequestState], most: int) 
     outputs=st.lists(TEXT, min_size=2, max_size=2),
     step_work=st.integers(1, 50),
     few=st.sampled_from([0, 32]),
+    short=st.sampled_from([0, 20]),
 )
 @settings(max_examples=examples(120))
-def test_guesses_are_those_of_the_plain_definition(prediction, prompt, outputs, step_work, few):
-    with mock.patch.multiple(ngram, STEP_WORK=step_work, TEXT_COST=1, _FEW=few):
+def test_guesses_are_those_of_the_plain_definition(prediction, prompt, outputs, step_work, few, short):
+    with mock.patch.multiple(ngram, STEP_WORK=step_work, TEXT_COST=1, _FEW=few, SHORT_PROMPT=short):
         lookup, states = Ngram(), states_of(prompt, prediction, len(outputs))
         for half in (slice(0), slice(10), slice(10, None)):
             for state, output in zip(states, outputs, strict=True):
@@ -91,6 +92,7 @@ def test_a_step_indexes_a_bounded_piece():
     assert lookup.num_held == 2 * length + 3
 
 
+@mock.patch.object(ngram, "SHORT_PROMPT", 0)
 def test_many_short_texts_take_several_steps():
     lookup, states = Ngram(), [state for i in range(40) for state in states_of([1, 2, 3, i])]
     for state in states:
@@ -112,6 +114,7 @@ def test_output_that_piled_up_is_indexed_in_pieces():
     assert lookup.guess(state, 2) == [9, 10]
 
 
+@mock.patch.object(ngram, "SHORT_PROMPT", 0)
 def test_texts_beyond_the_limit_wait_for_others_to_end():
     (one,), (other,) = states_of([1, 2, 3, 4, 5]), states_of([1, 2, 3, 4, 5])
     lookup = Ngram()
