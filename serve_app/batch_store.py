@@ -9,7 +9,7 @@ blocks, so it is called in threads.
 | --- | --- |
 | `files/ID`, `files/ID.json` | a file, and its record; a front that receives the file holds its lock |
 | `batches/ID.json` | the record of a batch |
-| `batches/ID.lock`, `.input`, `.cancel` | until the batch has ended: its lock, its requests, the time of a cancellation |
+| `batches/ID.lock`, `.input`, `.cancel` | until the batch has ended: its lock, its requests, the time of `cancel` |
 | `keys/key-OWNER/ID.BYTES` | the index of each key (`serve_app/batch_quota.py`) |
 """
 
