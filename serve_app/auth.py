@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.output.fields import shortened
 from serve_app.errors import ApiError, error_response
+from serve_app.limits import BodyBytes
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.settings import HttpSettings
 
@@ -39,8 +40,8 @@ def clean_id(text: str) -> str:
 
 
 class AuthMiddleware:
-    """ASGI middleware. It leaves the request's id in the scope as "request_id", and a name for its API key as "owner",
-    empty where no key is needed."""
+    """ASGI middleware. It leaves the request's id in the scope as "request_id", a name for its API key as "owner",
+    empty where no key is needed, and the front's BodyBytes as "bodies"."""
 
     def __init__(self, app: ASGIApp, settings: HttpSettings, keys: Sequence[str], *, echo_ids: bool) -> None:
         """`echo_ids` is off under Serve, which itself adds X-Request-Id to every answer."""
@@ -48,6 +49,7 @@ class AuthMiddleware:
         self._max_header_bytes = settings.max_header_bytes
         self._allowed_hosts = frozenset(name.lower().rstrip(".") for name in settings.allowed_host)
         self._digests = [_digest(key.encode()) for key in keys]
+        self._bodies = BodyBytes(settings)
         self._echo_ids = echo_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +66,7 @@ class AuthMiddleware:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
-        scope["owner"] = ""
+        scope["owner"], scope["bodies"] = "", self._bodies
         send_on = send_with_id if self._echo_ids else send
         if error := self._refusal(scope, headers):
             await error_response(error, path_within(scope))(scope, receive, send_on)

@@ -58,6 +58,10 @@ class HttpSettings:
         "another host are refused, without keys even if this is not given",
     )
     max_body_bytes: int = setting(8 << 20, "longest request body", 1)
+    max_unread_bytes: int = setting(1 << 30, "most bytes of bodies that each front receives at once", 1)
+    max_unread_bytes_per_key: int = setting(
+        256 << 20, "most bytes of bodies that each front receives at once from one key", 1
+    )
     body_timeout_s: float = setting(60.0, "longest time for a request body to come", above=0)
     max_header_bytes: int = setting(12 << 10, "longest request headers in all; HAProxy's own limit is 15 KiB", 1)
     max_n: int = setting(128, "most choices (n) of one request", 1)
