@@ -24,9 +24,9 @@ and each of its steps is slowed to a larger one's. Every token is compared with 
 A cell says, of all its repeats: requests lost (that ended with an error, or never) and tokens that were lost, doubled
 or changed; the longest pause of a stream that was hit, p50 / worst, and the worst of the others; how long after the
 fault, or after its end where it is undone, the application had all its processes and links again. Where clients lost
-connections they asked again with the tokens that they had, and the answers went on. The last line of a cell, `n`, is the
-number of its repeats. Cells with few repeats were measured on a busy machine of two cores: they show that nothing is
-lost, not how long a pause is. The [table of repeats](#repeats) has all numbers at once.
+connections they asked again with the tokens that they had, and the answers went on. The last line of a cell, `n`, is
+the number of its repeats; the [table of repeats](#repeats) has all of them at once. Cells with one or two repeats were
+measured on a busy machine of two cores: they show that nothing is lost, not how long a pause is.
 """
 
 
