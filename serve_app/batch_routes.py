@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
@@ -18,7 +19,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive
 
-from runtime.output.fields import invalid
+from runtime.output.fields import invalid, shortened
 from serve_app.answers import encode_json
 from serve_app.auth import check_origin
 from serve_app.batch_store import BatchStore, Record
@@ -120,7 +121,9 @@ class _Routes:
         most, owner = self._settings.batch_file_bytes, request.scope["owner"]
         receive = _bounded(request.receive, most + _FORM_BYTES, self._settings.body_timeout_s)
         with self._receiving(owner), _disk_errors():
-            async with HttpRequest(request.scope, receive).form(max_files=1, max_fields=8) as form:
+            async with HttpRequest(request.scope, receive).form(
+                max_files=1, max_fields=8, max_part_size=_FORM_BYTES
+            ) as form:
                 if unknown := [name for name in form if name not in UploadForm.model_fields]:
                     raise invalid(unknown[0], "is not supported here; leave it out")
                 file, purpose = form.get("file"), form.get("purpose")
@@ -155,8 +158,13 @@ class _Routes:
 
     def _check_upload(self, request: HttpRequest) -> None:
         headers = request.headers
-        if headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
+        kind, parameters = parse_options_header(headers.get("content-type"))
+        if kind != b"multipart/form-data":
             text = "Send the file as multipart/form-data, with the parts file and purpose."
+            raise ApiError(415, text, code="unsupported_media_type")
+        # The parts are decoded on the event loop, and some of Python's codecs take quadratic time.
+        if (charset := parameters.get(b"charset", b"utf-8").decode("latin-1")).lower() != "utf-8":
+            text = f"The form has the charset {shortened(charset)!r}; send it in UTF-8, and leave charset out."
             raise ApiError(415, text, code="unsupported_media_type")
         check_origin(request, self._settings)
         length = headers.get("content-length", "")

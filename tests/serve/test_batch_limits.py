@@ -142,6 +142,28 @@ async def test_uploads_of_all_keys_are_limited(tmp_path: Path):
         assert (await task).status_code == 200
 
 
+@pytest.mark.parametrize("charset", ["punycode", '"undefined"', "UTF-8"])
+async def test_a_form_is_in_utf_8(tmp_path: Path, charset: str):
+    """Punycode of a megabyte takes minutes to decode, and the codec "undefined" was a 500."""
+    async with front(tmp_path) as one:
+        form = '--x\r\nContent-Disposition: form-data; name="{}"{}\r\n\r\n{}\r\n'
+        content = form.format("purpose", "", "batch") + form.format("file", '; filename="a"', "é") + "--x--\r\n"
+        headers = BEARER | {"content-type": f"multipart/form-data; boundary=x; charset={charset}"}
+        response = await one.client()._client.post("/v1/files", headers=headers, content=content.encode())
+        if charset == "UTF-8":
+            assert response.json()["bytes"] == 2
+        else:
+            assert_error(response, 415, None, "leave charset out", "unsupported_media_type")
+
+
+async def test_the_fields_of_a_form_are_short(tmp_path: Path):
+    async with front(tmp_path) as one:
+        sent = {"files": {"file": b"x"}, "data": {"purpose": "b" * 20_000}}
+        response = await one.client()._client.post("/v1/files", headers=BEARER, **sent)
+        assert response.status_code == 400
+        assert "16KB" in response.json()["error"]["message"]
+
+
 async def test_each_piece_of_an_upload_has_a_deadline(monkeypatch):
     monkeypatch.setattr(batch_routes, "_PIECE_BYTES", 10)
     clock, deadlines = [0.0], []
