@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _DAY_S = 86_400
 _FORM_BYTES = 16 << 10  # of an upload, beside its file
+_CREATE_BYTES = 64 << 10  # of a request for a batch, whose metadata may have 9 KiB
 _PIECE_BYTES = 1 << 20  # of an upload, which must come within body_timeout_s
 _DISK_RETRY_S = 30.0
 _T = TypeVar("_T")
@@ -189,8 +191,9 @@ class _Routes:
     async def batches(self, request: HttpRequest) -> Response:
         store, owner = self._store, request.scope["owner"]
         if request.method == "POST":
-            body = await read_json_body(request.scope, request.receive, self._settings) or b""
-            asked = parse(CreateBatchRequest, body)
+            # Short enough to be read on the loop.
+            settings = replace(self._settings, max_body_bytes=min(self._settings.max_body_bytes, _CREATE_BYTES))
+            asked = parse(CreateBatchRequest, await read_json_body(request.scope, request.receive, settings) or b"")
             record = await _on_disk(_created, store, asked, owner)
             self._batches.look_now()
             return _json(record.object)

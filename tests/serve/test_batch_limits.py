@@ -133,6 +133,13 @@ async def test_uploads_under_way_are_limited(tmp_path: Path):
         assert (await third.send(one)).status_code == 200
 
 
+async def test_a_request_for_a_batch_is_short(tmp_path: Path):
+    async with front(tmp_path) as one:
+        body = {"input_file_id": "x" * 70_000}
+        response = await one.client()._client.post("/v1/batches", headers=BEARER, json=body)
+        assert_error(response, 413, None, "over 65536 bytes", "body_too_large")
+
+
 async def test_uploads_of_all_keys_are_limited(tmp_path: Path):
     async with front(tmp_path, batch_max_uploads=1) as one:
         first = SlowUpload()
