@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import IO, Any, TypeVar
 
 import msgspec
@@ -75,7 +76,8 @@ class Batches:
             try:
                 for batch_id in await self._on_disk(store.batches.with_suffix, ".lock"):
                     if batch_id not in self._running and (lock := await self._on_disk(store.take, batch_id)):
-                        self._running[batch_id] = asyncio.create_task(self._run(store, batch_id, lock))
+                        task = self._running[batch_id] = asyncio.create_task(self._run(store, batch_id, lock))
+                        task.add_done_callback(partial(self._release, batch_id, lock))
             except OSError:
                 logger.exception("the folder of batches cannot be read")
             with suppress(TimeoutError):
@@ -103,8 +105,11 @@ class Batches:
         except Exception:
             logger.exception("batch %s stopped; it goes on in %d s", batch_id, _AGAIN_S)
             await asyncio.sleep(_AGAIN_S)
-        finally:
-            del self._running[batch_id]
+
+    def _release(self, batch_id: str, lock: IO[bytes], _: asyncio.Task[None]) -> None:
+        """Another front may run the batch. A task that was cancelled before it began has not closed its lock."""
+        del self._running[batch_id]
+        self._disk.submit(lock.close)
 
     async def _on_disk(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *args)
@@ -132,11 +137,11 @@ class _Run:
 
     async def run(self) -> None:
         """Until the batch has ended, and its record says so."""
+        if faults := await self._on_disk(self._check):
+            self._batch["errors"] = _list(faults)
+            await self._on_disk(self._publish, "failed")
+            return
         if self._batch["status"] == "validating":
-            if faults := await self._on_disk(self._check):
-                self._batch |= {"status": "failed", "failed_at": _now(), "errors": _list(faults)}
-                await self._save()
-                return
             self._batch |= {"status": "in_progress", "in_progress_at": _now()}
         await self._on_disk(self._recount)
         await self._save()
@@ -254,9 +259,13 @@ class _Run:
     # ---- on the thread of the disk -----------------------------------------------------------------------------------
 
     def _check(self) -> list[dict[str, Any]]:
-        return check(
-            self._requests.path, self._batch["endpoint"], self._settings.batch_max_requests, self._requests.longest
-        )
+        """The faults of the requests. Without their file the batch would be taken up again for ever."""
+        path, longest = self._requests.path, self._requests.longest
+        if not path.exists():
+            return [fault("input_lost", "The server has lost the file of requests; send the batch again.")]
+        if self._batch["status"] != "validating":
+            return []
+        return check(path, self._batch["endpoint"], self._settings.batch_max_requests, longest)
 
     def _recount(self) -> None:
         """Count the results, and mark their requests."""
@@ -278,6 +287,10 @@ class _Run:
         if end == "expired":
             append(self._results[1], map(_expired, self._requests.without_result()))
             self._recount()
+        self._publish(end)
+
+    def _publish(self, end: str) -> None:
+        """The batch has ended: clients find its results."""
         for kind, file_id in zip(("output", "error"), self._record.results, strict=True):
             if self._store.num_bytes(file_id):
                 name = f"{self._batch['id']}_{kind}.jsonl"

@@ -85,6 +85,34 @@ async def test_results_beyond_a_limit_end_their_batch(tmp_path: Path, monkeypatc
         await created(one.client(), lines(1))
 
 
+async def test_a_batch_without_its_input_ends(tmp_path: Path):
+    async with front(tmp_path, CountingEngine(num_answers=3)) as one:
+        batch = await created(one.client(), lines(9))
+        await answered(one.client(), batch.id, 3)
+        one.batches.stop()
+    (tmp_path / "batches" / f"{batch.id}.input").unlink()
+    async with front(tmp_path) as after:
+        batch = await ended(after.client(), batch.id)
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "input_lost")
+        assert len(await results(after.client(), batch.output_file_id)) == 3
+        await eventually(lambda: not after.batches.store.batches.with_suffix(".lock"))
+
+
+async def test_a_batch_that_is_stopped_at_once_is_left(tmp_path: Path):
+    async with front(tmp_path) as one:
+
+        class Stops(dict[str, asyncio.Task[None]]):
+            def __setitem__(self, batch_id: str, task: "asyncio.Task[None]") -> None:
+                super().__setitem__(batch_id, task)
+                one.batches.stop()  # before the task begins
+
+        one.batches._running = Stops()
+        batch = await created(one.client(), lines(1))
+        await eventually(lambda: one.batches._looking.done() and not one.batches._running)
+    async with front(tmp_path) as after:
+        assert (await ended(after.client(), batch.id)).status == "completed"
+
+
 async def test_a_lock_without_a_record_is_removed(tmp_path: Path):
     async with front(tmp_path) as one:
         await ended(one.client(), (await created(one.client(), lines(1))).id)
