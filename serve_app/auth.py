@@ -8,15 +8,18 @@ import hmac
 import ipaddress
 import re
 import secrets
+from collections.abc import Sequence
 from itertools import chain
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.output.fields import shortened
 from serve_app.errors import ApiError, error_response
+from serve_app.limits import BodyBytes
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.settings import HttpSettings
 
@@ -37,17 +40,16 @@ def clean_id(text: str) -> str:
 
 
 class AuthMiddleware:
-    """ASGI middleware. It leaves the request's id in the scope as "request_id", and who asks as "owner": a name for the
-    API key, empty where none is needed."""
+    """ASGI middleware. It leaves the request's id in the scope as "request_id", a name for its API key as "owner",
+    empty where no key is needed, and the front's BodyBytes as "bodies"."""
 
-    def __init__(self, app: ASGIApp, settings: HttpSettings, *, echo_ids: bool) -> None:
-        """`echo_ids` is off under Serve, which itself adds X-Request-Id to every answer.
-
-        Raises CallboardError if the file of keys cannot be read."""
+    def __init__(self, app: ASGIApp, settings: HttpSettings, keys: Sequence[str], *, echo_ids: bool) -> None:
+        """`echo_ids` is off under Serve, which itself adds X-Request-Id to every answer."""
         self._app = app
         self._max_header_bytes = settings.max_header_bytes
         self._allowed_hosts = frozenset(name.lower().rstrip(".") for name in settings.allowed_host)
-        self._digests = [_digest(key.encode()) for key in settings.api_keys()]
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._bodies = BodyBytes(settings)
         self._echo_ids = echo_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +66,7 @@ class AuthMiddleware:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
-        scope["owner"] = ""
+        scope["owner"], scope["bodies"] = "", self._bodies
         send_on = send_with_id if self._echo_ids else send
         if error := self._refusal(scope, headers):
             await error_response(error, path_within(scope))(scope, receive, send_on)
@@ -109,12 +111,12 @@ class AuthMiddleware:
         return name
 
 
-def check_origin(headers: Headers, settings: HttpSettings) -> None:
-    """Raises ApiError for a request of a web page that `--cors-origin` does not name, where no key tells who asks.
+def check_origin(request: HttpRequest, settings: HttpSettings) -> None:
+    """Raises ApiError for a request without an API key of a web page that `--cors-origin` does not name.
 
     For requests without JSON: browsers send those of any site's page without asking the server first."""
-    origin = headers.get("origin")
-    if origin is not None and not settings.api_keys() and not {origin, "*"} & set(settings.cors_origin):
+    origin = request.headers.get("origin")
+    if origin is not None and not request.scope["owner"] and not {origin, "*"} & set(settings.cors_origin):
         text = f"Web pages of {shortened(origin)} may not do this; pass their origin to --cors-origin if they should."
         raise ApiError(403, text, code="origin_not_allowed")
 

@@ -1,8 +1,9 @@
-"""Batches: requests of a file that are answered into another, after everybody who waits for an answer.
+"""Batches: requests of a file that are answered into another, after all other requests.
 
 Each request of a batch goes through the routes of this server, in this process, as if its client had sent it, with a
-priority after all others. Which requests are answered is said by the files of results alone: a front that takes a batch
-up goes on where they end, and a request without a line there is sent again.
+priority after all others. The files of results alone say which requests have been answered: a front that takes a batch
+up sends the requests without a line there. What a front holds of a batch does not grow with its requests, except for a
+byte each.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from typing import IO, Any, TypeVar
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
 from serve_app.answers import encode_json
-from serve_app.batch_store import ENDED, BatchStore, Line, Place, Record, append, finished, places
+from serve_app.batch_lines import Place, Requests, append, check, fault, finished, read_line
+from serve_app.batch_store import ENDED, BatchStore, Record
 from serve_app.errors import INTERNAL_ERROR, ApiError
 from serve_app.settings import HttpSettings
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 2.0  # between two looks for batches that no front runs
-_SAVE_S = 0.5  # between two looks at a batch's own record, which is also told how far the batch is
-_AGAIN_S = 60.0  # until a batch is taken up again that met a full disk, say
+_SAVE_S = 0.5  # between two looks for a cancellation of a batch, after which its counts are saved
+_AGAIN_S = 60.0  # until a batch is taken up again after an error, such as a full disk
+_CHARGE_BYTES = 1 << 20  # by which the results of a batch grow until they are counted again
 _PRIORITY = 1 << 20  # of requests; a higher one is served later
 _LATER = (429, 503)  # the server is busy or restarting: such a request waits
 _OWN_BYTES = 4 << 10  # of a line, beside its body
@@ -42,7 +45,7 @@ class Batches:
 
     def __init__(self, settings: HttpSettings) -> None:
         """Raises CallboardError if the folder cannot be made."""
-        self.store = None if settings.batch_folder is None else BatchStore(settings.batch_folder)
+        self.store = None if settings.batch_folder is None else BatchStore(settings.batch_folder, settings)
         self.routes: ASGIApp | None = None  # those that answer requests; build_http_app sets them
         self._settings = settings
         self._room = asyncio.Semaphore(settings.batch_concurrency)
@@ -67,34 +70,46 @@ class Batches:
         self._news.set()
 
     async def _look(self, store: BatchStore) -> None:
+        await self._sweep(store)
         while True:
             self._news.clear()
             try:
                 for batch_id in await self._on_disk(store.batches.with_suffix, ".lock"):
                     if batch_id not in self._running and (lock := await self._on_disk(store.take, batch_id)):
-                        self._running[batch_id] = asyncio.create_task(self._run(store, batch_id, lock))
+                        task = self._running[batch_id] = asyncio.create_task(self._run(store, batch_id, lock))
+                        task.add_done_callback(partial(self._release, batch_id, lock))
             except OSError:
                 logger.exception("the folder of batches cannot be read")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), _LOOK_S)
 
+    async def _sweep(self, store: BatchStore) -> None:
+        try:
+            await self._on_disk(store.sweep)
+        except OSError:
+            logger.exception("the folder of batches cannot be swept")
+
     async def _run(self, store: BatchStore, batch_id: str, lock: IO[bytes]) -> None:
         assert self.routes is not None, "build_http_app sets them"
         try:
             try:
+                if not await self._on_disk(store.batches.exists, batch_id):
+                    await self._sweep(store)  # the front that created it has died, or has it now
+                    return
                 record = await self._on_disk(store.batches.read, batch_id)
                 if record.object["status"] not in ENDED:
                     await _Run(store, record, self.routes, self._settings, self._room, self._on_disk).run()
-                await self._on_disk(store.forget, batch_id)
+                await self._on_disk(store.forget, record)
             finally:
                 await self._on_disk(lock.close)  # after all that is written
-        except ApiError:
-            pass  # there is a lock file without a record: its front has died, or is about to write it
         except Exception:
             logger.exception("batch %s stopped; it goes on in %d s", batch_id, _AGAIN_S)
             await asyncio.sleep(_AGAIN_S)
-        finally:
-            del self._running[batch_id]
+
+    def _release(self, batch_id: str, lock: IO[bytes], _: asyncio.Task[None]) -> None:
+        """Another front may run the batch. A task that was cancelled before it began has not closed its lock."""
+        del self._running[batch_id]
+        self._disk.submit(lock.close)
 
     async def _on_disk(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._disk, work, *args)
@@ -114,40 +129,49 @@ class _Run:
     ) -> None:
         self._store, self._record, self._batch = store, record, record.object
         self._routes, self._settings, self._room, self._on_disk = routes, settings, room, on_disk
-        self._input = store.batches.path(self._batch["id"], ".input")
+        longest = settings.max_body_bytes + _OWN_BYTES
+        self._requests = Requests(store.batches.path(self._batch["id"], ".input"), longest)
         self._results = [store.files.path(file_id) for file_id in record.results]  # of answers, of errors
+        self._num_charged = 0  # bytes of the results
+        self._excess: ApiError | None = None  # the limit that the results pass
 
     async def run(self) -> None:
         """Until the batch has ended, and its record says so."""
-        most, longest = self._settings.batch_max_requests, self._settings.max_body_bytes + _OWN_BYTES
-        requests, faults = await self._on_disk(places, self._input, self._batch["endpoint"], most, longest)
-        if faults:
-            self._batch |= {"status": "failed", "failed_at": _now(), "errors": {"object": "list", "data": faults}}
-            await self._save()
+        if faults := await self._on_disk(self._check):
+            self._batch["errors"] = _list(faults)
+            await self._on_disk(self._publish, "failed")
             return
-        done = await self._on_disk(self._recount, requests)
         if self._batch["status"] == "validating":
             self._batch |= {"status": "in_progress", "in_progress_at": _now()}
+        await self._on_disk(self._recount)
         await self._save()
-        end = await self._answer_all([place for place in requests if place.custom_id not in done])
+        end = await self._answer_all()
         if (cancelling_at := await self._on_disk(self._store.cancelling_at, self._batch["id"])) is not None:
             self._batch["cancelling_at"] = cancelling_at
             end = "cancelled"
+        elif self._excess is not None:
+            self._batch["errors"] = _list([fault(self._excess.code or "", str(self._excess))])
+            end = "failed"
         self._batch |= {"status": "finalizing", "finalizing_at": _now()}
         await self._save()
-        await self._on_disk(self._finalize, requests, end)
+        await self._on_disk(self._finalize, end)
 
-    async def _answer_all(self, requests: list[Place]) -> str:
-        """How that ends: completed, or, cut short by its client or by the time, expired."""
+    async def _answer_all(self) -> str:
+        """Send all requests without a result. Return "completed", or "expired" if the time or the batch was ended."""
+        index = start = 0
         try:
             async with asyncio.timeout(self._batch["expires_at"] - time.time()) as limit:
                 watching = asyncio.create_task(self._watch(limit))
                 try:
                     async with asyncio.TaskGroup() as group:
-                        for place in requests:
-                            await self._room.acquire()
-                            task = group.create_task(self._answer(place))
-                            task.add_done_callback(lambda _: self._room.release())
+                        while True:
+                            window, index, start = await self._on_disk(self._requests.window, index, start)
+                            if not window:
+                                break
+                            for place in window:
+                                await self._room.acquire()
+                                task = group.create_task(self._answer(place))
+                                task.add_done_callback(lambda _: self._room.release())
                 finally:
                     watching.cancel()
         except TimeoutError:
@@ -155,15 +179,23 @@ class _Run:
         return "completed"
 
     async def _watch(self, limit: asyncio.Timeout) -> None:
-        """Saves the counts now and then, and moves the limit to now if the batch is cancelled."""
+        """Save the counts now and then; end the batch if it is cancelled or its results pass a limit.
+
+        An error of the disk is tried again, since the requests go on meanwhile."""
         counts: dict[str, int] = dict(self._batch["request_counts"])
-        while True:
-            if await self._on_disk(self._store.cancelling_at, self._batch["id"]) is not None and not limit.expired():
-                limit.reschedule(asyncio.get_running_loop().time())
-                return
-            if counts != self._batch["request_counts"]:
-                counts = dict(self._batch["request_counts"])
-                await self._save()
+        while not limit.expired():
+            try:
+                is_cancelled = await self._on_disk(self._store.cancelling_at, self._batch["id"]) is not None
+                if is_cancelled or await self._on_disk(self._passes_a_limit):
+                    if not limit.expired():
+                        limit.reschedule(asyncio.get_running_loop().time())
+                    return
+                if counts != self._batch["request_counts"]:
+                    new = dict(self._batch["request_counts"])
+                    await self._save()
+                    counts = new
+            except Exception as e:
+                logger.warning("the counts of batch %s cannot be saved: %s", self._batch["id"], e)
             await asyncio.sleep(_SAVE_S)
 
     async def _save(self) -> None:
@@ -172,7 +204,7 @@ class _Run:
     # ---- one request -------------------------------------------------------------------------------------------------
 
     async def _answer(self, place: Place) -> None:
-        line = await self._on_disk(_read, self._input, place)
+        line = await self._on_disk(read_line, self._requests.path, place)
         request_id = secrets.token_hex(12)
         try:
             status, body = await self._asked(_with_priority(line.body), request_id)
@@ -180,7 +212,7 @@ class _Run:
             status, body = e.status, encode_json(e.body())
         response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
         is_error = status != 200
-        await self._on_disk(append, self._results[is_error], _result(place.custom_id, response, None))
+        await self._on_disk(append, self._results[is_error], [_result(line.custom_id, response, None)])
         self._batch["request_counts"]["failed" if is_error else "completed"] += 1
 
     async def _asked(self, body: bytes, request_id: str) -> tuple[int, bytes]:
@@ -226,24 +258,43 @@ class _Run:
 
     # ---- on the thread of the disk -----------------------------------------------------------------------------------
 
-    def _recount(self, requests: list[Place]) -> set[str]:
-        """The custom_ids of what is answered."""
-        answers, errors = map(finished, self._results)
-        self._batch["request_counts"] = {"total": len(requests), "completed": len(answers), "failed": len(errors)}
-        return answers | errors
+    def _check(self) -> list[dict[str, Any]]:
+        """The faults of the requests. Without their file the batch would be taken up again for ever."""
+        path, longest = self._requests.path, self._requests.longest
+        if not path.exists():
+            return [fault("input_lost", "The server has lost the file of requests; send the batch again.")]
+        if self._batch["status"] != "validating":
+            return []
+        return check(path, self._batch["endpoint"], self._settings.batch_max_requests, longest)
 
-    def _finalize(self, requests: list[Place], end: str) -> None:
+    def _recount(self) -> None:
+        """Count the results, and mark their requests."""
+        answers, errors = map(finished, self._results)
+        self._requests.mark(answers | errors)
+        total = len(self._requests.is_done)
+        self._batch["request_counts"] = {"total": total, "completed": len(answers), "failed": len(errors)}
+
+    def _passes_a_limit(self) -> bool:
+        """Count the results again if they have grown enough."""
+        num_bytes = sum(map(self._store.num_bytes, self._record.results))
+        if num_bytes - self._num_charged < _CHARGE_BYTES:
+            return False
+        self._excess, self._num_charged = self._store.charge(self._record), num_bytes
+        return self._excess is not None
+
+    def _finalize(self, end: str) -> None:
+        self._recount()
         if end == "expired":
-            text = "This request could not be executed before the completion window expired."
-            done = self._recount(requests)
-            for place in requests:
-                if place.custom_id not in done:
-                    append(self._results[1], _result(place.custom_id, None, {"code": "batch_expired", "message": text}))
-        self._recount(requests)
-        for kind, file_id, path in zip(("output", "error"), self._record.results, self._results, strict=True):
-            if path.exists():
+            append(self._results[1], map(_expired, self._requests.without_result()))
+            self._recount()
+        self._publish(end)
+
+    def _publish(self, end: str) -> None:
+        """The batch has ended: clients find its results."""
+        for kind, file_id in zip(("output", "error"), self._record.results, strict=True):
+            if self._store.num_bytes(file_id):
                 name = f"{self._batch['id']}_{kind}.jsonl"
-                self._store.add_file(file_id, self._record.owner, name, "batch_output")
+                self._store.add_result(file_id, self._record.owner, name)
                 self._batch[f"{kind}_file_id"] = file_id
         self._batch |= {"status": end, f"{end}_at": _now()}
         self._store.batches.write(self._record)
@@ -253,10 +304,8 @@ def _now() -> int:
     return int(time.time())
 
 
-def _read(path: Path, place: Place) -> Line:
-    with open(path, "rb") as file:
-        file.seek(place.start)
-        return msgspec.json.decode(file.read(place.length), type=Line)
+def _list(faults: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"object": "list", "data": faults}
 
 
 def _with_priority(body: msgspec.Raw) -> bytes:
@@ -273,3 +322,8 @@ def _with_priority(body: msgspec.Raw) -> bytes:
 
 def _result(custom_id: str, response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
     return {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": custom_id, "response": response, "error": error}
+
+
+def _expired(custom_id: str) -> dict[str, Any]:
+    text = "This request could not be executed before the completion window expired."
+    return _result(custom_id, None, {"code": "batch_expired", "message": text})

@@ -45,7 +45,7 @@ class _Routes:
 
     async def reset_prefix_cache(self, request: HttpRequest) -> Response:
         """Answers when every engine has forgotten the prefixes that no live request holds."""
-        check_origin(request.headers, self._settings)
+        check_origin(request, self._settings)
         return await self._done(self._service.engine_client().reset_prefix_cache())
 
     async def sleep(self, request: HttpRequest) -> Response:
@@ -66,7 +66,7 @@ class _Routes:
         return JSONResponse({"is_sleeping": self._service.engine_client().is_asleep})
 
     def _check(self, request: HttpRequest) -> None:
-        check_origin(request.headers, self._settings)
+        check_origin(request, self._settings)
         if not self._service.engine_client().info.can_sleep:
             text = "This server does not sleep; start it with --sleep-mode if it should."
             raise ApiError(403, text, code="sleep_not_allowed")

@@ -59,7 +59,8 @@ def build_http_app(
     settings = settings or HttpSettings()
     stored = stored or StoredResponses(ResponseStore(settings), OneFront())
     batches = batches or Batches(settings)
-    routes = [*_Routes(service, settings, stored).all(), *batch_routes(settings, batches)]
+    keys = settings.api_keys()  # once: the file may be replaced or gone later
+    routes = [*_Routes(service, settings, stored, bool(keys)).all(), *batch_routes(settings, batches)]
     errors: dict[Any, ExceptionHandler] = {
         HTTPException: _http_error,
         ApiError: _refusal,
@@ -69,7 +70,7 @@ def build_http_app(
     batches.routes = Starlette(routes=routes, exception_handlers=errors)  # whose batch it is was checked
     middleware = [
         *([Middleware(Cors, settings)] if settings.cors_origin else []),
-        Middleware(AuthMiddleware, settings, echo_ids=echo_request_ids),
+        Middleware(AuthMiddleware, settings, keys, echo_ids=echo_request_ids),
     ]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=errors)
 
@@ -77,12 +78,13 @@ def build_http_app(
 class _Routes:
     """The routes and the short answers."""
 
-    def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses) -> None:
-        self._service, self._settings, self._stored = service, settings, stored
+    def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses, has_keys: bool) -> None:
+        self._service, self._settings, self._stored, self._has_keys = service, settings, stored, has_keys
         self._recorded = RecordedRequests(settings.recorded_request_bytes)
 
     def all(self) -> list[Route]:
         service, settings, recorded = self._service, self._settings, self._recorded
+        has_keys, has_hosts = self._has_keys, bool(settings.allowed_host)
         return [
             *(Route(e.path, Generation(service, e, settings, recorded), methods=["POST"]) for e in ENDPOINTS),
             *pooled_routes(service, settings),
@@ -105,7 +107,7 @@ class _Routes:
             Route("/ready", self.ready),
             Route("/version", _get(lambda: {"version": version("callboard")})),
             Route("/metrics", self.metrics),
-            Route("/openapi.json", _get(lambda: document(settings))),
+            Route("/openapi.json", _get(lambda: document(has_keys, has_hosts))),
         ]
 
     async def health(self, request: HttpRequest) -> Response:

@@ -38,9 +38,10 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     """The bytes of a request's JSON, or None if the client left while sending them.
 
     Raises ApiError if they are not declared to be JSON, if they are too many (by Content-Length before any is read,
-    else as soon as they are), and if they take too long to come. Pages of other sites can send any kind but JSON
-    without asking the server first."""
+    else as soon as they are), if they take too long to come, and if the front receives too much at once. Pages of other
+    sites can send any kind but JSON without asking the server first."""
     max_bytes, timeout_s = settings.max_body_bytes, settings.body_timeout_s
+    bodies: BodyBytes | None = scope.get("bodies")  # none for a request of a batch, whose body is there
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
@@ -50,21 +51,57 @@ async def read_json_body(scope: Scope, receive: Receive, settings: HttpSettings)
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
         raise _too_long(max_bytes)
-    body, has_more = bytearray(), True
+    body, has_more, num_counted = bytearray(), True, 0
     try:
         async with asyncio.timeout(timeout_s):
             while has_more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return None
-                body += message.get("body", b"")
-                if len(body) > max_bytes:
-                    raise _too_long(max_bytes)
+                piece = message.get("body", b"")
                 has_more = message.get("more_body", False)
+                if len(body) + len(piece) > max_bytes:
+                    raise _too_long(max_bytes)
+                if has_more and bodies is not None:
+                    bodies.add(scope["owner"], len(piece))
+                    num_counted += len(piece)
+                body += piece
     except TimeoutError:
         text = f"The request body took longer than {timeout_s:g} seconds (body_timeout_s); send it faster or send less."
         raise ApiError(408, text, code="body_timeout") from None
+    finally:
+        if num_counted and bodies is not None:
+            bodies.remove(scope["owner"], num_counted)
     return bytes(body)
+
+
+class BodyBytes:
+    """The bytes of request bodies that have not come whole yet, of each API key and in all."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        self._most, self._most_per_key = settings.max_unread_bytes, settings.max_unread_bytes_per_key
+        self._by_owner: dict[str, int] = {}
+        self._num_bytes = 0
+
+    def add(self, owner: str, num_bytes: int) -> None:
+        """Count more of a body. Raises the 429 of a limit, and counts nothing then."""
+        of_owner = self._by_owner.get(owner, 0) + num_bytes
+        for what, count, most, limit in (
+            ("Your API key sends", of_owner, self._most_per_key, "max_unread_bytes_per_key"),
+            ("All API keys send", self._num_bytes + num_bytes, self._most, "max_unread_bytes"),
+        ):
+            if count > most:
+                text = f"{what} request bodies of {count} bytes at once, over the limit of {most} ({limit})"
+                raise ApiError(429, f"{text}; try again later.", code="too_many_bodies", retry_after_s=1.0)
+        self._by_owner[owner] = of_owner
+        self._num_bytes += num_bytes
+
+    def remove(self, owner: str, num_bytes: int) -> None:
+        """A body has come whole, or is given up."""
+        self._num_bytes -= num_bytes
+        self._by_owner[owner] -= num_bytes
+        if not self._by_owner[owner]:
+            del self._by_owner[owner]
 
 
 def _too_long(max_bytes: int) -> ApiError:

@@ -27,7 +27,6 @@ from serve_app.requests import (
     ScoreRequest,
 )
 from serve_app.response_routes import InputItemsQuery, RetrieveQuery
-from serve_app.settings import HttpSettings
 from serve_app.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 # ---- answers: what a client can rely on; each may hold more ---------------------------------------------------------
@@ -194,13 +193,13 @@ _ERRORS = {
     404: "There is no such model, or no such response, file or batch.",
     405: "The route has other methods.",
     408: "The body did not come in time.",
-    413: "The body is too long.",
+    413: "The body is too long, or the files have reached a limit of bytes.",
     415: "The body is not declared to be JSON.",
-    429: "The engine's queue is full.",
+    429: "The engine's queue is full, or a limit of files, uploads or batches is reached.",
     431: "The headers are too long.",
     499: "The request was aborted by its id.",
     500: "The server failed.",
-    503: "The server is loading, draining or recovering.",
+    503: "The server is loading, draining or recovering, or its disk fails.",
     504: "A deadline of the server has passed.",
 }
 _ANY = (405, 431, 500)
@@ -210,6 +209,7 @@ _GENERATION = (*_BODY, 404, 429, 499, 503, 504)
 _ADAPTERS = (*_BODY, 403, 503, 504)
 _ENGINES = (403, 503, 504)
 _STORED = (400, 404, 503)
+_DISK = (404, 503)
 _RESPONSE = "/v1/responses/{response_id}"
 _FILES, _BATCHES = "/v1/files", "/v1/batches"
 _ANSWER_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
@@ -264,15 +264,15 @@ _OPERATIONS = (
     _Operation(_RESPONSE, "Forget a stored response", DeletedResponse, (), _STORED, method="delete"),
     _Operation(f"{_RESPONSE}/cancel", "End a response in the background", ResponseObject, (), _STORED, method="post"),
     _Operation(f"{_RESPONSE}/input_items", "A response's input", ItemList, (), _STORED, query=InputItemsQuery),
-    _Operation(_FILES, "Upload a file", StoredFile, (), (*_BODY, 403, 404), method="post", form=UploadForm),
-    _Operation(_FILES, "Files", FileList, (), (400, 404), query=FilesQuery),
-    _Operation(f"{_FILES}/{{file_id}}", "A file, by its id", StoredFile, (), (404,)),
-    _Operation(f"{_FILES}/{{file_id}}", "Delete a file", DeletedFile, (), (404,), method="delete"),
-    _Operation(f"{_FILES}/{{file_id}}/content", "The bytes of a file", None, (), (404,)),
-    _Operation(_BATCHES, "Answer the requests of a file", Batch, (CreateBatchRequest,), (*_BODY, 404)),
-    _Operation(_BATCHES, "Batches, the newest first", BatchList, (), (400, 404), query=BatchesQuery),
-    _Operation(f"{_BATCHES}/{{batch_id}}", "A batch, by its id", Batch, (), (404,)),
-    _Operation(f"{_BATCHES}/{{batch_id}}/cancel", "End a batch", Batch, (), (400, 404), method="post"),
+    _Operation(_FILES, "Upload a file", StoredFile, (), (*_BODY, 403, *_DISK, 429), method="post", form=UploadForm),
+    _Operation(_FILES, "Files", FileList, (), (400, *_DISK), query=FilesQuery),
+    _Operation(f"{_FILES}/{{file_id}}", "A file, by its id", StoredFile, (), _DISK),
+    _Operation(f"{_FILES}/{{file_id}}", "Delete a file", DeletedFile, (), _DISK, method="delete"),
+    _Operation(f"{_FILES}/{{file_id}}/content", "The bytes of a file", None, (), _DISK),
+    _Operation(_BATCHES, "Answer the requests of a file", Batch, (CreateBatchRequest,), (*_BODY, *_DISK, 429)),
+    _Operation(_BATCHES, "Batches, the newest first", BatchList, (), (400, *_DISK), query=BatchesQuery),
+    _Operation(f"{_BATCHES}/{{batch_id}}", "A batch, by its id", Batch, (), _DISK),
+    _Operation(f"{_BATCHES}/{{batch_id}}/cancel", "End a batch", Batch, (), (400, *_DISK), method="post"),
     _Operation("/v1/requests/{request_id}", "A request among a front's latest", RecordedRequest, (), (404,)),
     _Operation("/v1/models", "The model that is served, and its adapters", ModelList, errors=(503,)),
     _Operation("/v1/models/{model}", "The model or an adapter, by its name", ModelCard, errors=(404, 503)),
@@ -299,9 +299,8 @@ _OPERATIONS = (
 
 
 @cache
-def document(settings: HttpSettings) -> dict[str, Any]:
-    """The page for a server with these settings."""
-    has_keys, has_hosts = bool(settings.api_keys()), bool(settings.allowed_host)
+def document(has_keys: bool, has_hosts: bool) -> dict[str, Any]:
+    """The page of a server that needs an API key, and one of some host names, or not."""
     models = {
         m for op in _OPERATIONS for m in (op.answer, *op.requests, op.form, op.unready, op.error) if m is not None
     }

@@ -58,6 +58,10 @@ class HttpSettings:
         "another host are refused, without keys even if this is not given",
     )
     max_body_bytes: int = setting(8 << 20, "longest request body", 1)
+    max_unread_bytes: int = setting(1 << 30, "most bytes of bodies that each front receives at once", 1)
+    max_unread_bytes_per_key: int = setting(
+        256 << 20, "most bytes of bodies that each front receives at once from one key", 1
+    )
     body_timeout_s: float = setting(60.0, "longest time for a request body to come", above=0)
     max_header_bytes: int = setting(12 << 10, "longest request headers in all; HAProxy's own limit is 15 KiB", 1)
     max_n: int = setting(128, "most choices (n) of one request", 1)
@@ -91,6 +95,15 @@ class HttpSettings:
     batch_file_bytes: int = setting(200 << 20, "longest file that clients may upload", 1)
     batch_max_requests: int = setting(50_000, "most requests of one batch", 1)
     batch_concurrency: int = setting(16, "requests of batches that each front has under way at once", 1)
+    batch_max_open: int = setting(256, "most batches of all keys that have not ended", 1)
+    batch_max_open_per_key: int = setting(32, "most batches of one key that have not ended", 1)
+    batch_max_ended_per_key: int = setting(1000, "ended batches of one key that are kept; older ones are forgotten", 1)
+    batch_max_files: int = setting(20_000, "most files of all keys, results of batches included", 1)
+    batch_max_files_per_key: int = setting(2000, "most files of one key, results of batches included", 1)
+    batch_max_bytes: int = setting(64 << 30, "most bytes of all keys' files, results of batches included", 1)
+    batch_max_bytes_per_key: int = setting(16 << 30, "most bytes of one key's files, results of batches included", 1)
+    batch_max_uploads: int = setting(16, "most files that each front receives at once", 1)
+    batch_max_uploads_per_key: int = setting(4, "most files that each front receives at once from one key", 1)
     otlp_traces_endpoint: str | None = setting(
         None, "OTLP/HTTP endpoint for a span of each request (extra otel), such as http://127.0.0.1:4318/v1/traces"
     )

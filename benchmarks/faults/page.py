@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -23,20 +24,34 @@ and each of its steps is slowed to a larger one's. Every token is compared with 
 A cell says, of all its repeats: requests lost (that ended with an error, or never) and tokens that were lost, doubled
 or changed; the longest pause of a stream that was hit, p50 / worst, and the worst of the others; how long after the
 fault, or after its end where it is undone, the application had all its processes and links again. Where clients lost
-connections they asked again with the tokens that they had, and the answers went on. `n` is the number of repeats; those
-with n=1 were measured on a busy machine of two cores and show that nothing is lost, not how long a pause is.
+connections they asked again with the tokens that they had, and the answers went on. The last line of a cell, `n`, is
+the number of its repeats; the [table of repeats](#repeats) has all of them at once. Cells with one or two repeats were
+measured on a busy machine of two cores: they show that nothing is lost, not how long a pause is.
 """
 
 
 def write_page(lines: Path = LINES, page: Path = PAGE) -> None:
     told = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
-    page.write_text("\n".join([_HEAD, *_matrix(told), *_legend(told)]))
+    page.write_text("\n".join([_HEAD, *_matrix(told), *_repeats(told), *_legend(told)]))
 
 
 def _matrix(told: list[dict[str, Any]]) -> list[str]:
+    return _table(lambda fault, when: _cell(fault, when, told))
+
+
+def _repeats(told: list[dict[str, Any]]) -> list[str]:
+    """How many repeats there are of each cell, and how many cells have how many."""
+    counts = Counter((line["fault"], line["when"]) for line in told)
+    possible = [(fault.name, when) for fault in FAULTS for when in WHEN if not fault.why_not(when)]
+    cells = Counter(counts[cell] for cell in possible)
+    text = ", ".join(f"{number} with {n}" for n, number in sorted(cells.items(), reverse=True))
+    rows = _table(lambda fault, when: "-" if fault.why_not(when) else str(counts[fault.name, when]))
+    return ["## Repeats", "", f"Cells by their number of repeats, of {len(possible)}: {text}.", "", *rows]
+
+
+def _table(cell: Callable[[Fault, str], str]) -> list[str]:
     rows = [["what", *WHEN], ["---"] * (1 + len(WHEN))]
-    for fault in FAULTS:
-        rows.append([fault.name, *(_cell(fault, when, told) for when in WHEN)])
+    rows += [[fault.name, *(cell(fault, when) for when in WHEN)] for fault in FAULTS]
     return ["| " + " | ".join(row) + " |" for row in rows] + [""]
 
 

@@ -180,6 +180,13 @@ def serving(line: Line) -> Row:
     return Row([*cells, ", ".join(met) or "-"], f"{model} {workload} {through}", rate, bars[0])
 
 
+def replicas(line: Line) -> Row:
+    model, policy, rate, in_time = line["model"], line["policy"], line["rate"], line["output_tok_s_in_time"]
+    ttft = " / ".join(number(line["ttft_ms"][name]) for name in ("p50", "p90", "p99"))
+    cells = [model, str(line["replicas"]), line["workload"], policy, number(rate), number(line["output_tok_s"])]
+    return Row([*cells, number(in_time), f"{1 - line['late']:.0%}", ttft], f"{policy} {rate:g}/s", in_time)
+
+
 def profile(line: Line) -> Row:
     times = [number(line[name]) for name in ("step_ms", "traced_step_ms", "busy_ms")]
     share = line["busy_share"]
@@ -254,6 +261,12 @@ SUBJECTS = {
         ("model", "workload", "through", "config"),
         "model | workload | through | output tok/s | TTFT p50 / p99 ms | ITL p50 / p99 ms | "
         "peer: tok/s / TTFT p50 / ITL p50 / ITL p99 | must is", "output tok/s", serving,
+    ),
+    "replicas": Subject(
+        "Routing: several engines behind one endpoint, first tokens in time within a second", ("replicas",),
+        ("model", "policy", "workload", "replicas", "rate", "config"),
+        "model | engines | workload | policy | conversations a second | output tok/s | of requests in time | "
+        "requests in time | TTFT p50 / p90 / p99 ms", "output tok/s in time", replicas,
     ),
     "profile": Subject(
         "The GPU's busy share in steady decoding (must: 97 %)", ("profile_step",), ("model", "batch", "config"),

@@ -48,8 +48,10 @@ def test_the_page_says_what_the_lines_do(tmp_path: Path):
     (tmp_path / "lines").write_text(f"{json.dumps(line)}\n{json.dumps(slower)}\n")
     write_page(tmp_path / "lines", tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
-    (row,) = (row for row in text.splitlines() if row.startswith("| engine killed |"))
+    row, repeats = (row for row in text.splitlines() if row.startswith("| engine killed |"))
     cells = row.split(" | ")
+    assert repeats == "| engine killed | 0 | 0 | 2 | 0 | 0 | 0 |"
+    assert "1 with 2" in text
     assert cells[1 + list(WHEN).index("decode")] == (
         "1 lost, 0 wrong<br>hit 110 ms / 290 ms<br>others 60 ms<br>whole 2.5 s<br>n=2"
     )

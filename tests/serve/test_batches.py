@@ -15,7 +15,8 @@ import pytest
 
 from runtime.core.pooling import Pooling
 from serve_app import batches as batches_module
-from serve_app.batch_store import ENDED, BatchStore, append, finished
+from serve_app.batch_lines import append, finished
+from serve_app.batch_store import ENDED, BatchStore
 from serve_app.batches import Batches
 from serve_app.http import build_http_app
 from serve_app.service import Service
@@ -277,7 +278,7 @@ async def test_a_batch_goes_on_at_the_next_front_where_its_results_end(tmp_path:
         await eventually(lambda: not one.batches._running, 30)
         assert one.engine.num_open == 0
         assert (await one.client().batches.retrieve(batch.id)).status == "in_progress"
-    store = BatchStore(str(tmp_path))
+    store = BatchStore(str(tmp_path), HttpSettings())
     output = store.files.path(store.batches.read(batch.id).results[0])
     assert len(finished(output)) == 6
     with open(output, "ab") as file:
@@ -307,11 +308,11 @@ async def test_what_is_not_answered_in_time_is_an_error(tmp_path: Path):
     async with front(tmp_path, FakeEngine(delay_s=0.002), batch_concurrency=2) as one:
         one.batches.stop()
         batch = await created(one.client(), lines(6))
-    store = BatchStore(str(tmp_path))
+    store = BatchStore(str(tmp_path), HttpSettings())
     record = store.batches.read(batch.id)
     record.object["expires_at"] = int(time.time()) - 1
     store.batches.write(record)
-    append(store.files.path(record.results[0]), {"custom_id": "r0", "id": "batch_req_x"})
+    append(store.files.path(record.results[0]), [{"custom_id": "r0", "id": "batch_req_x"}])
     async with front(tmp_path) as after:
         batch = await ended(after.client(), batch.id)
         assert batch.status == "expired"
