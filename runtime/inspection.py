@@ -131,7 +131,7 @@ def _here(config: EngineConfig, spec: DecoderSpec, checkpoint: Checkpoint | None
     numerics = choose_numerics(config)
     device = numerics.device.type
     spec = quantized_at_load(spec, config, device).of_rank(Shard(0, config.tensor_parallel_size))
-    check_products(spec, numerics)
+    check_products(spec, numerics, config)
     try:
         available = available_memory(numerics.device, config.gpu_memory_utilization)
         available = available // spec.shard.size if device == "cpu" else available

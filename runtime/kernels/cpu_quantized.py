@@ -1,15 +1,15 @@
-"""Products with weights that are codes, on a CPU: torch's operations with AVX-512 code for bfloat16 inputs.
+"""Products with quantized weights on a CPU: torch's operations with AVX-512 or AVX2 code for bfloat16 inputs.
 
-Large int8 weights are multiplied in whole numbers (VNNI) where the CPU can: each input becomes two digits of 8 bits, so
-that its error is far below that of bfloat16, and reading the weight is what takes time up to some 16 rows.
+Large int8 weights are multiplied in whole numbers (VNNI) where the CPU can: each input becomes two digits of 8 bits.
+Its error is far below that of bfloat16, and reading the weight is what takes time up to some 16 rows.
 
-The other operations convert each code and multiply in float32. They are made for few rows; with many they take three to
-four times as long as a product with a bfloat16 weight, and a piece of the weight after another becomes one, which then
-multiplies.
+The other operations dequantize each weight and multiply in float32. They are made for few rows. With many rows, pieces
+of the weight are dequantized one after another and multiplied as dense ones: in bfloat16 where the CPU has instructions
+for it, else in float32, which is up to ten times as fast there.
 
-A row's bits do not depend on the other rows of these operations (sums of whole numbers are exact, and for the others it
-was measured): deterministic mode uses them for all numbers of rows. The calls are private to torch, so a build without
-them has no such products.
+A row's bits do not depend on the other rows of these operations: sums of whole numbers are exact, and the others were
+measured. Deterministic mode uses the operations for all numbers of rows. The calls are private to torch, so a build
+without them has no such products.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.linear import Product
+from runtime.kernels.linear import Product, can_pack
 
 INT4_GROUPS = (256, 128, 64, 32)  # columns that may share a scale
-INT4_ROWS = 64  # of the weight, which lie together once it is packed
+_INT4_ROWS = {"AVX512": 64, "AVX2": 32}  # rows of a packed block, by the instructions that torch uses
 INT8_COLUMNS = 16  # that the vector code reads at once
 _FEW_INT8_ROWS = 16  # of the input; with more, bfloat16 pieces are faster
 _FEW_INT4_ROWS = 96
@@ -38,7 +38,19 @@ _SHIFTS = torch.tensor((8, 0), dtype=torch.int32).view(2, 1, 1)  # of both digit
 def has_vector_code() -> bool:
     """True if this build of torch has the operations, and vector code for them on this CPU."""
     names = ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_convert_weight_to_int4pack_for_cpu")
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and all(hasattr(torch.ops.aten, name) for name in names)
+    has_code = torch.backends.cpu.get_cpu_capability() in _INT4_ROWS
+    return has_code and all(hasattr(torch.ops.aten, name) for name in names)
+
+
+def int4_rows() -> int:
+    """The rows of an int4 weight in a block of the packed layout."""
+    return _INT4_ROWS.get(torch.backends.cpu.get_cpu_capability(), 32)
+
+
+@cache
+def _dense_dtype() -> torch.dtype:
+    """The dtype in which pieces of a weight are multiplied: the faster one on this CPU."""
+    return torch.bfloat16 if can_pack(torch.bfloat16, torch.device("cpu")) else torch.float32
 
 
 def int8_product(
@@ -107,7 +119,7 @@ def int4_product(
         return y
 
     def piece(x: torch.Tensor, rows: slice) -> torch.Tensor:
-        return x @ _widened(packed[rows], scales_and_zeros[:, rows])
+        return x @ _dequantized(packed[rows], scales_and_zeros[:, rows], x.dtype)
 
     most = _FEW_INT4_ROWS if _is_known_layout() and not deterministic else None
     return _by_rows(few_rows, piece, shape, bias, most)
@@ -120,17 +132,17 @@ def _by_rows(
     bias: torch.Tensor | None,
     most: int | None,
 ) -> Product:
-    """`few_rows` for at most so many rows of the input; for more, all pieces of the weight's rows side by side."""
-    step = max(1, _PIECE // (shape[1] * INT4_ROWS)) * INT4_ROWS
+    """`few_rows` for at most `most` rows of the input; for more, pieces of the weight's rows side by side."""
+    step = max(1, _PIECE // (shape[1] * int4_rows())) * int4_rows()
 
     def product(x: torch.Tensor) -> torch.Tensor:
         if most is None or len(x) <= most:
             y = few_rows(x.contiguous())
         else:
-            y = x.new_empty(len(x), shape[0])
+            y, inputs = x.new_empty(len(x), shape[0]), x.to(_dense_dtype())
             for start in range(0, shape[0], step):
                 rows = slice(start, start + step)
-                y[:, rows] = piece(x, rows)
+                y[:, rows] = piece(inputs, rows)
         return y if bias is None else y.add_(bias)
 
     return product
@@ -138,7 +150,7 @@ def _by_rows(
 
 def pack_int4(nibbles: torch.Tensor) -> torch.Tensor:
     """uint8 [out, in / 2], codes from 0 to 15, the low nibble first -> the operation's layout, in the same memory."""
-    step = max(1, _PIECE // (2 * nibbles.shape[1] * INT4_ROWS)) * INT4_ROWS
+    step = max(1, _PIECE // (2 * nibbles.shape[1] * int4_rows())) * int4_rows()
     for start in range(0, len(nibbles), step):
         piece = nibbles[start : start + step]
         codes = torch.stack((piece & 15, piece >> 4), -1).flatten(1).int()
@@ -146,27 +158,29 @@ def pack_int4(nibbles: torch.Tensor) -> torch.Tensor:
     return nibbles
 
 
-def _widened(packed: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
-    """The numbers of a piece of a weight, transposed: bfloat16 [in, rows]."""
+def _dequantized(packed: torch.Tensor, scales_and_zeros: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of a piece of a weight, transposed: [in, rows]."""
     num_groups, num_rows, _ = scales_and_zeros.shape
-    # A block of 64 rows has 32 bytes for each column, whose low nibbles are the first 32 rows.
-    blocks = packed.view(num_rows // INT4_ROWS, -1, INT4_ROWS // 2)
-    codes = torch.stack((blocks & 15, blocks >> 4), 2).to(torch.bfloat16)
-    scale, zero = scales_and_zeros.float().view(num_groups, len(blocks), 1, INT4_ROWS, 2).transpose(0, 1).unbind(-1)
-    groups = codes.view(len(blocks), num_groups, -1, INT4_ROWS)
-    torch.addcmul(_half(zero - 8 * scale), groups, _half(scale), out=groups)
+    size = int4_rows()
+    # A block has size / 2 bytes for each column. Their low nibbles are the first half of its rows.
+    blocks = packed.view(num_rows // size, -1, size // 2)
+    codes = torch.stack((blocks & 15, blocks >> 4), 2).to(dtype)
+    scale, zero = scales_and_zeros.float().view(num_groups, len(blocks), 1, size, 2).transpose(0, 1).unbind(-1)
+    groups = codes.view(len(blocks), num_groups, -1, size)
+    torch.addcmul(_contiguous(zero - 8 * scale, dtype), groups, _contiguous(scale, dtype), out=groups)
     return codes.flatten(2).transpose(0, 1).reshape(-1, num_rows)
 
 
-def _half(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16, memory_format=torch.contiguous_format)
+def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype, memory_format=torch.contiguous_format)
 
 
 @cache
 def _is_known_layout() -> bool:
-    """True if `pack_int4` gives the layout that `_widened` reads, which is torch's own affair."""
-    codes = torch.arange(2 * INT4_ROWS * 32).mul_(7).view(2 * INT4_ROWS, 32) % 61 % 16
+    """True if `pack_int4` gives the layout that `_dequantized` reads, which is private to torch."""
+    num_rows = 2 * int4_rows()
+    codes = torch.arange(num_rows * 32).mul_(7).view(num_rows, 32) % 61 % 16
     pairs = codes[:, ::2] | codes[:, 1::2] << 4
-    ones = torch.ones(1, 2 * INT4_ROWS, dtype=torch.bfloat16)
-    widened = _widened(pack_int4(pairs.to(torch.uint8)), torch.stack((ones, 8 * ones), -1))
-    return torch.equal(widened.t(), codes.to(torch.bfloat16))
+    ones = torch.ones(1, num_rows, dtype=torch.bfloat16)
+    numbers = _dequantized(pack_int4(pairs.to(torch.uint8)), torch.stack((ones, 8 * ones), -1), torch.float32)
+    return torch.equal(numbers.t(), codes.float())

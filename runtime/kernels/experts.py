@@ -18,6 +18,7 @@ from runtime.core.decoder_spec import ExpertsSpec
 from runtime.kernels._triton import jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.gated_activation import Activation, activated
 from runtime.kernels.linear import Activate, Linear, Product
+from runtime.kernels.magnitudes import larger
 
 W = TypeVar("W")
 
@@ -209,7 +210,7 @@ def _route_kernel(
     experts, lanes = tl.arange(0, EXPERTS), tl.arange(0, LANES)
     logits = tl.load(logits_ptr + token * num_experts + experts, mask=experts < num_experts, other=float("-inf"))
     logits = logits.to(tl.float32)
-    weights = tl.exp(logits - tl.max(logits, axis=0))
+    weights = tl.exp(logits - tl.reduce(logits, 0, larger))  # all are NaN if one logit is
     total = tl.sum(weights, axis=0)
     ids = tl.zeros([LANES], tl.int32)
     chosen = tl.zeros([LANES], tl.float32)

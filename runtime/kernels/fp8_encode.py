@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from runtime.kernels._triton import jit, next_power_of_2, tl
-from runtime.kernels.fp8_rows import to_e4m3
+from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3
 
 MAX_COLUMNS = 32768  # a program has a whole row in its registers
 
@@ -26,11 +26,11 @@ def _encode_rows_kernel(
     cols = tl.arange(0, BLOCK)
     inside = cols < K
     x = tl.load(dense_ptr + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
-    greatest = tl.max(tl.abs(x), axis=0)
+    greatest = largest_magnitude(x, 0)
     best = greatest * float("nan")  # it stays so where a number is not finite
     least = tl.full((), float("inf"), tl.float64)
     for i in tl.static_range(len(GREATEST)):
-        scale = tl.maximum(tl.div_rn(greatest, GREATEST[i]), SMALLEST)
+        scale = larger(tl.div_rn(greatest, GREATEST[i]), SMALLEST)
         rounding = to_e4m3(tl.div_rn(x, tl.broadcast_to(scale, x.shape))).to(tl.float32) * scale - x
         error = tl.sum((rounding * rounding).to(tl.float64), axis=0)
         best = tl.where(error < least, scale, best)

@@ -16,9 +16,10 @@ from runtime.kernels._triton import TensorDescriptor, jit, next_power_of_2, tl, 
 from runtime.kernels.batch_invariant_linear import MAX_SPLIT_TILES, _counters
 from runtime.kernels.experts import MOST_SINGLE, GroupedExperts, Tile, add_results, choices_of_tile, stacked
 from runtime.kernels.fp8_linear import has_fp8_product
-from runtime.kernels.fp8_rows import Fp8Rows, normed_fp8_rows, to_e4m3
+from runtime.kernels.fp8_rows import Fp8Rows, normed_fp8_rows
 from runtime.kernels.gated_activation import Activation, activated
 from runtime.kernels.linear import Linear
+from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.quantized_weight import QuantizedWeight
 
 
@@ -90,8 +91,8 @@ def _fp8_experts_kernel(
     if ACTIVATION is not None:
         x_scales = tl.load(x_scales_ptr + sources, mask=live, other=0.0)[None, :]
         y = tl.where(inside, activated(acc * x_scales, ACTIVATION) * (up * x_scales), 0.0)
-        largest = tl.maximum(tl.max(tl.abs(y), axis=0), 7.888609052210118e-31)
-        tl.store(out_ptr + at, to_e4m3(tl.clamp(y * (448.0 / largest)[None, :], -448.0, 448.0)), mask=inside)
+        largest = larger(largest_magnitude(y, 0), 7.888609052210118e-31)
+        tl.store(out_ptr + at, to_e4m3(within(y * (448.0 / largest)[None, :], 448.0)), mask=inside)
         tl.store(out_scales_ptr + targets * (N // BLOCK_N) + tl.program_id(1), largest / 448.0, mask=live)
     else:
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=inside)

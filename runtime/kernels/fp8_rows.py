@@ -1,6 +1,7 @@
 """Rows of activations as e4m3 codes with a scale each, made together with the operation before a linear layer.
 
-A row's scale is its largest magnitude over the largest code: it depends on no other row.
+A row's scale is its largest magnitude over the largest code: it depends on no other row. A row that is not finite stays
+so.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from runtime.kernels._triton import INTERPRETED, constexpr, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels._triton import constexpr, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.gated_activation import Activation, activated, gated_activation_torch
 from runtime.kernels.linear import Norm
+from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
 
 _LARGEST = constexpr(448.0)  # code of e4m3
 _SMALLEST = constexpr(2.0**-100)  # magnitude that a row is taken to have, so that zeros have a scale
-_ROUNDS = constexpr(INTERPRETED)  # the interpreter's cast does not carry from the mantissa into the exponent
 
 
 class Fp8Rows(NamedTuple):
@@ -50,16 +51,6 @@ def wide_rows(
     if norm_weight is not None:
         wide = rms_norm_torch(wide, norm_weight.float(), eps)
     return wide if activation is None else gated_activation_torch(wide, activation, gated)
-
-
-@jit
-def to_e4m3(x):
-    """Numbers of e4m3's range as its codes, to nearest, ties to even."""
-    if _ROUNDS:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
-        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
-    return x.to(tl.float8e4nv)
 
 
 @jit
@@ -106,8 +97,8 @@ def _fp8_rows_kernel(
     cols = tl.arange(0, BLOCK)
     inside = cols < K
     x = load_row(x_ptr + row * x_stride, norm_ptr, cols, K, eps, NORM, ACTIVATION, GATED, PDL)
-    largest = tl.maximum(tl.max(tl.abs(x), axis=0), _SMALLEST)
-    codes = tl.clamp(x * (_LARGEST / largest), -_LARGEST, _LARGEST)
+    largest = larger(largest_magnitude(x, 0), _SMALLEST)
+    codes = within(x * (_LARGEST / largest), _LARGEST)
     tl.store(codes_ptr + row * K + cols, to_e4m3(codes), mask=inside)
     tl.store(scales_ptr + row, largest / _LARGEST)
 

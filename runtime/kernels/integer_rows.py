@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from runtime.kernels._triton import constexpr, jit, next_power_of_2, tl, use_pdl
 from runtime.kernels.fp8_rows import load_row, wide_rows
 from runtime.kernels.gated_activation import Activation
+from runtime.kernels.magnitudes import larger, largest_magnitude
 
 _LARGEST = constexpr(32512.0)  # 127 * 256
 _SMALLEST = constexpr(2.0**-100)  # magnitude that a row is taken to have, so that zeros have a scale
@@ -55,11 +56,6 @@ def integer_rows_torch(
 
 
 @jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)  # a NaN in x must not become a number
-
-
-@jit
 def _integer_rows_kernel(
     x_ptr,  # [num_rows, K], or [num_rows, 2 * K] if GATED; rows x_stride apart
     norm_ptr,  # [K], read if NORM
@@ -81,7 +77,7 @@ def _integer_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     x = load_row(x_ptr + row * x_stride, norm_ptr, cols, K, eps, NORM, ACTIVATION, GATED, PDL)
-    largest = _larger(tl.reduce(tl.abs(x), 0, _larger), _SMALLEST)
+    largest = larger(largest_magnitude(x, 0), _SMALLEST)
     rounded = x * (_LARGEST / largest) + _MAGIC
     numbers = rounded.to(tl.int32, bitcast=True) - _MAGIC_BITS
     high = (numbers + 128) >> 8

@@ -19,6 +19,7 @@ loaded and joined so that a thread has those, and codes get the layout of x.
 from __future__ import annotations
 
 from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl
+from runtime.kernels.magnitudes import larger
 from runtime.kernels.skinny_gemm import _finish, _weight_rows
 
 VECTOR_FORMS = ("fp8", "int8", "int4", "uint4")
@@ -98,11 +99,6 @@ def _load_x(x_ptr, shift, K: tl.constexpr, PLANE: tl.constexpr, WORDS: tl.conste
 
 
 @jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)  # a NaN in x must not become a number
-
-
-@jit
 def _columns(
     x_ptr, norm_ptr, shift, MOST: tl.constexpr, K: tl.constexpr, PLANE: tl.constexpr, NORM: tl.constexpr,
     WORDS: tl.constexpr,
@@ -115,8 +111,8 @@ def _columns(
         squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3)
         n0, n1, n2, n3 = _load_x(norm_ptr, shift, K, PLANE, WORDS)
         x0, x1, x2, x3 = x0 * n0, x1 * n1, x2 * n2, x3 * n3
-    largest = _larger(_larger(tl.abs(x0), tl.abs(x1)), _larger(tl.abs(x2), tl.abs(x3)))
-    largest = _larger(tl.reduce(tl.reshape(largest, (1, WORDS // 4, 4)), 2, _larger), 1e-30)
+    largest = larger(larger(tl.abs(x0), tl.abs(x1)), larger(tl.abs(x2), tl.abs(x3)))
+    largest = larger(tl.reduce(tl.reshape(largest, (1, WORDS // 4, 4)), 2, larger), 1e-30)
     factor = _four_times(MOST / largest)
     return x0 * factor, x1 * factor, x2 * factor, x3 * factor, largest * (1 / MOST), squares
 

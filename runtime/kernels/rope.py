@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from runtime.core.decoder_spec import RopeSpec
 from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
 from runtime.kernels.rms_norm import rms_norm_torch
-from runtime.kernels.stored_kv import scaling, store_kv_torch, to_e4m3, to_whole, within
+from runtime.kernels.stored_kv import scaling, store_kv_torch, to_whole
 
 _TILE = 2048  # elements of a program
 
@@ -180,8 +181,7 @@ def _rope_store_kv_kernel(
         turned_low = to_e4m3(within(turned_low * inverse, 448.0))
         turned_high = to_e4m3(within(turned_high * inverse, 448.0))
     if SCALES == "token":
-        largest = tl.max(tl.maximum(tl.abs(turned_low), tl.abs(turned_high)), axis=1)
-        largest += tl.sum((turned_low - turned_low) + (turned_high - turned_high), axis=1)  # NaN if one is not finite
+        largest = largest_magnitude(larger(tl.abs(turned_low), tl.abs(turned_high)), 1)
         scale = (largest / 127.0).to(scales_ptr.dtype.element_ty)[:, None]
         of_key = place - tl.where(is_v, NUM_KV_HEADS * cache_positions, 0)
         tl.store(scales_ptr + of_key * 2 + is_v, scale, mask=(heads < TOTAL) & ~is_q)

@@ -87,25 +87,9 @@ def restore_kv(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def within(x, LARGEST: tl.constexpr):
-    """x, or the nearest number of up to LARGEST; NaN stays."""
-    return tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
-
-
-@jit
 def to_whole(x):
     """Numbers of a small magnitude rounded half to even."""
     return (x + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: float32 has no digits behind the point there
-
-
-@jit
-def to_e4m3(x):
-    """Numbers within 448 as the nearest codes."""
-    if _INTERPRETED:  # the interpreter's cast does not carry into the exponent; of codes' numbers it is exact
-        bits = x.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)  # 1.5 * 2 ** 14: steps of 2 ** -9
-    return x.to(tl.float8e4nv)
 
 
 @jit

@@ -17,11 +17,18 @@ from runtime.quant.scheme import Scheme
 
 PLAIN = "plain"  # the layout of weights that are encoded as they are read
 GROUPS = {"fp8": 0, "int8": 0, "int4": 128, "nf4": 64}  # of each form, the columns that share a scale; 0: all
+_OF_HEAD = ("fp8", "int8")  # forms that a head can have
 _WITH_HEAD = ("int8", "int4")  # forms of maps beside which a CPU would read a plain head for much of a step
 _WHOLE, _SMALL = 128, 32  # columns that groups of any size divide, and the size where they do not
 
 
-def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "") -> DecoderSpec:
+def forms_asked(config: EngineConfig, is_draft: bool = False) -> dict[str, str]:
+    """The forms that `config` sets for linear maps and for the head, by the name of the field that a user has set."""
+    of_maps = "draft_quantization" if is_draft else "quantization"  # `draft_config` gives a draft its own
+    return {of_maps: config.quantization, "head_quantization": config.head_quantization}
+
+
+def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "", is_draft: bool = False) -> DecoderSpec:
     """The spec with the schemes that `config` wants for its linear maps and its head on a type of device.
 
     The embedding, routers, norms and biases stay plain; a tied head does with the embedding, unless head_quantization
@@ -29,12 +36,13 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "")
     CallboardError if the checkpoint has codes of another form already."""
     schemes: dict[str, Scheme] = dict(spec.quantization or {})
     maps = [name for name in spec.shapes() if name.endswith(".weight") and ".router." not in name]
-    of_maps, of_head = config.quantization, config.head_quantization
+    fields = forms_asked(config, is_draft)
+    of_maps, of_head = fields.values()
     if of_maps == "none" and of_head == "auto":
         of_head = "none"
     elif device == "cpu" and of_maps in _WITH_HEAD and of_head == "auto" and "head" not in schemes:
         of_head = "int8"
-    for field, form, names in (("quantization", of_maps, maps), ("head_quantization", of_head, ["head"])):
+    for field, form, names in zip(fields, (of_maps, of_head), (maps, ["head"]), strict=True):
         stored = {name: schemes[name] for name in names if name in schemes}
         if form == "none":
             schemes |= {name: replace(scheme, widened=True) for name, scheme in stored.items()}
@@ -47,13 +55,14 @@ def quantized_at_load(spec: DecoderSpec, config: EngineConfig, device: str = "")
 
 
 def _check_stored(field: str, form: str, stored: Mapping[str, Scheme]) -> None:
-    """A checkpoint may be told to be what it is, by the form of most of its weights."""
+    """Raises CallboardError unless `form` is that of most weights in the checkpoint."""
     (most, _), *others = Counter(scheme.values for scheme in stored.values()).most_common()
     if most != form:
         found = ", ".join([most, *(other for other, _ in others)])
+        keep = most if most in (_OF_HEAD if field == "head_quantization" else GROUPS) else "auto"
         raise CallboardError(
-            f"{field} is {form}, but the checkpoint's weights are {found} already; leave it at auto, or take a "
-            "checkpoint with weights in bfloat16."
+            f"{field} is {form}, but the checkpoint's weights are {found} already; use {keep} to keep them, none to "
+            "dequantize them, or a checkpoint with weights in bfloat16."
         )
 
 

@@ -10,17 +10,18 @@ from functools import cache, partial
 
 import torch
 
+from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.sharding import Shard, leaves_of
 from runtime.core.types import CallboardError
 from runtime.kernels.numerics import Numerics
-from runtime.quant.at_load import GROUPS, PLAIN
+from runtime.quant.at_load import GROUPS, PLAIN, forms_asked
 from runtime.quant.dense import DENSE
 from runtime.quant.format import Shape, WeightFormat
 from runtime.quant.forms import Form, form_of
 from runtime.quant.gguf_blocks import TYPES, GgufBlocks
 from runtime.quant.layouts import Awq, BitsAndBytes4, Gptq, Layout, Nibbles, OneByOne, PackedWords, Plain
-from runtime.quant.products import products_of
+from runtime.quant.products import lacks_vector_code, products_of
 from runtime.quant.quantized import Kept, Widened
 from runtime.quant.scheme import Scheme
 
@@ -176,25 +177,26 @@ def forms_at_load(numerics: Numerics) -> list[str]:
     return [name for name, form in forms.items() if products is not None and products.takes(form)]
 
 
-def check_products(spec: DecoderSpec, numerics: Numerics) -> None:
-    """Raises CallboardError if plain weights are to become codes of a form that nothing multiplies with here, or if
-    codes of the whole model cannot be those of its ranks, or if nothing computes in leaves."""
+def check_products(spec: DecoderSpec, numerics: Numerics, config: EngineConfig, is_draft: bool = False) -> None:
+    """Raises CallboardError if `config` asks for a form of plain weights that has no products here, or if codes of the
+    whole model cannot be those of its ranks, or if nothing computes in leaves."""
     if numerics.rank_invariant and numerics.backend == "triton" and spec.experts is not None:
         raise CallboardError(
             "rank_invariant is on, for which mixtures of experts have no kernels on a GPU; leave it off, or use "
             "kernel_backend=torch."
         )
-    schemes = (spec.quantization or {}).items()
-    wanted = {scheme.values: name for name, scheme in schemes if scheme.layout == PLAIN}
+    encoded = {scheme.values for scheme in (spec.quantization or {}).values() if scheme.layout == PLAIN}
     can = forms_at_load(numerics)
-    for form, name in wanted.items():
-        if form not in can:
-            field = "head_quantization" if name == "head" else "quantization"
+    for field, form in forms_asked(config, is_draft).items():
+        if form in encoded and form not in can:
             in_half = forms_at_load(replace(numerics, dtype=torch.bfloat16))
             advice = f"use {' or '.join(can or in_half)}{'' if can else ' with dtype=bfloat16'}"
+            where = f"in {numerics.dtype_name} on {numerics.device.type} ({numerics.backend} kernels)"
+            if lacks_vector_code(numerics):
+                where = "on a CPU without AVX2 and AVX-512"
             raise CallboardError(
-                f"{field} is {form}, which nothing multiplies with in {numerics.dtype_name} on {numerics.device.type} "
-                f"({numerics.backend} kernels); {advice if can or in_half else 'leave it at auto'}."
+                f"{field} is {form}, which nothing multiplies with {where}; "
+                f"{advice if can or in_half else 'leave it at auto'}."
             )
     if (size := spec.shard.size) == 1:
         return

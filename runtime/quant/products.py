@@ -59,7 +59,8 @@ class Products(Protocol):
 
 
 class CpuProducts(Products):
-    """Products of bfloat16 inputs on a CPU with AVX-512: with int8 codes that have a scale a row, and with int4."""
+    """Products of bfloat16 inputs on a CPU with AVX2 or AVX-512: with int8 weights that have a scale a row, and with
+    int4."""
 
     def __init__(self, deterministic: bool) -> None:
         self._deterministic = deterministic
@@ -72,7 +73,7 @@ class CpuProducts(Products):
     def fits(self, form: Form, shape: Shape) -> bool:
         if form.bits == 8:
             return shape[1] % cpu_quantized.INT8_COLUMNS == 0
-        return shape[0] % cpu_quantized.INT4_ROWS == 0 and _group(form, shape) > 0
+        return shape[0] % cpu_quantized.int4_rows() == 0 and _group(form, shape) > 0
 
     def packed(self, form: Form, weight: Weight) -> Weight:
         codes, scale, *minimum = weight
@@ -165,10 +166,15 @@ def _quantized(form: Form, weight: Weight) -> QuantizedWeight:
     return quantized_weight(name, codes, scales, minimums, group=form.columns, scale_rows=form.rows, table=table)
 
 
+def lacks_vector_code(numerics: Numerics) -> bool:
+    """True for a CPU whose instructions torch has no products with quantized weights for."""
+    return numerics.device.type == "cpu" and not cpu_quantized.has_vector_code()
+
+
 def products_of(numerics: Numerics) -> Products | None:
     """The products of a backend; None: it has none, so that all weights are widened."""
     on_cpu = numerics.backend == "torch" and numerics.device.type == "cpu"
-    if on_cpu and numerics.dtype == torch.bfloat16 and cpu_quantized.has_vector_code():
+    if on_cpu and numerics.dtype == torch.bfloat16 and not lacks_vector_code(numerics):
         return CpuProducts(numerics.deterministic)
     if numerics.backend == "triton" and (numerics.dtype == torch.bfloat16 or INTERPRETED):
         return TritonProducts(numerics)

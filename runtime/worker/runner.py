@@ -22,6 +22,7 @@ from runtime.core.plan import StepPlan, StepResult
 from runtime.core.sharding import ALONE, Shard
 from runtime.core.speculation import MAX_DRAFT_TOKENS
 from runtime.core.types import CallboardError
+from runtime.kernels import cpu_quantized
 from runtime.kernels._triton import INTERPRETED
 from runtime.kernels.linear import can_pack
 from runtime.kernels.numerics import Numerics
@@ -67,8 +68,8 @@ class ModelRunner:
         if numerics.device.type == "cpu":
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(config.num_threads or max(1, cores // self.shard.size))
-        self.spec = quantized_at_load(source.spec, config, numerics.device.type).of_rank(self.shard)
-        check_products(self.spec, numerics)
+        self.spec = quantized_at_load(source.spec, config, numerics.device.type, is_draft).of_rank(self.shard)
+        check_products(self.spec, numerics, config, is_draft)
         may_give_back = config.sleep_mode and numerics.device.type == "cuda"
         self._room = RunnerMemory(numerics.device) if may_give_back else None
         self._group = RankGroup(config, self.spec, numerics)
@@ -264,8 +265,9 @@ def choose_numerics(config: EngineConfig) -> Numerics:
     if config.kernel_backend == "triton" and not (on_gpu or INTERPRETED):
         raise CallboardError("kernel_backend is triton, which needs a GPU; use kernel_backend=torch on a CPU.")
     backend = "triton" if on_gpu and config.kernel_backend == "auto" else config.kernel_backend
-    # The products with codes on a CPU take bfloat16; that plain ones are in it, too, follows from what is asked for.
-    in_half = on_gpu or not {config.quantization, config.head_quantization}.isdisjoint(("int8", "int4"))
+    # A CPU's products with quantized weights take bfloat16, and the plain ones of such a model use it, too.
+    asked = {config.quantization, config.head_quantization}
+    in_half = on_gpu or (not asked.isdisjoint(("int8", "int4")) and cpu_quantized.has_vector_code())
     dtype = getattr(torch, ("bfloat16" if in_half else "float32") if config.dtype == "auto" else config.dtype)
     deterministic = config.deterministic or config.rank_invariant
     return Numerics(

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.core.types import CallboardError
+from runtime.kernels.cpu_quantized import has_vector_code
 from runtime.loading.adapters import read_adapter
 from tests.models.test_families import open_runner
 from tests.support.family_cases import save_model
@@ -92,6 +93,8 @@ def adapters(tmp_path_factory) -> list[str]:
     "config", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["float32", "bfloat16", "int8"]
 )
 def test_rows_of_many_adapters_equal_each_alone_to_the_bit(config, adapters):
+    if "quantization" in config and not has_vector_code():
+        pytest.skip("this CPU has neither AVX2 nor AVX-512")
     runner = tiny_runner(deterministic=True, max_loras=3, max_lora_rank=4, **config)
     for index, folder in enumerate(adapters, 1):
         runner.load_adapter(index, folder)

@@ -265,8 +265,8 @@ def test_random_weights_are_encoded_too():
 def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
     _, quantized = write_both(tmp_path, "int4", LLAMA | WIDE)
     wanted = (
-        "quantization is fp8, but the checkpoint's weights are int4 already; leave it at auto, or take a checkpoint "
-        "with weights in bfloat16."
+        "quantization is fp8, but the checkpoint's weights are int4 already; use int4 to keep them, none to dequantize "
+        "them, or a checkpoint with weights in bfloat16."
     )
     with pytest.raises(CallboardError) as error:
         open_runner(quantized, quantization="fp8")
@@ -284,8 +284,11 @@ def test_a_checkpoint_of_another_form_is_refused(tmp_path, write_tiny_gguf):
     assert quantized_at_load(spec, EngineConfig(quantization="int4")) == spec
     with pytest.raises(CallboardError, match="quantization is int8, but the checkpoint's weights are int4, int8 "):
         quantized_at_load(spec, EngineConfig(quantization="int8"))
-    with pytest.raises(CallboardError, match="head_quantization is fp8, but the checkpoint's weights are int4 already"):
+    with pytest.raises(CallboardError, match=r"^head_quantization is fp8, .* are int4 already; use auto to keep them"):
         quantized_at_load(spec, EngineConfig(head_quantization="fp8"))
+    config = EngineConfig(draft="d", quantization="int4", draft_quantization="int8").draft_config()
+    with pytest.raises(CallboardError, match=r"^draft_quantization is int8, but the checkpoint's weights are int4"):
+        quantized_at_load(spec, config, is_draft=True)
 
 
 def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
@@ -296,6 +299,7 @@ def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
             "use fp8 or int8 or int4 or nf4 with dtype=bfloat16.",
         ),
     ):
+        monkeypatch.setattr("runtime.kernels.cpu_quantized.has_vector_code", lambda: True)
         monkeypatch.setattr("runtime.quant.formats.products_of", products)
         for field, form in (("quantization", "nf4"), ("head_quantization", "int8")):
             with pytest.raises(CallboardError) as error:

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
+from runtime.core.types import CallboardError
 from runtime.kernels.fp8_experts import has_fp8_experts
 from runtime.kernels.numerics import Numerics
 from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
@@ -15,6 +17,8 @@ from runtime.quant.formats import widened_bytes
 from runtime.quant.forms import FORMS
 from runtime.quant.products import TritonProducts, products_of
 from runtime.quant.scheme import Scheme
+from runtime.worker.runner import choose_numerics
+from tests.support.runner_driver import tiny_runner
 
 GPU = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
 FORMS_WITH_KERNELS = {
@@ -107,3 +111,22 @@ def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
     assert widened("int8", "gate up down", experts=ExpertsSpec(4, 2, True)) == 0
     monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: False)
     assert widened("fp8", every) == 2 * 2 * 256 * 128
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
+    monkeypatch.setattr("runtime.kernels.cpu_quantized.has_vector_code", lambda: False)
+    wanted = f" is {form}, which nothing multiplies with on a CPU without AVX2 and AVX-512; leave it at auto."
+    with pytest.raises(CallboardError) as error:
+        tiny_runner(quantization=form)
+    assert str(error.value) == "quantization" + wanted
+    with pytest.raises(CallboardError) as error:
+        tiny_runner(is_draft=True, quantization=form)
+    assert str(error.value) == "draft_quantization" + wanted
+
+
+def test_auto_is_float32_on_a_cpu_without_products(monkeypatch):
+    monkeypatch.setattr("runtime.kernels.cpu_quantized.has_vector_code", lambda: False)
+    numerics = choose_numerics(EngineConfig(device="cpu", quantization="int4"))
+    assert numerics.dtype == torch.float32
+    assert products_of(replace(numerics, dtype=torch.bfloat16)) is None

@@ -263,8 +263,8 @@ def test_codes_that_ranks_cannot_have_are_told_before_they_are_read(monkeypatch)
     spec, _ = load_spec(LLAMA | {"quantization_config": QUANTIZATION})
     says = r"tensor_parallel_size is 2, but a rank's \[48, 36\] of layers.0.down.weight cannot be made-up rows codes;"
     with pytest.raises(CallboardError, match=says):
-        check_products(spec.of_rank(Shard(1, 2)), FLOAT32)
-    check_products(replace(spec, ffn_size=96).of_rank(Shard(1, 2)), FLOAT32)
+        check_products(spec.of_rank(Shard(1, 2)), FLOAT32, EngineConfig())
+    check_products(replace(spec, ffn_size=96).of_rank(Shard(1, 2)), FLOAT32, EngineConfig())
 
 
 def test_random_weights_of_ranks_are_parts_of_one_model():

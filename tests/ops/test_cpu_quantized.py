@@ -9,7 +9,7 @@ import torch
 from benchmarks.library.models import spec_of
 from runtime.core.config import EngineConfig
 from runtime.kernels import cpu_quantized
-from runtime.kernels.cpu_quantized import has_vector_code
+from runtime.kernels.cpu_quantized import has_vector_code, int4_rows
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.formats import weight_bytes
 from runtime.quant.forms import FORMS, Form
@@ -19,7 +19,7 @@ from tests.models.test_model import open_runner
 from tests.models.test_quantized_models import LLAMA, logits, write
 from tests.support.quantized import FORMATS
 
-pytestmark = pytest.mark.skipif(not has_vector_code(), reason="this CPU has no AVX-512")
+pytestmark = pytest.mark.skipif(not has_vector_code(), reason="this CPU has neither AVX2 nor AVX-512")
 
 INT8, INT4 = FORMS["int8"], FORMS["int4"]
 CASES = [  # a form, the shape of a weight
@@ -31,6 +31,7 @@ CASES = [  # a form, the shape of a weight
     (replace(INT4, columns=256, has_minimum=True), (128, 512)),
     (replace(INT4, columns=512), (64, 1024)),  # each scale becomes that of two groups
     (INT4, (320, 96)),  # and here one of three
+    (replace(INT4, columns=64), (3 * int4_rows(), 128)),  # blocks of the packed layout, an odd number
 ]
 KERNELS = SimpleNamespace(norm=None, activate=None)  # what surrounds a product in a decoder
 

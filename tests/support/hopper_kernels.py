@@ -8,6 +8,7 @@ as it replaces Triton's driver.
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -248,7 +249,8 @@ def main() -> None:
             return
         seen.add(kernel.hash)
         ptx = kernel.asm["ptx"]
-        counts = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync")}
+        drops_nan = [more for more in re.findall(r"\b(?:max|min)((?:\.\w+)*)\.f32\b", ptx) if ".NaN" not in more]
+        counts = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"), "drops_nan": len(drops_nan)}
         shared = {"shared": kernel.metadata.shared, "num_warps": kernel.metadata.num_warps}
         line = {"kernel": kernel.name, "case": case} | shared | resources(kernel.asm["cubin"]) | counts
         print(json.dumps(line), flush=True)

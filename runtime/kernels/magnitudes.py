@@ -1,0 +1,45 @@
+"""Largest magnitudes and bounded numbers in kernels: a NaN stays a NaN.
+
+`tl.max`, `tl.maximum` and `tl.clamp` return the other operand of a NaN. A row that is not finite would become plausible
+numbers, and the sampler could not refuse its token (C9). The functions here compile to `max.NaN` and `min.NaN`.
+"""
+
+from __future__ import annotations
+
+from runtime.kernels._triton import INTERPRETED, constexpr, jit, tl
+
+_INTERPRETED = constexpr(INTERPRETED)
+
+
+@jit
+def larger(a, b):
+    """The larger of two numbers; NaN if one of them is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def largest_magnitude(x, AXIS: tl.constexpr):
+    """The largest magnitude along an axis; NaN if one number is."""
+    return tl.reduce(tl.abs(x), AXIS, larger)
+
+
+@jit
+def within(x, LARGEST: tl.constexpr):
+    """x, or the nearest number of a magnitude up to LARGEST; NaN stays."""
+    return tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def to_e4m3(x):
+    """Numbers within 448 as the nearest codes of e4m3, ties to even; NaN stays."""
+    if (
+        _INTERPRETED
+    ):  # the interpreter's cast neither carries into the exponent nor keeps NaN; of codes' numbers it is exact
+        bits = x.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        exact = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)  # 1.5 * 2 ** 14: steps of 2 ** -9
+        codes = exact.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+        codes = tl.where(x == x, codes, 127).to(tl.int8).to(tl.float8e4nv, bitcast=True)
+    else:
+        codes = x.to(tl.float8e4nv)
+    return codes

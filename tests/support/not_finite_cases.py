@@ -1,0 +1,254 @@
+"""Rows that are not finite, in every kernel that finds a maximum or bounds numbers, against the torch twins (C9).
+
+Row 1 of each case holds a NaN or an infinity. It must not become finite, and the other rows keep their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from runtime.core.decoder_spec import ExpertsSpec, RopeSpec
+from runtime.core.plan import NewSlot
+from runtime.core.types import SamplingParams
+from runtime.kernels.decode_attention import decode_attention
+from runtime.kernels.experts import GroupedExperts
+from runtime.kernels.fp8_encode import encode_fp8_rows_triton
+from runtime.kernels.fp8_experts import Fp8Experts
+from runtime.kernels.fp8_linear import fp8_linear_triton
+from runtime.kernels.fp8_rows import fp8_rows_torch, fp8_rows_triton
+from runtime.kernels.gated_activation import gated_activation_torch, gated_activation_triton
+from runtime.kernels.integer_linear import integer_linear_triton
+from runtime.kernels.integer_rows import integer_rows_triton
+from runtime.kernels.layer_norm import layer_norm_torch, layer_norm_triton
+from runtime.kernels.linear import Linear
+from runtime.kernels.paged_attention import paged_attention_torch
+from runtime.kernels.prefill_attention import prefill_attention
+from runtime.kernels.quantized_skinny_gemm import quantized_skinny_gemm_triton
+from runtime.kernels.quantized_weight import QuantizedWeight, pack_planes, plane_of, quantized_weight
+from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.rope import rope_rows_triton, rope_store_kv_triton, rope_table
+from runtime.kernels.sample import NUM_PARAMS, sample_tokens_triton
+from runtime.kernels.stored_kv import restore_kv
+from runtime.quant.forms import _GREATEST, _SMALLEST
+from runtime.worker.device_sampler import DeviceSampler
+from runtime.worker.transfers import Transfers
+from tests.support.attention_cases import encoded, paged_case
+
+VALUES = (torch.nan, torch.inf, -torch.inf)
+OTHERS = [0, 2]
+
+
+def check_alone(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, value: float) -> torch.Tensor:
+    """`compute` of x, whose row 1 gets the value; its row 1 of what comes out."""
+    clean = compute(x)
+    spoilt = x.clone()
+    spoilt[1, 5] = value
+    got = compute(spoilt)
+    assert clean.isfinite().all()
+    assert torch.equal(got[OTHERS], clean[OTHERS]), "other rows keep their bits"
+    return got[1]
+
+
+def check_fp8_rows(x: torch.Tensor, value: float) -> None:
+    ones = torch.ones_like(x[0])
+    for options in ({}, {"norm_weight": ones, "eps": 1e-5}, {"activation": "silu"}):
+        wide = torch.cat((x, x), 1) if "activation" in options else x
+        row = check_alone(lambda x: fp8_rows_triton(x, **options).dequantize(torch.float32), wide, value)  # noqa: B023
+        spoilt = wide.clone()
+        spoilt[1, 5] = value
+        want = fp8_rows_torch(spoilt, **options).dequantize(torch.float32)[1]
+        assert not want.isfinite().any()
+        assert not row.isfinite().any(), options
+
+
+def check_fp8_product(x: torch.Tensor, value: float) -> None:
+    weight = quantized_weight("fp8", _codes(x, 32, x.shape[1]), torch.ones(32, 1, device=x.device))
+    row = check_alone(lambda x: fp8_linear_triton(fp8_rows_triton(x), weight, dtype=torch.float32), x, value)
+    assert not row.isfinite().any()
+
+
+def check_fp8_weights(x: torch.Tensor, value: float) -> None:
+    row = check_alone(lambda x: encode_fp8_rows_triton(x, _GREATEST, _SMALLEST)[1], x, value)
+    assert row.isnan().all()
+
+
+def check_integer_product(x: torch.Tensor, value: float) -> None:
+    weight = _int4(x, 32)
+    row = check_alone(lambda x: integer_linear_triton(integer_rows_triton(x), weight, dtype=torch.float32), x, value)
+    assert not row.isfinite().any()
+
+
+def check_one_row_product(x: torch.Tensor, value: float) -> None:
+    """The products of one row make digits of it, those of few rows multiply it as it is."""
+    for weight in (_int4(x, 32), quantized_weight("int8", _int8(x, 32), torch.ones(32, 1, device=x.device))):
+        for rows in (slice(1, 2), slice(0, 3)):
+            spoilt = x.clone()
+            spoilt[1, 5] = value
+            got = quantized_skinny_gemm_triton(spoilt[rows], weight, out_dtype=torch.float32)
+            assert not got[got.shape[0] // 2].isfinite().any()
+
+
+def check_mixture(x: torch.Tensor, value: float, kind: str) -> None:
+    """A row through routing, the rounding between both products, and the sum of the experts' results."""
+    size, router = x.shape[1], torch.randn(4, x.shape[1], device=x.device).to(x.dtype)
+    num_experts = 2 if kind == "fp8" else 4
+    route = Linear(lambda x: (x @ router[:num_experts].T).contiguous(), rms_norm_triton, torch.abs)
+    for normalized in (True,) if kind == "fp8" else (False, True):  # the interpreter takes seconds for codes
+        spec = ExpertsSpec(2, 1, True) if kind == "fp8" else ExpertsSpec(4, 2, normalized)
+        if kind == "fp8":
+            pair = tuple(
+                quantized_weight("fp8", _codes(x, n, size), torch.full((n, 1), 2.0**-9, device=x.device))
+                for n in (2 * size, size)
+            )
+            mixture = Fp8Experts(spec, route, [pair] * 2, "silu", True)
+        else:
+            pair = tuple(torch.randn(n, size, device=x.device).to(x.dtype) / 16 for n in (2 * size, size))
+            mixture = GroupedExperts(spec, route, [pair] * 4, "silu", True)
+
+        def layer(x: torch.Tensor, mixture: GroupedExperts = mixture) -> torch.Tensor:
+            out = torch.zeros_like(x)
+            mixture.add_to(x.clone(), torch.ones_like(x[0]), 1e-5, out)
+            return out
+
+        assert not check_alone(layer, x, value).isfinite().any()
+
+
+def check_routing(x: torch.Tensor, value: float) -> None:
+    """One router logit that is not finite spoils its token's weights, and names experts that there are."""
+    for normalized in (False, True):
+        layer = GroupedExperts.__new__(GroupedExperts)
+        layer.spec = ExpertsSpec(12, 3, normalized)
+        logits = x[:, :12].float().contiguous()
+        row = check_alone(lambda x: layer._route(x)[1].view(3, 3), logits, value)  # noqa: B023
+        assert not row.isfinite().any() or value == -torch.inf  # which is a weight of 0
+        logits[1, 5] = value
+        ids = layer._route(logits)[0]
+        assert ((ids >= 0) & (ids < 12)).all()
+
+
+def check_norms(x: torch.Tensor, value: float) -> None:
+    weight = torch.ones_like(x[0])
+    both = torch.cat((weight[None], weight[None] * 0))
+    pairs = (
+        (lambda x: rms_norm_triton(x, weight, 1e-5), lambda x: rms_norm_torch(x, weight, 1e-5)),
+        (lambda x: layer_norm_triton(x, both, 1e-5), lambda x: layer_norm_torch(x, both, 1e-5)),
+        (lambda x: gated_activation_triton(x, "silu"), lambda x: gated_activation_torch(x, "silu")),
+    )
+    for compute, twin in pairs:
+        row, spoilt = check_alone(compute, x, value), x.clone()
+        spoilt[1, 5] = value
+        assert torch.equal(row.isfinite(), twin(spoilt)[1].isfinite())
+        assert not row.isfinite().all()
+
+
+def check_stored_keys(x: torch.Tensor, value: float, kind: str) -> None:
+    """A head that is not finite stays so in the cache; the codes of fp8 alone have no infinity."""
+    kv_heads, dim = 2, 16
+    x = x[:, : 4 * kv_heads * dim].contiguous()
+    table, positions = rope_table(RopeSpec(), dim, 16, torch.float32).to(x.device), torch.arange(3, device=x.device)
+    index = torch.tensor([5, 0, 9], dtype=torch.int32, device=x.device)
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        kv = torch.ones(2, kv_heads, 3, 4, dim, device=x.device).to(
+            torch.int8 if kind == "int8" else torch.float8_e4m3fn
+        )
+        scales = torch.ones(2, kv_heads, device=x.device)
+        if kind == "int8":
+            scales = torch.ones(kv_heads, 3, 4, 2, dtype=torch.float16, device=x.device)
+        rows = rope_rows_triton(table, positions.int())
+        # The last heads of a token are its values, which are not turned.
+        qkv = x.flip(1).view(3, 4 * kv_heads, dim)
+        rope_store_kv_triton(qkv.contiguous(), rows, kv, index, scales=scales)
+        flat = kv.flatten(2, 3), scales.flatten(1, 2) if kind == "int8" else scales
+        return restore_kv(*flat)[:, :, index.long()].permute(2, 0, 1, 3).reshape(3, 2, -1)
+
+    row = check_alone(stored, x, value)
+    if kind == "int8":
+        assert not row[1, dim:].isfinite().any()  # the head has one scale
+    elif value != value:
+        assert row[1].isnan().sum() == 1
+    else:
+        assert float(row[1].abs().max()) == 448
+
+
+def check_attention(x: torch.Tensor, value: float, kind: str) -> None:
+    """A key or a value that is not finite spoils the rows that see it."""
+    spans = [(20, 1), (37, 1), (5, 1)] if kind.startswith("decode") else [(20, 3), (30, 8), (0, 4)]
+    attend = decode_attention if kind.startswith("decode") else prefill_attention
+    q, clean, rows = paged_case(spans, (4, 2, 64), dtype=x.dtype, device=str(x.device))
+    block = int(rows.tables[rows.slots[1], 0])
+    edges = rows.q_starts.tolist()
+    for part in (0, 1):
+        spoilt = clean.clone()
+        spoilt[part, :, block, 3, 0] = value
+        for deterministic in (False, True):
+            outs = []
+            for kv in (clean, spoilt):
+                kv, scales = encoded("int8", kv) if kind.endswith("int8") else (kv, None)
+                options = {"scale": 0.125, "scales": scales}
+                outs.append(attend(q, kv, rows, **options, deterministic=deterministic))
+                want = paged_attention_torch(q, kv, rows, **options)
+            others = [i for i in range(len(q)) if not edges[1] <= i < edges[2]]
+            assert torch.equal(outs[1][others], outs[0][others])
+            own, twin = (out[edges[1] : edges[2]] for out in (outs[1], want))
+            if value != value or part:
+                assert torch.equal(own.isfinite(), twin.isfinite())
+                assert not own.isfinite().all(1).any()
+
+
+def check_samples(x: torch.Tensor, value: float) -> None:
+    """A row of logits fails with the token -1, whatever its parameters are."""
+    device, vocab = x.device, 300
+    logits = torch.randn(3, vocab, device=device)
+    slots = torch.arange(3, dtype=torch.int32, device=device)
+    for settings in ({"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}, {"min_p": 0.1}):
+        sampler = DeviceSampler(3, vocab, (2,), Transfers(device))
+        state = torch.zeros((4, 8 + NUM_PARAMS), dtype=torch.int32, device=device)
+        tokens, params = state[:, :8], state[:, 8:]
+        for slot in range(3):
+            new = NewSlot(slot, slots[:1].cpu().numpy(), 1, 7 + slot, SamplingParams(**settings))
+            params[slot] = torch.from_numpy(sampler.add(new)).to(device)
+        clean = sample_tokens_triton(logits.clone(), slots, slots + 1, tokens, params).tolist()
+        spoilt = logits.clone()
+        spoilt[1, 5] = value
+        got = sample_tokens_triton(spoilt, slots, slots + 1, tokens, params).tolist()
+        assert got == [clean[0], -1, clean[2]]
+
+
+def _int8(x: torch.Tensor, size_out: int) -> torch.Tensor:
+    return torch.randint(1, 128, (size_out, x.shape[1]), dtype=torch.int8, device=x.device)
+
+
+def _codes(x: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
+    return (torch.rand(size_out, size_in, device=x.device) * 64 + 1).to(torch.float8_e4m3fn)
+
+
+def _int4(x: torch.Tensor, size_out: int) -> QuantizedWeight:
+    codes = torch.randint(9, 16, (size_out, x.shape[1]), dtype=torch.uint8, device=x.device)
+    scales = torch.ones(size_out, x.shape[1] // 128, device=x.device)
+    return quantized_weight("int4", pack_planes(codes, plane_of(128)), scales, group=128)
+
+
+CASES: dict[str, Callable[[torch.Tensor, float], None]] = {
+    "fp8 rows": check_fp8_rows,
+    "fp8 product": check_fp8_product,
+    "fp8 weights": check_fp8_weights,
+    "integer product": check_integer_product,
+    "product of one row": check_one_row_product,
+    "mixture": lambda x, value: check_mixture(x, value, "dense"),
+    "fp8 mixture": lambda x, value: check_mixture(x, value, "fp8"),
+    "routing": check_routing,
+    "norms": check_norms,
+    "fp8 keys": lambda x, value: check_stored_keys(x, value, "fp8"),
+    "int8 keys": lambda x, value: check_stored_keys(x, value, "int8"),
+    "decode": lambda x, value: check_attention(x, value, "decode"),
+    "decode of int8": lambda x, value: check_attention(x, value, "decode int8"),
+    "prefill": lambda x, value: check_attention(x, value, "prefill"),
+    "samples": check_samples,
+}
+
+
+def check(case: str, value: float, device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    CASES[case](torch.randn(3, 128, device=device).to(dtype), value)

@@ -1,0 +1,16 @@
+"""NaN and infinities in kernels, under the interpreter: in float16, as it truncates to bfloat16. What the card's
+instructions do with them is in tests/compile (`drops_nan`) and tests/gpu, which has all values in all cases."""
+
+import pytest
+import torch
+
+from tests.support.not_finite_cases import CASES, check
+
+CHEAP = ("fp8 rows", "fp8 weights", "integer product", "routing", "norms", "fp8 keys", "int8 keys")
+
+
+@pytest.mark.parametrize(
+    ("case", "value"), [*((case, torch.nan) for case in CASES), *((case, torch.inf) for case in CHEAP)]
+)
+def test_a_row_that_is_not_finite_stays_so(case, value):
+    check(case, value, "cpu", torch.float16)
