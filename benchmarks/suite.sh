@@ -31,7 +31,7 @@ folder() { # of random weights, made once
 for stage in "$@"; do
     case $stage in
     tests) # every result has its line in the log, even if time ends before the tests do
-        python -m pytest -v -m gpu -p no:cacheprovider ${WORKERS:+-n "$WORKERS"} tests/gpu >"$out/tests.log" 2>&1
+        python -m pytest -v -m gpu -p no:cacheprovider ${WORKERS:+-n "$WORKERS" --dist load} tests/gpu >"$out/tests.log" 2>&1
         grep -E "FAILED|ERROR" "$out/tests.log" | tee "$out/tests.txt"
         tail -1 "$out/tests.log" | tee -a "$out/tests.txt"
         ;;

@@ -34,6 +34,7 @@ for module, *arguments in json.loads(sys.argv[1]):
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_ngram():
     lines = run(["drafts.ngram", "--repeats", "1", "--tokens", "3"]).splitlines()
     assert [line.count("|") for line in lines] == [7] * 8

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -62,6 +63,7 @@ def test_forms_and_shapes_without_kernels_are_widened():
     assert not products.fits(fp8, (64, 40))
 
 
+@mock.patch("runtime.quant.products.INTERPRETED", False)
 def test_nothing_keeps_codes_in_float32():
     gpu, cpu = GPU.device, torch.device("cpu")
     assert isinstance(products_of(GPU), TritonProducts)

@@ -1,6 +1,7 @@
 """ModelRunner with hand-made plans: slots, blocks, chunks, faults; and the real model."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -258,6 +259,7 @@ def test_available_memory_is_plausible():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@mock.patch("runtime.worker.runner.INTERPRETED", False)
 def test_devices_and_backends_that_are_not_there_are_refused():
     with pytest.raises(CallboardError, match="device is cuda"):
         choose_numerics(EngineConfig(device="cuda"))
@@ -292,6 +294,7 @@ def test_smollm2_answers(dtype, deterministic, smollm2_path):
         rows = [(slot, start + count, 1, 1) for slot, start, count, _ in rows]
 
 
+@pytest.mark.thorough
 def test_smollm2_logits_equal_transformers(smollm2_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -80,6 +80,7 @@ def test_one_row_within_the_product(index):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_steps_and_graphs(tmp_path, monkeypatch):
     """Logits are those of the torch path, whether steps are launched or graphs, and a step without adapters has graphs
     of its own."""

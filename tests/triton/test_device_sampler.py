@@ -70,9 +70,11 @@ def test_the_pass_that_applies_penalties(others, first):
         "check_sampler",
     ],
 )
+@pytest.mark.thorough
 def test_twins_agree(check: str):
     getattr(device_sampler_cases, check)()
 
 
+@pytest.mark.thorough
 def test_ranks_with_parts_of_the_vocabulary_answer_as_one():
     split_sampler_cases.check_split_sampler()

@@ -8,6 +8,7 @@ from tests.support.triton_engine import chains, check_tokens, logits_after_chunk
 pytestmark = pytest.mark.usefixtures("wide_products")
 
 
+@pytest.mark.thorough
 def test_deterministic_tokens_are_those_of_the_torch_path():
     check_tokens(2, deterministic=True)
 
@@ -16,6 +17,7 @@ def test_tokens_are_those_of_the_torch_path():
     check_tokens(2, graphs=True, max_num_seqs=4, max_num_batched_tokens=40, share_right=1.0)
 
 
+@pytest.mark.thorough
 def test_a_plan_of_several_steps():
     """Replayed graphs where samples are plain, step by step where not, and the torch path's loop."""
     want = run("torch", repeats=1)[0]
@@ -28,6 +30,7 @@ def test_short_chunks_of_a_prompt_on_graphs():
     torch.testing.assert_close(logits_after_chunks("triton"), logits_after_chunks("torch"), rtol=0, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_draft_catches_up_on_graphs():
     """After all guesses were right a row has two tokens, of which the plan brings the second."""
     assert chains("triton") == chains("torch")

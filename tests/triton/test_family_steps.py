@@ -78,6 +78,7 @@ def test_experts(num_tokens: int, num_experts: int, top_k: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("case", KERNEL_CASES)
+@pytest.mark.thorough
 def test_steps(case: str):
     spec = spec_of(case, **KERNEL_CASES[case])
     deterministic = bool(list(KERNEL_CASES).index(case) % 2)

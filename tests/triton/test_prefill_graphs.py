@@ -78,6 +78,7 @@ def mixed_step(driver: Driver, num_tokens: int, num_decoding: int) -> tuple[torc
 
 # Each graph, with two of its four short rows or without; and one with one of them.
 @pytest.mark.parametrize(("tokens", "num_decoding"), [*((size, n) for size in SIZES for n in (0, 2)), (24, 1)])
+@pytest.mark.thorough
 def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
     for num_tokens in (tokens - 1, tokens, tokens + 1):
         want = mixed_step(without_graphs(runner), num_tokens, num_decoding)
@@ -95,6 +96,7 @@ def test_every_bucket_at_its_edges(runner, tokens, num_decoding):
 
 
 @pytest.mark.parametrize("params", [HOT, replace(PENALISED, logit_bias=((3, 30.0),))])
+@pytest.mark.thorough
 def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch, params):
     """Each row goes on where the piece before left it, and all samples come in the plan's order: of guesses, of rows
     that decode, and of a request that shares blocks which an earlier piece of the same step computes. Samples may be
@@ -128,6 +130,7 @@ def test_a_step_above_the_largest_graph_is_several(runner, monkeypatch, params):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_penalties_of_a_request_that_resumes(runner):
     """A graph's own input brings the tokens that its penalties are for."""
     everything = SamplingParams(temperature=0.0, repetition_penalty=3.0, presence_penalty=2.0, frequency_penalty=2.0)

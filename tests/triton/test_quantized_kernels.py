@@ -119,6 +119,7 @@ def test_few_rows(form, shift):
 @pytest.mark.parametrize(
     "form", [form for form in FORMS if form[0].split()[0] in VECTOR_FORMS], ids=lambda form: " ".join(map(str, form))
 )
+@pytest.mark.thorough
 def test_one_row_without_matrix_units(form):
     for size_out, size_in, config in ((34, 96, VectorConfig(4, 1, 3)), (18, 656, VectorConfig(8, 2, 1))):
         weight = some_weight(form, size_out, size_in)

@@ -25,6 +25,7 @@ KINDS = {
 @pytest.mark.parametrize(
     ("kind", "deterministic"), [("fp8", False), ("int4 with minimums", True), ("int8 experts", False)]
 )
+@pytest.mark.thorough
 def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
     wide = QuantizedConfig(block_n=128, block_k=128, num_warps=4)
     monkeypatch.setattr("runtime.kernels.quantized_skinny_gemm.quantized_config", lambda *arguments: wide)

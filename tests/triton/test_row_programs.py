@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_several_programs_a_row_choose_as_one_does():
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "row_programs.py")],

@@ -22,6 +22,7 @@ def tokens_and_reasons(found: Answers) -> dict[str, tuple[list[int], FinishReaso
     return {name: answer[:2] for name, answer in found.items()}
 
 
+@pytest.mark.thorough
 def test_the_triton_path_gives_the_tokens_of_the_torch_path(monkeypatch):
     pair = regex('[{]"age": ?[0-9]{1,2}[}]')
     params = [
@@ -62,6 +63,7 @@ def test_the_triton_path_gives_the_tokens_of_the_torch_path(monkeypatch):
     assert filled == sorted(params[i].grammar.key for i in (0, 2, 3, 5)), filled
 
 
+@pytest.mark.thorough
 def test_ranks_with_parts_of_the_vocabulary_sample_what_one_does():
     """Plain and filtered rows within graphs; masks, penalties and log-probabilities beside them."""
     params = [
