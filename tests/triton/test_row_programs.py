@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
+import pytest
+
 
 @pytest.mark.thorough
 def test_several_programs_a_row_choose_as_one_does():
