@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.thorough
