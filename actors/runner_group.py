@@ -186,12 +186,12 @@ class RunnerGroup:
                 logger.warning("the runners are started again: %s", e)
         raise AssertionError("unreachable")
 
-    def load_adapter(self, index: int, path: str) -> None:
+    def load_adapter(self, index: int, path: str, digest: str) -> None:
         """Let all of them load an adapter while they serve. Raises CallboardError, RunnersLost too."""
         ranks = self._ranks
         if ranks is None:
             raise RunnersLost("There are no runners.")
-        ranks.ask("load_adapter", *((index, path) for _ in ranks.runners))
+        ranks.ask("load_adapter", *((index, path, digest) for _ in ranks.runners))
 
     def set_sleep(self, level: int) -> None:
         """Let all of them sleep, but for requests (1), end them (2), or wake them (0), before which no plan may come.

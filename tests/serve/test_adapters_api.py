@@ -131,7 +131,7 @@ async def test_a_stream_keeps_its_adapter_over_deaths_and_its_unloading(tmp_path
         engine.restart()
         await eventually(lambda: engine.loop.core.steps_done > 1)
         unloading = asyncio.create_task(post("/unload_lora_adapter", lora_name="sql"))
-        await eventually(lambda: not any(state.is_served for state in engine.loop._adapters.states()))
+        await eventually(lambda: not any(state.is_served for state in engine.loop._adapters.states.values()))
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="sql", **body)
         assert not unloading.done()
