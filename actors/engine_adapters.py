@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from actors.adapter_machine import Action, AdapterMachine, End, Hold, Load, Read
 from actors.adapters import AdapterEntry, AdapterState
 from actors.executor import RunnersLost
 from actors.link_server import Connection
-from actors.messages import Status
+from actors.messages import Adapters, Status
 from runtime.core.config import EngineConfig
 from runtime.core.scheduler import Scheduler
 from runtime.core.types import CallboardError
@@ -97,13 +97,11 @@ class EngineAdapters:
         """True if `release_unused` must be called even while the engine is idle."""
         return bool(self._machine.retaining())
 
-    def apply(self, entries: Iterable[AdapterEntry]) -> None:
-        """Take over what a front sent; entries that are not newer have no effect."""
-        self._run(self._machine.said(entries, time.time_ns()))
-
-    def apply_needs(self, front: Connection, folders: Mapping[str, str]) -> None:
-        """Keep, or load, the adapters of a front's streams, by digest."""
-        self._run(self._machine.needed(front, folders))
+    def apply(self, front: Connection, message: Adapters) -> None:
+        """Take over what a front sent. Entries that are not newer have no effect."""
+        self._run(self._machine.said(message.entries, time.time_ns()))
+        if message.needs is not None:
+            self._run(self._machine.needed(front, message.needs))
 
     def release_unused(self) -> None:
         """Called now and then: forget what no name means and no request uses. A silent front loses its connection."""

@@ -120,7 +120,8 @@ class EngineLoop:
 
     def report(self, figures: MetricValues) -> Snapshot:
         """Add what a front has counted; all figures of this engine."""
-        return self._meter.report(figures, self.core.scheduler, self.num_rebuilds, self._sleep.level)
+        adapters = self._adapters.states
+        return self._meter.report(figures, self.core.scheduler, self.num_rebuilds, self._sleep.level, adapters)
 
     def drain(self, reason: str) -> Future[object]:
         """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
@@ -275,16 +276,14 @@ class EngineLoop:
         elif isinstance(message, Sleep):
             self._sleep.asked.append((connection, message))
         elif isinstance(message, Adapters):
-            self._adapters.apply(message.entries)
-            if message.needs is not None:
-                self._adapters.apply_needs(connection, message.needs)
+            self._adapters.apply(connection, message)
         elif connection not in self._connections:
             self._connections.add(connection)
             self._send_status(connection)
         else:
             self._connections.discard(connection)
             self._followers.follow(connection, False)
-            self._adapters.apply_needs(connection, {})
+            self._adapters.apply(connection, Adapters(needs={}))
             for stream in list(connection.streams.values()):
                 self.core.abort(stream.key)
                 self._forget(stream)

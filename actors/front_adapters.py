@@ -63,6 +63,7 @@ class FrontAdapters:
                 del self._streams[digest]
                 if not any(state.digest == digest for state in self._served.values()):
                     self._update_needs()
+                    self._wake()
 
     def on_status(self, link: EngineLink, changed: Sequence[AdapterState], is_first: bool) -> None:
         """An engine has sent states, all of them with the first Status; it gets the entries and needs that it lacks."""
@@ -126,7 +127,16 @@ class FrontAdapters:
 
     async def unload(self, name: str) -> None:
         """From now on no new request gets it; returns when the streams that have it have ended."""
+        state = self._served.get(name)
         await self._say(name, "")
+        while state is not None and self._is_kept(state.digest):
+            await self._news.wait()
+
+    def _is_kept(self, digest: str) -> bool:
+        """True if streams have an adapter that no name means. An engine that was started meanwhile may have it."""
+        if any(state.digest == digest for state in self._served.values()):
+            return False
+        return digest in self._streams or any(link.usable and digest in link.kept for link in self._links())
 
     async def _say(self, name: str, path: str) -> list[AdapterState]:
         """Send all engines a new entry; returns its states on those that can be reached, when all are settled."""

@@ -4,7 +4,7 @@ from collections import Counter
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.adapter_machine import AdapterMachine, End, Hold, Load, Read, Rebuild, Restore
 from actors.adapters import FORGET_AFTER_S, AdapterEntry
@@ -39,9 +39,20 @@ class World(RuleBasedStateMachine):
                 self.holds.append(action.entry)
             elif isinstance(action, Rebuild):
                 assert not self.is_asleep, "an engine that sleeps is not woken up for an adapter"
+                assert not self.is_alive, "runners are not replaced in vain"
                 self.rebuild_due = True
             elif isinstance(action, End):
                 self.requests[self.ended] = 0
+
+    @initialize(is_used=st.booleans())
+    def begin(self, is_used):
+        """Most of what matters happens to an adapter that is there."""
+        self.say("x", "p", False)
+        for _ in range(2):
+            self.work()
+            self.answer()
+        if is_used:
+            self.request("p", False)
 
     # ---- fronts and requests ----------------------------------------------------------------------------------------
 
@@ -91,7 +102,7 @@ class World(RuleBasedStateMachine):
     def refuse(self, path):
         self.refused ^= {f"digest of {path}"}
 
-    # ---- runners ------------------------------------------------------------------------------------------------------
+    # ---- runners ----------------------------------------------------------------------------------------------------
 
     @rule()
     def kill(self):
@@ -137,7 +148,7 @@ class World(RuleBasedStateMachine):
         self.runners[index] = digest
         return ""
 
-    # ---- the thread that loads ----------------------------------------------------------------------------------------
+    # ---- the thread that loads --------------------------------------------------------------------------------------
 
     @rule(dies=st.booleans())
     @precondition(lambda self: self.jobs)
@@ -160,7 +171,7 @@ class World(RuleBasedStateMachine):
     def answer(self):
         self.run(self.answers.pop(0)())
 
-    # ---- what must hold -------------------------------------------------------------------------------------------------
+    # ---- what must hold ---------------------------------------------------------------------------------------------
 
     @invariant()
     def an_index_that_requests_may_have_holds_exactly_its_adapter(self):
@@ -201,7 +212,7 @@ class World(RuleBasedStateMachine):
                 self.work()
             else:
                 break
-        assert not (self.jobs or self.answers or self.rebuild_due), "it never ends"
+        assert (self.jobs, self.answers, self.rebuild_due) == ([], [], False), "it never ends"
         for state in self.machine.states.values():
             assert state.is_settled or (not state.entry.path and +self.requests) or self.machine.retaining()
         assert not any(self.machine.is_awaited(f"digest of {path}") for path in PATHS)
