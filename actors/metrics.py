@@ -121,9 +121,7 @@ METRICS = ENGINE_METRICS | {  # and what replicas count
         "expected",
         "found",
     ),
-    "callboard:adapter_requests": _counter(
-        "Finished requests by their adapter's name, until it is forgotten.", "adapter"
-    ),
+    "callboard:adapter_requests": _counter("Finished requests by adapter, until its name is forgotten.", "adapter"),
     "callboard:requests_refused": _counter(
         "Requests that were not served, by the reason.", "reason", "never", "busy", "draining", "late"
     ),

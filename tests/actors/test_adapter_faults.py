@@ -145,10 +145,10 @@ async def test_streams_outlive_an_engine_and_the_name(way, folders):
 
 
 async def test_streams_stay_on_a_draining_engine_that_alone_has_it(folders):
-    engines = [Engine(delay_s=0.02, max_loras=1) for _ in range(2)]
+    engines = [Engine(delay_s=0.1, max_loras=1) for _ in range(2)]
     async with Group(*engines) as group:
         await group.adapters.load("a", folders[0])
-        reading = asyncio.gather(read(group, req := with_adapter(group, "a", max_tokens=200)))
+        reading = asyncio.gather(read(group, req := with_adapter(group, "a", max_tokens=300)))
         await eventually(lambda: any(live(e) and e.loop.core.steps_done > 2 for e in engines))
         (serving,) = (e for e in engines if live(e))
         (other,) = (e for e in engines if e is not serving)

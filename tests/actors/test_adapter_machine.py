@@ -11,7 +11,7 @@ from actors.adapters import FORGET_AFTER_S, AdapterEntry
 from runtime.core.adapters import AdapterTable
 from runtime.core.types import CallboardError
 
-NAMES, PATHS, FRONTS = ("x", "y", "z"), ("p", "q", "r", "s"), (1, 2)
+NAMES, PATHS, FRONTS = ("x", "y"), ("p", "q", "r"), (1, 2)
 MAX_LORAS = 2
 
 
@@ -56,7 +56,11 @@ class World(RuleBasedStateMachine):
 
     # ---- fronts and requests ----------------------------------------------------------------------------------------
 
-    @rule(name=st.sampled_from(NAMES), path=st.sampled_from(("", *PATHS)), is_late=st.booleans())
+    @rule(name=st.sampled_from(NAMES))
+    def unload(self, name):
+        self.say(name, "", False)
+
+    @rule(name=st.sampled_from(NAMES), path=st.sampled_from(PATHS), is_late=st.booleans())
     def say(self, name, path, is_late):
         self.version += 1
         self.now += 1
@@ -231,5 +235,5 @@ class World(RuleBasedStateMachine):
         assert self.machine.states.keys() == {"x"}, "only settings are kept for ever"
 
 
-World.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+World.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 TestWorld = World.TestCase
