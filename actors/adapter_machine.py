@@ -55,7 +55,7 @@ class Load(NamedTuple):
     """Load an adapter while steps go on; the answer is `loaded` or `lost`."""
 
     digest: str
-    index: int
+    at: int  # its index
     path: str
     generation: int
 
@@ -64,7 +64,7 @@ class Restore(NamedTuple):
     """Load an adapter before the next step; the answer is `restored` if the runners refuse it."""
 
     digest: str
-    index: int
+    at: int  # its index
     path: str
 
 

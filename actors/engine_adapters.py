@@ -132,7 +132,7 @@ class EngineAdapters:
     def _restore(self, place: Restore) -> str:
         """Load one adapter onto fresh runners; returns why they refuse it. Raises RunnersLost."""
         try:
-            self._load_onto(place.index, place.path, place.digest)
+            self._load_onto(place.at, place.path, place.digest)
         except RunnersLost:
             raise
         except CallboardError as e:
@@ -177,7 +177,7 @@ class EngineAdapters:
                 return partial(machine.read, job, adapter.digest)
             with self._runners:
                 if job.generation == machine.generation:
-                    self._load_onto(job.index, job.path, job.digest)
+                    self._load_onto(job.at, job.path, job.digest)
             return partial(machine.loaded, job)
         except RunnersLost as e:
             assert isinstance(job, Load), "reading calls no runner"

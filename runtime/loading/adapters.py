@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from runtime.core.types import CallboardError
 from runtime.loading.adapter_patterns import Patterns
@@ -143,7 +144,7 @@ def read_adapter(path: str | Path) -> Adapter:
     return Adapter(folder, data, head, _maps(config, tensors, len(head), weights_path))
 
 
-def _opened(path: Path, most_bytes: int) -> BinaryIO:
+def _opened(path: Path, most_bytes: int) -> BufferedReader:
     """Open a regular file of a bounded size. Raises CallboardError."""
     try:
         found = path.stat()
@@ -183,7 +184,7 @@ def _check(config: dict[str, Any], path: Path) -> None:
         )
 
 
-def _header(file: BinaryIO, path: Path) -> tuple[bytes, dict[str, Any]]:
+def _header(file: BufferedReader, path: Path) -> tuple[bytes, dict[str, Any]]:
     """The header of a safetensors file: its bytes, and what it says of each tensor. Raises CallboardError."""
     num_bytes = os.fstat(file.fileno()).st_size
     head = file.read(8)
@@ -213,7 +214,7 @@ def _place(name: str, one: dict[str, Any], start: int, path: Path) -> TensorPlac
         )
     if not all(type(n) is int and n >= 0 for n in (*shape, *where)):
         raise CallboardError(f"{path}: tensor {_shown(name)} has a negative size or place; fetch the file again.")
-    place = TensorPlace(dtype, *shape, start + where[0])
+    place = TensorPlace(dtype, shape[0], shape[1], start + where[0])
     if where[1] - where[0] != _num_bytes(place):
         raise CallboardError(f"{path}: tensor {_shown(name)} has another size than its shape; fetch the file again.")
     return place

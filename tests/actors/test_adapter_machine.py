@@ -122,8 +122,8 @@ class World(RuleBasedStateMachine):
         self.is_alive, self.is_asleep, self.rebuild_due, self.runners = True, False, False, {}
         actions = self.machine.started()
         for place in [a for a in actions if isinstance(a, Restore)]:
-            if error := self.load(place.index, place.path, place.digest):
-                self.ended = place.index
+            if error := self.load(place.at, place.path, place.digest):
+                self.ended = place.at
                 actions += self.machine.restored(place.digest, error)
         self.run(actions)
 
@@ -167,7 +167,7 @@ class World(RuleBasedStateMachine):
             self.kill()
             self.answers.append(lambda: self.machine.lost(job, "Rank 0 is gone."))
         else:
-            error = self.load(job.index, job.path, job.digest)
+            error = self.load(job.at, job.path, job.digest)
             self.answers.append(lambda: self.machine.loaded(job, error))
 
     @rule()
