@@ -127,7 +127,7 @@ async def test_one_that_replaces_another_is_there_before_that_goes(folders, monk
         with pytest.raises(CallboardError, match="max_loras"):  # both are needed
             await group.adapters.load("y", c)
         time_passes()
-        await eventually(lambda: not any(old.adapter in e.loop.core.scheduler.adapters._open for e in engines))
+        await eventually(lambda: not any(e.loop.core.scheduler.adapters.is_open(old.adapter) for e in engines))
         with pytest.raises(CallboardError, match="not loaded"):
             await read(other, replace(asked[1], request_id="too late"))
         assert live(engines[0]) + live(engines[1]) == 1
