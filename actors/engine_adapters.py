@@ -28,6 +28,7 @@ from runtime.loading.adapters import read_adapter
 logger = logging.getLogger(__name__)
 
 _HELD_S = 1.0  # new requests may have a name's former adapter so long: fronts receive its successor meanwhile
+_LOOK_S = 1.0  # between two looks for fronts that are silent
 _T = TypeVar("_T")
 
 LoadAdapter = Callable[[int, str, str], None]  # lets all runners load a folder at an index, if its digest is this one
@@ -107,7 +108,7 @@ class EngineAdapters:
         """Called now and then: forget what no name means and no request uses. A silent front loses its connection."""
         if self._machine.is_leaving:
             self._run(self._machine.unused())
-        if (now := time.monotonic()) - self._looked_at > _HELD_S:
+        if (now := time.monotonic()) - self._looked_at > _LOOK_S:
             self._looked_at = now
             for front in self._machine.retaining():
                 if isinstance(front, Connection) and front.is_silent:
@@ -115,17 +116,17 @@ class EngineAdapters:
 
     def restart(self, start: Callable[[], _T]) -> _T:
         """Return what `start` returns, which starts fresh runners; they have all adapters before requests go on."""
-        self.is_restarting = True
-        try:
-            with self._runners:
+        with self._runners:
+            self.is_restarting = True  # from here on: a load that hangs must not look like a start
+            try:
                 started = start()
                 self.loss = ""
                 actions = self._machine.started()
                 for action in [action for action in actions if isinstance(action, Restore)]:
                     if error := self._restore(action):
                         actions += self._machine.restored(action.digest, error)
-        finally:
-            self.is_restarting = False
+            finally:
+                self.is_restarting = False
         self._run(actions)
         return started
 

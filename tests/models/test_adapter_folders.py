@@ -121,7 +121,9 @@ def test_errors_show_one_short_line_of_a_folder(folder):
     assert len(str(error.value)) < 600
 
 
-@pytest.mark.parametrize("alpha", [float("nan"), float("inf"), 10**400, True, "8"])
+@pytest.mark.parametrize(
+    "alpha", [float("nan"), float("inf"), 10**400, True, "8"], ids=["nan", "inf", "huge", "bool", "text"]
+)
 def test_alphas_are_ordinary_numbers(folder, alpha):
     configure(folder, lora_alpha=alpha)
     with pytest.raises(CallboardError, match=r"lora_alpha of .* must be a number"):
