@@ -18,6 +18,7 @@ streams of it (on this engine or another one), or while a request here uses it.
     read               the files were read                        the name gets a place, or an error
     loaded             the runners loaded it, or refused it       READY, an error, or WAITING if runners are fresh
     lost               runners were lost during a load            WAITING and Rebuild; the third loss is an error
+    skipped            its runners were replaced before the load  WAITING
     started            fresh runners were started                 Restore each READY place; Load each WAITING one
     restored           the fresh runners refused a place          End its requests; its names get an error
     fell_asleep        the engine sleeps                          places stay; new ones stay WAITING; never Rebuild
@@ -52,7 +53,7 @@ class Read(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Load an adapter while steps go on; the answer is `loaded` or `lost`."""
+    """Load an adapter while steps go on; the answer is `loaded`, `lost` or `skipped`."""
 
     digest: str
     at: int  # its index
@@ -202,6 +203,10 @@ class AdapterMachine:
                 self._drop(job.digest, f"The model runners were lost {MAX_LOSSES} times while they loaded it: {why}")
                 out.append(Report())
         return self._settle(out)
+
+    def skipped(self, job: Load) -> list[Action]:
+        self._places[job.digest].state = _State.WAITING
+        return self._settle([])
 
     def started(self) -> list[Action]:
         self.generation += 1

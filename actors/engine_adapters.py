@@ -177,8 +177,9 @@ class EngineAdapters:
                 adapter.check_rank(self._config.max_lora_rank)
                 return partial(machine.read, job, adapter.digest)
             with self._runners:
-                if job.generation == machine.generation:
-                    self._load_onto(job.at, job.path, job.digest)
+                if job.generation != machine.generation:
+                    return partial(machine.skipped, job)
+                self._load_onto(job.at, job.path, job.digest)
             return partial(machine.loaded, job)
         except RunnersLost as e:
             assert isinstance(job, Load), "reading calls no runner"

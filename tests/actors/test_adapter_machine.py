@@ -162,7 +162,7 @@ class World(RuleBasedStateMachine):
             digest = self.files[job.path]
             self.answers.append(lambda: self.machine.read(job, digest, "" if digest else "There are no files."))
         elif job.generation != self.machine.generation:
-            self.answers.append(lambda: self.machine.loaded(job))
+            self.answers.append(lambda: self.machine.skipped(job))
         elif not self.is_alive or dies:
             self.kill()
             self.answers.append(lambda: self.machine.lost(job, "Rank 0 is gone."))
@@ -237,3 +237,16 @@ class World(RuleBasedStateMachine):
 
 World.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 TestWorld = World.TestCase
+
+
+def test_loads_that_never_began_count_as_no_loss():
+    machine = AdapterMachine(AdapterTable(1), lambda index: False)
+    (read,) = (job for job in machine.said([AdapterEntry("a", "p", 1)], 1) if isinstance(job, Read))
+    actions = machine.read(read, "digest")
+    for _ in range(5):
+        (load,) = (job for job in actions if isinstance(job, Load))
+        machine.started()
+        actions = machine.skipped(load)
+    (load,) = (job for job in actions if isinstance(job, Load))
+    machine.loaded(load)
+    assert machine.states["a"].digest == "digest"
