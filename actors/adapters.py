@@ -1,44 +1,52 @@
 """Names of adapters (LoRA), as the processes of an application agree on them.
 
-Each front and each engine keeps, for every name, what was said of it last: no process's end takes the names along. A
-front that is asked to load an adapter, or to unload one, tells all engines; engines tell all their fronts; and who
-hears of something older than it knows answers with what it knows. What was said last is what has the highest version.
+Each front and each engine stores the newest entry of every name, so no process's end loses a name. A front that gets a
+request to load or unload an adapter sends the new entry to all engines, and engines send it to all their fronts. The
+highest version wins: a process that receives an older entry replies with its newer one.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+MAX_NAMES = 1024  # names that a front stores, those of entries without a folder included; more are refused
+FORGET_AFTER_S = 600  # entries without a folder are dropped then; a process that was cut off for longer may revive them
+
 
 class AdapterEntry(msgspec.Struct, array_like=True, frozen=True):
-    """The meaning of a name, as somebody has said it."""
+    """The meaning of a name."""
 
     name: str
-    path: str  # of its folder, on the engines' nodes; "": nothing has this name any more
-    version: int = 0  # when it was said, in nanoseconds, or one more than what it replaces; 0: by the command line
+    path: str  # of its folder, on the engines' nodes; "" if the name means nothing any more
+    version: int = 0  # wall clock in ns, or one more than what it replaces; 0 if it comes from the command line
+
+    def is_older(self, now_ns: int) -> bool:
+        """True if it is older than FORGET_AFTER_S."""
+        return now_ns - self.version > FORGET_AFTER_S * 1_000_000_000
 
 
 class AdapterState(msgspec.Struct, array_like=True, frozen=True):
-    """How far an engine is with what was said of a name last: it is still at it if it has neither digest nor error."""
+    """How far an engine is with the newest entry of a name. Neither digest nor error: it is loading."""
 
     entry: AdapterEntry
-    digest: str = ""  # of what has the name or, without a path, of what had it, as long as requests use that
-    error: str = ""  # why it could not be loaded
-    # Of what had the name before: requests may ask for it until its successor is loaded and fronts know that, and go on
-    # to if that could not be loaded.
+    digest: str = ""  # of the name's adapter; without a folder, of the former one while streams use it
+    error: str = ""  # why it could not be loaded; empty if it could
+    # Of the adapter that had the name before; empty if none had. Requests may have it until its successor is loaded and
+    # the fronts have received that, and for longer if the successor could not be loaded.
     held: str = ""
+    is_setting: bool = False  # the command line has the name too, so that its entry is never dropped
 
     @property
     def is_served(self) -> bool:
-        """Requests may ask for it."""
+        """True if requests may have it."""
         return bool(self.entry.path and self.digest)
 
     @property
     def digests(self) -> frozenset[str]:
-        """Of what requests may ask for."""
+        """Of what requests may have."""
         return frozenset({self.digest, self.held} - {""}) if self.entry.path else frozenset()
 
     @property
     def is_settled(self) -> bool:
-        """The engine has done what was asked."""
+        """True if the engine has applied the entry, or could not."""
         return bool(self.digest or self.error) if self.entry.path else not self.digest

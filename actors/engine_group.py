@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from actors.adapters import AdapterState
 from actors.engine_client import EngineRefusal, OnEngine, Refusal, nobody
 from actors.front_adapters import FrontAdapters
 from actors.link import EngineLink, Stream
@@ -123,15 +124,16 @@ class EngineGroup:
 
     async def generate(self, request: Request, on_engine: OnEngine = nobody) -> AsyncGenerator[RequestOutput, None]:
         stream = Stream(request, on_engine)
-        self._place(stream)
-        try:
-            while True:
-                output = await stream.take()
-                yield output
-                if output.finish_reason:
-                    return
-        finally:
-            self._release(stream)
+        with self.adapters.stream_of(request.adapter):
+            self._place(stream)
+            try:
+                while True:
+                    output = await stream.take()
+                    yield output
+                    if output.finish_reason:
+                        return
+            finally:
+                self._release(stream)
 
     def abort(self, request_id: str) -> None:
         asked = AbortById(request_id)
@@ -162,10 +164,9 @@ class EngineGroup:
         """The best engine for a stream among those that have not refused it; None if there is none."""
         usable = [link for link in self._links.values() if link.usable and link not in stream.refusals]
         if len(usable) > 1:
-            adapter = stream.request.adapter
             ranks = [
                 (
-                    bool(adapter) and adapter not in k.digests,
+                    not k.has_adapter(stream),
                     k.draining,
                     bool(k.reason),
                     k.is_asleep,
@@ -283,11 +284,11 @@ class EngineGroup:
             if link.is_followed != wanted:
                 link.follow(wanted)
 
-    def on_status(self, link: EngineLink) -> None:
+    def on_status(self, link: EngineLink, changed: list[AdapterState], is_first: bool) -> None:
         """Streams without an engine go to it at once. Those of a draining engine go on meanwhile, so they move when
         nothing has changed for a while: if all engines drain, one after the other, they had better stay."""
         self.info = max((k.info for k in self._links.values() if k.usable), key=lambda info: info.max_model_len)
-        self.adapters.on_status(link)
+        self.adapters.on_status(link, changed, is_first)
         if not link.reason:
             self._is_served.set()
         if link.name not in self._router:
@@ -317,10 +318,12 @@ class EngineGroup:
                 self._move(stream)
 
     def _move(self, stream: Stream) -> bool:
-        """Let a healthy engine go on with a stream in the same way; False if there is no other."""
+        """Let a healthy engine go on with a stream in the same way; False if there is no other that has its adapter."""
         choice = self._choose(stream)
         other = None if choice is None else self._links[choice.engine]
-        if choice is None or other is None or other.reason or not stream.suits(other.info):
+        if choice is None or other is None or other.reason:
+            return False
+        if not stream.suits(other.info) or not other.has_adapter(stream):
             return False
         self._release(stream)
         self._submit(stream, choice)

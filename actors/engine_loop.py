@@ -19,6 +19,7 @@ from actors.cache_feed import CacheFeed, Followers
 from actors.engine_adapters import EngineAdapters, LoadAdapter
 from actors.engine_client import Refusal
 from actors.engine_sleep import EngineSleep, SetSleep
+from actors.held_requests import HeldRequests
 from actors.link_server import Connection, LinkServer, Stream
 from actors.messages import Abort, AbortById, Adapters, Ended, Follow, Forget, FromFront, Refused, Sleep, Status, Submit
 from actors.metrics import EngineMetrics, MetricValues, Snapshot
@@ -61,7 +62,7 @@ class EngineLoop:
         self._inbox = queue.SimpleQueue()
         self._connections: set[Connection] = set()
         self._by_id: dict[str, dict[Stream, None]] = {}  # live ones by their clients' ids
-        self._held: list[tuple[Stream, Request]] = []  # until an adapter is loaded
+        self._held = HeldRequests(config.queue_timeout_s)
         self._untold: set[Connection] = set()  # those that do not know yet what was accepted
         self._draining: str | None = None  # why no new requests are taken
         self._output: StepOutput | None = None  # committed, not sent yet
@@ -74,11 +75,11 @@ class EngineLoop:
         pacing = StepPacing(config.max_itl_ms, time.monotonic)
         self.core = EngineCore(config, self.info, self.executor, speculation, pacing)
         scheduler, changed = self.core.scheduler, self._adapters_have_changed
-        self._limits = QueueLimits(config, scheduler)
-        self._adapters = EngineAdapters(config, scheduler, load_adapter, self._call, self._rebuild, changed)
+        self._limits = QueueLimits(config, scheduler, self._held)
+        self._adapters = EngineAdapters(config, scheduler, load_adapter, self._call, changed, self._fail_requests)
         self._adapters.load_at_start()
         settled = partial(self._set_reason, None)
-        self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, settled)
+        self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, settled, self._adapters)
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)
         self._meter = EngineMetrics(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
@@ -99,7 +100,7 @@ class EngineLoop:
 
         False if even that did not help: then this process itself is stuck, and must be replaced."""
         stuck_s = time.monotonic() - self._progress
-        if not self._has_work or self.reason or stuck_s <= self.config.step_timeout_s:
+        if not self._has_work or self._adapters.is_restarting or stuck_s <= self.config.step_timeout_s:
             return True
         logger.error("no step finished for %.0f s with %d requests live", stuck_s, len(self.core.scheduler.requests))
         self.executor.close()
@@ -119,7 +120,8 @@ class EngineLoop:
 
     def report(self, figures: MetricValues) -> Snapshot:
         """Add what a front has counted; all figures of this engine."""
-        return self._meter.report(figures, self.core.scheduler, self.num_rebuilds, self._sleep.level)
+        adapters = self._adapters.states
+        return self._meter.report(figures, self.core.scheduler, self.num_rebuilds, self._sleep.level, adapters)
 
     def drain(self, reason: str) -> Future[object]:
         """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
@@ -208,7 +210,7 @@ class EngineLoop:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._sleep.asked) or (self.core.has_work and not self._sleep.level)
+        return bool(self._sleep.asked or self._adapters.loss) or (self.core.has_work and not self._sleep.level)
 
     def _wait_to_plan(self) -> bool:
         """Take requests until the next step must be planned, so that they wait for no other one but this one. False if
@@ -233,7 +235,7 @@ class EngineLoop:
                     return
                 self._limits.idle()
                 has_backlog = any(c.has_backlog for c in self._connections)
-                is_due = has_backlog or self._limits.has_deadlines
+                is_due = has_backlog or self._limits.has_deadlines or self._adapters.is_kept_for_fronts
                 idle_s = _CHECK_EVERY_S if logger.isEnabledFor(logging.DEBUG) else None
                 untold_s = self._followers.tell()
                 try:
@@ -274,13 +276,14 @@ class EngineLoop:
         elif isinstance(message, Sleep):
             self._sleep.asked.append((connection, message))
         elif isinstance(message, Adapters):
-            self._adapters.apply(message.entries)
+            self._adapters.apply(connection, message)
         elif connection not in self._connections:
             self._connections.add(connection)
-            connection.send(self._status())
+            self._send_status(connection)
         else:
             self._connections.discard(connection)
             self._followers.follow(connection, False)
+            self._adapters.apply(connection, Adapters(needs={}))
             for stream in list(connection.streams.values()):
                 self.core.abort(stream.key)
                 self._forget(stream)
@@ -295,15 +298,16 @@ class EngineLoop:
         stream = Stream(connection, message.stream, message.request.request_id)
         connection.streams[message.stream] = stream
         self._by_id.setdefault(stream.client_id, {})[stream] = None
-        self._add(stream, replace(message.request, request_id=stream.key))
+        self._add(stream, replace(message.request, request_id=stream.key), message.resumed)
 
-    def _add(self, stream: Stream, request: Request) -> None:
+    def _add(self, stream: Stream, request: Request, resumed: bool) -> None:
         """Queue a request, unless its adapter is not loaded yet."""
         connection = stream.connection
         if self._adapters.is_awaited(request.adapter):
-            self._held.append((stream, request))
+            self._held.add(stream, request, resumed)
             return
         try:
+            self._adapters.check(request.adapter, resumed)
             state = self.core.add(request, stream)
         except CallboardError as e:
             self._forget(stream)
@@ -312,11 +316,10 @@ class EngineLoop:
         connection.frame.accepted.append((stream.number, False))
         self._untold.add(connection)
         if len(request.token_ids) == request.prompt_len:
-            self._limits.queued(state)
+            self._limits.queued(state, stream.arrived_at)
 
     def _refuse_late(self) -> None:
-        for state in self._limits.late():
-            stream: Stream = state.owner
+        for stream in self._limits.late():
             self.core.abort(stream.key)
             self._forget(stream)
             text = f"The request waited {self.config.queue_timeout_s:g} s in the queue (queue_timeout_s)."
@@ -397,22 +400,21 @@ class EngineLoop:
 
     def _forget(self, stream: Stream) -> None:
         stream.connection.streams.pop(stream.number, None)
+        self._held.remove(stream)
         of_id = self._by_id.get(stream.client_id, {})
         of_id.pop(stream, None)
         if not of_id:
             self._by_id.pop(stream.client_id, None)
 
-    def _status(self) -> Status:
-        is_asleep = self._sleep.level > 0
-        return Status(self._draining or self.reason, self._draining is not None, self._adapters.states(), is_asleep)
+    def _send_status(self, connection: Connection) -> None:
+        status = Status(self._draining or self.reason, self._draining is not None, is_asleep=self._sleep.level > 0)
+        connection.send(self._adapters.add_news(status, connection))
 
     def _adapters_have_changed(self) -> None:
-        """Tell the fronts, and queue what has waited for one, but for streams that have ended meanwhile."""
+        """Send it to the fronts, and queue the requests that have waited for it."""
         self._tell_status()
-        held, self._held = self._held, []
-        for stream, request in held:
-            if stream.connection.streams.get(stream.number) is stream:
-                self._add(stream, request)
+        for stream, request, resumed in self._held.take():
+            self._add(stream, request, resumed)
 
     def _fail_requests(self, adapter: str, error: str) -> None:
         for state in [s for s in self.core.scheduler.requests.values() if s.request.adapter == adapter]:
@@ -424,7 +426,7 @@ class EngineLoop:
 
     def _tell_status(self) -> None:
         for connection in self._connections:
-            connection.send(self._status())
+            self._send_status(connection)
 
     def _rebuild(self, why: str) -> None:
         """Runners are replaceable caches (C8): get new ones and recompute every live request.
@@ -438,7 +440,7 @@ class EngineLoop:
         if (culprit := self.core.lose()) is not None:
             text = f"The model runners were lost {culprit.num_losses} times while computing this request."
             self._end_at_once(culprit.owner, FinishReason.ERROR, text)
-        self.executor, info = self._adapters.restart(self._start_runners, self._fail_requests)
+        self.executor, info = self._adapters.restart(self._start_runners)
         if info.fingerprint != self.info.fingerprint:
             raise RuntimeError("the model's files changed under a running engine")
         self.core.recover(self.executor)

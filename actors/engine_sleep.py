@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from actors.engine_adapters import EngineAdapters
 from actors.executor import RunnersLost
 from actors.link_server import Connection
 from actors.messages import Sleep
@@ -32,16 +33,20 @@ class EngineSleep:
         finish: Callable[[], None],
         rebuild: Callable[[str], None],
         settled: Callable[[], None],
+        adapters: EngineAdapters,
     ) -> None:
         """`finish` sends what the steps in flight sample, `rebuild` gets fresh runners, which are awake, and `settled`
-        tells the fronts that this is over."""
+        tells the fronts that this is over. `adapters` loads nothing while the runners sleep."""
         self.level = 0
         self.asked: deque[tuple[Connection, Sleep]] = deque()
         self._core, self._set_level = core, set_level
-        self._finish, self._rebuild, self._settled = finish, rebuild, settled
+        self._finish, self._rebuild, self._settled, self._adapters = finish, rebuild, settled, adapters
 
     def follow(self) -> bool:
-        """Come to the levels that were asked for, between two steps; True while the engine is asleep."""
+        """Come to the levels that were asked for, between two steps; True while the engine is asleep. Raises
+        RunnersLost if a load of an adapter has found that they are lost."""
+        if self._adapters.loss:
+            raise RunnersLost(self._adapters.loss)
         while self.asked:
             connection, message = self.asked.popleft()
             error = ""
@@ -63,11 +68,13 @@ class EngineSleep:
                 self._finish()
                 self._core.lose()
             self.level = level  # before the runners are: copies may take longer than a step
+            self._adapters.fell_asleep()
             self._set_level(level)
         elif not level and self.level == 1:
             self._wake()
             self._core.recover(self._core.executor)
             self.level = 0
+            self._adapters.woke_up()
         elif not level and self.level == 2:
             self._rebuild("they were let go to sleep")
 

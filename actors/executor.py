@@ -132,6 +132,11 @@ class SocketExecutor:
                     self._hear(self._ranks[fd])
         return decode_result(self._results.popleft())
 
+    @property
+    def closed(self) -> RunnersLost | None:
+        """Why nothing is carried any more; None while it is open."""
+        return self._closed
+
     def has_result(self) -> bool:
         """True if `collect` would return, or raise, at once, or some rank has something to say."""
         return bool(self._results) or self._fault is not None or bool(self._poll.poll(0))

@@ -1,13 +1,19 @@
-"""The adapters (LoRA) of an application as a front knows them, and how it has engines load and unload them."""
+"""The adapters (LoRA) of an application as a front stores them, and how a front lets engines load and unload them.
+
+Entries of names follow `adapters.py`. Besides, a front sends each engine the adapters that its streams have (needs):
+the engine keeps them, or loads them, until the streams have ended, so that each stream can move to it (C8).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from actors.adapters import AdapterEntry, AdapterState
+from actors.adapters import FORGET_AFTER_S, MAX_NAMES, AdapterEntry, AdapterState
 from actors.engine_client import EngineRefusal, Refusal
 from runtime.core.types import CallboardError
 
@@ -16,19 +22,23 @@ if TYPE_CHECKING:
 
 
 class FrontAdapters:
-    """The meaning of each name (adapters.py), from what the engines of these links tell."""
+    """The meaning of each name, from the states that the engines of these links send."""
 
     def __init__(self, links: Callable[[], Sequence[EngineLink]]) -> None:
         self._links = links
-        self._entries: dict[str, AdapterEntry] = {}  # what was said last
+        self._entries: dict[str, AdapterEntry] = {}  # the newest of each name
+        self._settings: set[str] = set()  # names of engines' command lines, whose entries are never dropped
         self._served: dict[str, AdapterState] = {}  # by name: as an engine served it last
-        self._news = asyncio.Event()  # set, and replaced, when an engine has told something
+        self._streams: Counter[str] = Counter()  # live ones, by digest
+        self._paths: dict[str, str] = {}  # folders by digest, of what engines have and streams had
+        self._needs: dict[str, str] = {}  # folders by digest, as they were sent to all engines
+        self._news = asyncio.Event()  # set, and replaced, when an engine has sent something
 
     def served(self) -> dict[str, AdapterState]:
-        """Those that requests may ask for, by name.
+        """What requests may have, by name.
 
-        One of the settings is there as long as an engine has it, or all engines are away; another one until somebody
-        unloads it: an engine that lacks it loads it, and its requests wait for that."""
+        A name of the command line is served while an engine has its adapter, or all engines are away. Another one is
+        served until it is unloaded: an engine that lacks its adapter loads it, and its requests wait for that."""
         usable = [link for link in self._links() if link.usable]
         return {
             name: state
@@ -36,33 +46,73 @@ class FrontAdapters:
             if state.entry.version or not usable or any(state.digest in link.digests for link in usable)
         }
 
-    def on_status(self, link: EngineLink) -> None:
-        """An engine has told what names mean there; it is told what it does not know."""
-        for name, state in link.adapters.items():
+    @contextmanager
+    def stream_of(self, digest: str) -> Iterator[None]:
+        """Around the life of a stream: every engine keeps its adapter, or loads it."""
+        if not digest:
+            yield
+            return
+        self._streams[digest] += 1
+        if digest not in self._needs:
+            self._update_needs()
+        try:
+            yield
+        finally:
+            self._streams[digest] -= 1
+            if not self._streams[digest]:
+                del self._streams[digest]
+                if not any(state.digest == digest for state in self._served.values()):
+                    self._update_needs()
+                    self._wake()
+
+    def on_status(self, link: EngineLink, changed: Sequence[AdapterState], is_first: bool) -> None:
+        """An engine has sent states, all of them with the first Status; it gets the entries and needs that it lacks."""
+        has_news = False
+        for state in changed:
+            name = state.entry.name
+            if state.is_setting:
+                self._settings.add(name)
             known = self._entries.get(name)
             if known is None or known.version < state.entry.version:
+                has_news = True
                 self._set(state.entry)
             if state.entry == self._entries[name]:
                 if state.is_served:
-                    self._served[name] = state
+                    self._served[name], self._paths[state.digest] = state, state.entry.path
                 elif state.held:
                     self._served.setdefault(name, AdapterState(state.entry, state.held))
-        for each in self._links():
+        self._paths |= link.kept
+        if has_news:
+            self._forget_old()
+        for each in self._links() if has_news else [link]:
             self._tell(each)
+        if is_first and self._needs:
+            link.tell_adapters([], self._needs)
+        self._update_needs()
+        known_digests = {digest for each in self._links() for digest in each.kept} | self._streams.keys()
+        known_digests |= {state.digest for state in self._served.values()}
+        self._paths = {digest: path for digest, path in self._paths.items() if digest in known_digests}
         self._wake()
 
     def on_lost(self) -> None:
-        """An engine is gone, or one was: who waits for it need not."""
+        """An engine is gone: what waits for it looks again."""
         self._wake()
 
     async def load(self, name: str, path: str) -> None:
         """Returns when all engines that can be reached have it. Until one has, the name means what it did.
 
-        Raises EngineRefusal if there is none, and CallboardError if one cannot load it; none serves it then, but all
-        what had the name before, as far as its files are still there."""
+        Raises EngineRefusal if there is no engine or there are too many names, and CallboardError if one cannot load
+        it: then no engine serves it, and each serves what had the name before if its files still exist."""
         if not any(link.usable for link in self._links()):
             raise EngineRefusal("There is no engine now that could load an adapter; try again later.", Refusal.DRAINING)
         known = self._entries.get(name)
+        self._forget_old()
+        if known is None and len(self._entries) >= MAX_NAMES:
+            text = (
+                f"There are {MAX_NAMES} names of adapters, the limit; unload some, or try again when those that were "
+                f"unloaded are forgotten, after {FORGET_AFTER_S} s."
+            )
+            raise EngineRefusal(text, Refusal.BUSY, float(FORGET_AFTER_S))
         before = known.path if known is not None else ""
         states = await self._say(name, path)
         error = next((state.error for state in states if state.error), "")
@@ -76,21 +126,32 @@ class FrontAdapters:
             raise CallboardError(error)
 
     async def unload(self, name: str) -> None:
-        """From now on no new request gets it; returns when those that have it have come to their end."""
+        """From now on no new request gets it; returns when the streams that have it have ended."""
+        state = self._served.get(name)
         await self._say(name, "")
+        while state is not None and self._is_kept(state.digest):
+            await self._news.wait()
+
+    def _is_kept(self, digest: str) -> bool:
+        """True if streams have an adapter that no name means. An engine that was started meanwhile may have it."""
+        if any(state.digest == digest for state in self._served.values()):
+            return False
+        return digest in self._streams or any(link.usable and digest in link.kept for link in self._links())
 
     async def _say(self, name: str, path: str) -> list[AdapterState]:
-        """Tell all engines what a name means now; returns what became of it at those that can be reached, when that
-        is settled."""
+        """Send all engines a new entry; returns its states on those that can be reached, when all are settled."""
         known = self._entries.get(name)
         entry = AdapterEntry(name, path, max(time.time_ns(), known.version + 1 if known is not None else 0))
         self._set(entry)
         for link in self._links():
             self._tell(link)
+        self._update_needs()
         while True:
             states = [link.adapters.get(name) for link in self._links() if link.usable]
             done = [s for s in states if s is not None and s.entry.version >= entry.version and s.is_settled]
-            if len(done) == len(states) and (done or not path):
+            if not path and len(done) == len(states) - states.count(None):
+                return done
+            if path and done and len(done) == len(states):
                 return done
             await self._news.wait()
 
@@ -99,12 +160,40 @@ class FrontAdapters:
         if not entry.path:
             self._served.pop(entry.name, None)
 
+    def _forget_old(self) -> None:
+        """Drop old entries without a folder. One that no engine can load becomes such an entry."""
+        now_ns, usable = time.time_ns(), [link for link in self._links() if link.usable]
+        for name, entry in list(self._entries.items()):
+            if name in self._settings or not entry.version or not entry.is_older(now_ns):
+                continue
+            states = [link.adapters.get(name) for link in usable]
+            if not entry.path:
+                if not any(state is not None and state.digest for state in states):
+                    del self._entries[name]
+            elif states and all(s is not None and s.entry == entry and s.error and not s.held for s in states):
+                self._set(AdapterEntry(name, "", entry.version + 1))
+                for link in usable:
+                    self._tell(link)
+
     def _tell(self, link: EngineLink) -> None:
-        """Tell an engine all that it does not know; those of the settings are its own."""
+        """Send an engine all entries that are newer than its own; those of the command line are its own."""
+        if not link.usable:
+            return  # all follows with its first Status
         known = {name: state.entry.version for name, state in link.adapters.items()}
         news = [entry for entry in self._entries.values() if entry.version > known.get(entry.name, 0)]
-        if news and link.connected:
-            link.tell_adapters(news)
+        if news:
+            link.tell_adapters(news, None)
+
+    def _update_needs(self) -> None:
+        """Send all engines the adapters of live streams if these have changed; one that has a name may stay."""
+        named = {state.digest for state in self._served.values()}
+        wanted = self._streams.keys() | (self._needs.keys() & named)
+        needs = {digest: self._paths[digest] for digest in wanted if digest in self._paths}
+        if needs != self._needs:
+            self._needs = needs
+            for link in self._links():
+                if link.usable:
+                    link.tell_adapters([], needs)
 
     def _wake(self) -> None:
         self._news.set()

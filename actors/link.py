@@ -182,7 +182,8 @@ class EngineLink:
         self.usable = False  # it is connected, and the engine has told its Status
         self.draining = self.is_asleep = False
         self.adapters: dict[str, AdapterState] = {}  # by name, as the engine told last
-        self.digests: frozenset[str] = frozenset()  # of those that requests may ask for
+        self.digests: frozenset[str] = frozenset()  # of what new requests may have
+        self.kept: dict[str, str] = {}  # folders by digest, of what resumed streams may have
         self.is_followed = False  # it tells of its cache and its load
         self.suspects: list[Stream] = []  # what the engine computed when its connection ended
         self._task = asyncio.create_task(self._keep_connected())
@@ -265,9 +266,14 @@ class EngineLink:
         self._last_number += 1
         return self._last_number
 
-    def tell_adapters(self, entries: list[AdapterEntry]) -> None:
-        """Tell this engine what names of adapters mean."""
-        self._send(Adapters(entries))
+    def tell_adapters(self, entries: list[AdapterEntry], needs: dict[str, str] | None) -> None:
+        """Send this engine new entries of names, and the adapters of this front's streams unless they are None."""
+        self._send(Adapters(entries, needs))
+
+    def has_adapter(self, stream: Stream) -> bool:
+        """True if this engine has a stream's adapter, and the stream may have it here."""
+        adapter = stream.request.adapter
+        return not adapter or adapter in self.digests or (stream.accepted and adapter in self.kept)
 
     async def report(self, figures: MetricValues) -> Snapshot | None:
         """Give the engine what was counted, and get all that it knows: its last answer if it is slow, None if there is
@@ -357,10 +363,14 @@ class EngineLink:
             self._group.on_cache_update(self, message)
         elif isinstance(message, Status):
             self.reason, self.draining, self.is_asleep = message.reason, message.draining, message.is_asleep
-            self.adapters = {state.entry.name: state for state in message.adapters}
-            self.digests = frozenset[str]().union(*(state.digests for state in message.adapters))
+            adapters = self.adapters if self.usable else {}
+            self.adapters = adapters | {state.entry.name: state for state in message.adapters}
+            for name in message.dropped:
+                self.adapters.pop(name, None)
+            self.digests = frozenset[str]().union(*(state.digests for state in self.adapters.values()))
+            self.kept, is_first = message.kept, not self.usable
             self.usable, self.suspects = True, []  # the engine lives: nothing has killed it
-            self._group.on_status(self)
+            self._group.on_status(self, message.adapters, is_first)
         elif isinstance(message, Snapshot):
             self._snapshot = message
             if not (asked := self._reports.popleft()).done():

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from actors.adapters import AdapterState
 from actors.messages import (
     LEASE_S,
     Done,
@@ -78,6 +79,7 @@ class Connection:
         self.streams: dict[int, Stream] = {}
         self.prompts = SharedPrompts()  # its reader's
         self.last_stream = 0  # the number of the last that it has submitted
+        self.sent_adapters: dict[str, AdapterState] = {}  # by name, as of the last Status
         self.last_heard = time.monotonic()
         self.frame = Tokens()  # what this step gains, but for its columns
         self.stream_column, self.token_column = array("i"), array("i")
@@ -126,7 +128,12 @@ class Connection:
     @property
     def lease_expired(self) -> bool:
         """The front has live streams and has said nothing for LEASE_S."""
-        return bool(self.streams) and time.monotonic() - self.last_heard > LEASE_S
+        return bool(self.streams) and self.is_silent
+
+    @property
+    def is_silent(self) -> bool:
+        """The front has sent nothing for LEASE_S."""
+        return time.monotonic() - self.last_heard > LEASE_S
 
     def close(self) -> None:
         """End the connection; its reader thread reports it as gone."""

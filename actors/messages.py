@@ -151,14 +151,17 @@ class Status(msgspec.Struct, array_like=True, tag=6):
 
     reason: str | None  # why it cannot serve; None: it is healthy
     draining: bool = False
-    adapters: list[AdapterState] = []
+    adapters: list[AdapterState] = []  # the first Status of a connection has all, later ones what has changed
     is_asleep: bool = False  # what it is asked waits
+    dropped: list[str] = []  # names that the engine stores no more
+    kept: dict[str, str] = {}  # folders by digest, of all adapters that resumed streams may have
 
 
 class Adapters(msgspec.Struct, array_like=True, tag=12):
-    """The meaning of names of adapters that the front knows better than the engine. The answer is a Status."""
+    """What the front knows of adapters that the engine does not. The answer is a Status if the engine changes."""
 
-    entries: list[AdapterEntry]
+    entries: list[AdapterEntry] = []  # newer than the engine's
+    needs: dict[str, str] | None = None  # folders by digest, of all adapters of the front's streams; None: as before
 
 
 class Forget(msgspec.Struct, array_like=True, tag=13):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -121,7 +121,7 @@ METRICS = ENGINE_METRICS | {  # and what replicas count
         "expected",
         "found",
     ),
-    "callboard:adapter_requests": _counter("Finished requests for an adapter, by its name.", "adapter"),
+    "callboard:adapter_requests": _counter("Finished requests by adapter, until its name is forgotten.", "adapter"),
     "callboard:requests_refused": _counter(
         "Requests that were not served, by the reason.", "reason", "never", "busy", "draining", "late"
     ),
@@ -261,13 +261,24 @@ class EngineMetrics:
         if num_tokens > num_others:
             self.token_latency.observe(self.sampled_at - self.last_at, num_tokens - num_others)
 
-    def report(self, figures: MetricValues, scheduler: Scheduler, num_rebuilds: int, sleep_level: int = 0) -> Snapshot:
+    def report(
+        self,
+        figures: MetricValues,
+        scheduler: Scheduler,
+        num_rebuilds: int,
+        sleep_level: int = 0,
+        adapters: Collection[str] = (),
+    ) -> Snapshot:
         """Add a replica's figures; all of them and the engine's own. Read without a lock while the step thread counts:
-        each figure is right, together they may be a step apart."""
+        each figure is right, together they may be a step apart. Counts of names that are not in `adapters` are dropped,
+        or each name that ever was would stay for ever."""
         total, pool, stats = all_at_zero(), scheduler.pool, scheduler.stats
         total.add(self.figures)
         with self._reporting:
             self._replicas.add(figures)
+            by_adapter = self._replicas.numbers["callboard:adapter_requests"]
+            for name in by_adapter.keys() - adapters:
+                del by_adapter[name]
             total.add(self._replicas)
         num_blocks = pool.num_blocks - 1
         for name, value in {

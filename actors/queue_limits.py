@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import time
 from collections import deque
 from collections.abc import Iterator
 
 from actors.engine_client import Refusal
+from actors.held_requests import HeldRequests
+from actors.link_server import Stream
 from actors.messages import Refused, Submit
 from runtime.core.config import EngineConfig
 from runtime.core.request_state import RequestState
@@ -16,8 +19,8 @@ from runtime.core.scheduler import Scheduler
 class QueueLimits:
     """Those of one engine, and the times at which requests have finished since it was last idle."""
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler) -> None:
-        self._config, self._scheduler = config, scheduler
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, held: HeldRequests) -> None:
+        self._config, self._scheduler, self._held = config, scheduler, held
         self._finish_times: deque[float] = deque(maxlen=64)
         self._deadlines: deque[tuple[float, RequestState]] = deque()  # of requests that may not have begun yet
 
@@ -29,17 +32,21 @@ class QueueLimits:
         """There is nothing to do."""
         self._finish_times.clear()
 
-    def queued(self, state: RequestState) -> None:
-        """A request begins to wait, and did not before."""
+    def queued(self, state: RequestState, arrived_at: float) -> None:
+        """A request is in the queue that has no token yet. One that was held for its adapter arrived before others."""
         if self._config.queue_timeout_s is not None:
-            self._deadlines.append((time.monotonic() + self._config.queue_timeout_s, state))
+            item = arrived_at + self._config.queue_timeout_s, state
+            if self._deadlines and item[0] < self._deadlines[-1][0]:
+                bisect.insort(self._deadlines, item, key=lambda item: item[0])
+            else:
+                self._deadlines.append(item)
 
     @property
     def has_deadlines(self) -> bool:
         """Something may be late."""
-        return bool(self._deadlines)
+        return bool(self._deadlines) or self._held.has_deadlines
 
-    def late(self) -> Iterator[RequestState]:
+    def late(self) -> Iterator[Stream]:
         """Those that have waited for too long, each once. They came in the order of their deadlines; one that has begun
         or ended has none any more."""
         deadlines, now = self._deadlines, time.monotonic()
@@ -47,15 +54,17 @@ class QueueLimits:
             due, state = deadlines[0]
             waits = state.num_cached is None and not state.has_ended
             if waits and due > now:
-                return
+                break
             deadlines.popleft()
             if waits:
-                yield state
+                yield state.owner
+        yield from self._held.late()
 
     def refusal(self, message: Submit) -> Refused | None:
         """The answer to a request for which there is no room; the queue is counted as it is now."""
-        config, queue, waiting = self._config, self._scheduler.waiting, self._scheduler.num_waiting
-        tokens = queue.num_tokens + queue.num_predicted
+        config, queue, held = self._config, self._scheduler.waiting, self._held
+        waiting = self._scheduler.num_waiting + len(held)
+        tokens = queue.num_tokens + queue.num_predicted + held.num_tokens
         num_new = len(message.request.token_ids) + len(message.request.prediction)
         if waiting >= config.max_queued_requests:
             text = f"The engine has {waiting} requests waiting, its limit (max_queued_requests); try again later."

@@ -57,10 +57,10 @@ class ModelRunnerActor(ModelActor):
         self._log.note("ready")
         return info
 
-    def load_adapter(self, index: int, path: str) -> None:
-        """Make the adapter in a folder the one that rows with `index` have; steps go on meanwhile. Raises
-        CallboardError if it cannot be served."""
-        self._runner.load_adapter(index, path)
+    def load_adapter(self, index: int, path: str, digest: str) -> None:
+        """Load the adapter with this digest from a folder at an index while steps go on. Raises CallboardError if it
+        cannot be served."""
+        self._runner.load_adapter(index, path, digest)
 
     def sleep(self) -> None:
         """Give memory back; no plan comes until `wake`."""

@@ -97,9 +97,12 @@ class Ranks:
         executor.accept()
         return info
 
-    def ask(self, phase: str, *arguments: tuple[Any, ...], within_s: float = math.inf) -> list[Any]:
+    def ask(
+        self, phase: str, *arguments: tuple[Any, ...], within_s: float = math.inf, while_open: bool = False
+    ) -> list[Any]:
         """Call a method of all ranks at once, each with its arguments; the answers, by rank. Nobody waits for a rank
-        that is lost, though the others may, and one that does not answer in time is."""
+        that is lost, though the others may, and one that does not answer in time is; with `while_open`, all are lost
+        when the step channel is closed, as it is for a rank that hangs."""
         end = time.monotonic() + within_s
         of_rank = arguments or [()] * len(self.runners)
         futures = [getattr(r, phase).remote(*args).future() for r, args in zip(self.runners, of_rank, strict=True)]
@@ -111,6 +114,8 @@ class Ranks:
                 raise lost
             if failed:
                 self._raise(failed[0].exception(), futures.index(failed[0]))
+            if running and while_open and self.executor.closed is not None:
+                raise self.executor.closed
             if running and time.monotonic() > end:
                 late = min(map(futures.index, running))
                 raise RunnersLost(f"Rank {late} has not answered within {within_s:.0f} s.", late)
@@ -186,12 +191,12 @@ class RunnerGroup:
                 logger.warning("the runners are started again: %s", e)
         raise AssertionError("unreachable")
 
-    def load_adapter(self, index: int, path: str) -> None:
+    def load_adapter(self, index: int, path: str, digest: str) -> None:
         """Let all of them load an adapter while they serve. Raises CallboardError, RunnersLost too."""
         ranks = self._ranks
         if ranks is None:
             raise RunnersLost("There are no runners.")
-        ranks.ask("load_adapter", *((index, path) for _ in ranks.runners))
+        ranks.ask("load_adapter", *((index, path, digest) for _ in ranks.runners), while_open=True)
 
     def set_sleep(self, level: int) -> None:
         """Let all of them sleep, but for requests (1), end them (2), or wake them (0), before which no plan may come.

@@ -259,7 +259,7 @@ class LLM:
         if adapter.digest not in adapters.loaded:
             index = adapters.reserve(adapter.digest)
             try:
-                self.runner.load_adapter(index, path)
+                self.runner.load_adapter(index, path, adapter.digest)
             except CallboardError:
                 adapters.release(adapter.digest)
                 raise

@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from runtime.core.config import MAX_NAME_CHARS
 from runtime.output.fields import invalid, shortened
 from serve_app.errors import ApiError
 from serve_app.limits import Deadline, read_json_body
@@ -20,7 +21,7 @@ from serve_app.requests.shapes import RequestModel
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
 
-_Name = Annotated[str, Field(min_length=1, max_length=256)]
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class LoadAdapterRequest(RequestModel):
@@ -54,6 +55,9 @@ class _Routes:
         """Answers when all engines have it."""
         body, folder = await self._body(request)
         asked = parse(LoadAdapterRequest, body)
+        for field, value in (("lora_name", asked.lora_name), ("lora_path", asked.lora_path)):
+            if not value.isprintable():  # logs and errors have it in one line
+                raise invalid(field, f"is {shortened(value)!r}, which has characters that cannot be printed")
         path = await asyncio.to_thread(_path_within, folder, asked.lora_path)
         async with Deadline(self._settings.request_timeout_s):
             await self._service.load_adapter(asked.lora_name, path, asked.load_inplace)

@@ -32,6 +32,8 @@ class RayMetrics:
         tags = {**self._tags, "engine": engine}
         for name, values in new.numbers.items():
             label = METRICS[name].label
+            if label and not METRICS[name].label_values:
+                continue  # names of adapters: Ray would keep each that ever was
             for label_value, value in values.items():
                 labelled = {**tags, label: label_value} if label else tags
                 if METRICS[name].kind == "gauge":

@@ -1,10 +1,11 @@
-"""The adapters (LoRA) of an engine: which index on the devices each has, and which requests may ask for.
+"""The adapters (LoRA) of an engine: the index of each on the devices, and which requests may have it.
 
-    reserve  ->  [runners load it]  ->  open  ->  [requests]  ->  close  ->  [the last one ends]  ->  release
+    reserve  ->  [runners load it]  ->  open   ->  [new requests]
+                                    ->  close  ->  [requests that had it before]  ->  release
 
-An adapter goes by the digest of its files. Index 0 is the model itself, without one. An index is given to another
-adapter only after `release`, when no request and no step in flight has it any more, so that runners may overwrite what
-is there without asking (C2). After the runners' death the same adapters get the same indices, from `loaded`.
+An adapter is identified by the digest of its files. Index 0 is the model itself, without an adapter. An index is given
+to another adapter only after `release`, when no request and no step in flight has it, so that runners may overwrite it
+without a check (C2). Fresh runners get the same adapters at the same indices.
 """
 
 from __future__ import annotations
@@ -18,20 +19,24 @@ class AdapterTable:
     def __init__(self, max_loras: int) -> None:
         self._free = list(range(max_loras, 0, -1))  # a stack: lowest index on top
         self._indices: dict[str, int] = {}
-        self._open: set[str] = set()
+        self._is_open: dict[str, bool] = {}  # by digest; absent while the runners do not have the adapter
 
     @property
     def loaded(self) -> dict[str, int]:
-        """The index of each adapter that runners hold or are about to."""
+        """The index of each adapter that runners have or are about to have."""
         return dict(self._indices)
 
     def index_of(self, digest: str) -> int:
-        """Where rows of a request find its adapter. Raises CallboardError if requests may not ask for it."""
+        """The index of an adapter, open or closed. Raises CallboardError if the runners do not have it."""
         if not digest:
             return 0
-        if digest not in self._open:
-            raise CallboardError(f"The adapter {digest} is not loaded; load it again, or ask for the model itself.")
+        if digest not in self._is_open:
+            raise not_loaded(digest)
         return self._indices[digest]
+
+    def is_open(self, digest: str) -> bool:
+        """True if new requests may have it."""
+        return not digest or self._is_open.get(digest, False)
 
     def reserve(self, digest: str) -> int:
         """An index for an adapter that is about to be loaded. Raises CallboardError if there is none left."""
@@ -46,15 +51,21 @@ class AdapterTable:
         return index
 
     def open(self, digest: str) -> None:
-        """The runners have it: requests may ask for it."""
+        """The runners have it, and new requests may have it."""
         assert digest in self._indices
-        self._open.add(digest)
+        self._is_open[digest] = True
 
     def close(self, digest: str) -> None:
-        """No new request gets it; those that have it go on."""
-        self._open.discard(digest)
+        """The runners have it, for requests that had it before: on this engine, or on another one that ended."""
+        assert digest in self._indices
+        self._is_open[digest] = False
 
     def release(self, digest: str) -> None:
-        """Its index is free: nothing has it, and runners may forget what is there."""
-        self.close(digest)
+        """Its index is free: nothing has it, and runners may overwrite it."""
+        self._is_open.pop(digest, None)
         self._free.append(self._indices.pop(digest))
+
+
+def not_loaded(digest: str) -> CallboardError:
+    """The error for a request whose adapter is not there."""
+    return CallboardError(f"The adapter {digest} is not loaded; load it again, or ask for the model itself.")

@@ -24,6 +24,9 @@ def setting(
     return field(default=default, metadata={"help": text, "bounds": Bounds(low, high, above)})
 
 
+MAX_NAME_CHARS = 256  # of a name of an adapter
+
+
 def check_settings(settings: Any) -> None:
     """Raises CallboardError for the first value of a dataclass of settings that is beyond its bounds, or none of its
     choices."""
@@ -208,8 +211,9 @@ class EngineConfig:
         """The folders of the adapters that are there from the start, by name."""
         pairs = [(name, path) for name, _, path in (text.partition("=") for text in self.lora)]
         for (name, path), text in zip(pairs, self.lora, strict=True):
-            if not name or not path:
-                raise CallboardError(f"lora is {text!r}; it must be NAME=FOLDER.")
+            if not name or not path or len(name) > MAX_NAME_CHARS or not name.isprintable():
+                text = f"lora is {text!r}; it must be NAME=FOLDER"
+                raise CallboardError(f"{text}, with at most {MAX_NAME_CHARS} printable characters in NAME.")
         found = dict(pairs)
         if len(found) < len(pairs):
             raise CallboardError(f"lora has a name twice; give each adapter its own: {', '.join(n for n, _ in pairs)}.")

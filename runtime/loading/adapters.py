@@ -1,28 +1,39 @@
 """Adapters (LoRA) as peft writes them: a folder with adapter_config.json and adapter_model.safetensors.
 
-Only headers are read here, and without torch. What would change an answer in a way that is not supported is refused by
-name; fields that only say how an adapter was trained, or which maps it has, do not matter: its tensors say that, too.
+Only headers are parsed here, and without torch. What would change an answer in a way that is not supported is refused
+by name. Fields that only describe the training, or the choice of maps, do not matter: the tensors show the maps.
+
+A folder may come from a client, and this code runs in the engine's process: sizes are bounded, and no text of the
+folder is used as a regular expression.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from runtime.core.types import CallboardError
-from runtime.loading.folder import own_file, read_json
+from runtime.loading.adapter_patterns import Patterns
+from runtime.loading.folder import json_object, own_file
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MOST_CONFIG_BYTES, _MOST_HEADER_BYTES, _MOST_WEIGHT_BYTES = 1 << 20, 4 << 20, 32 << 30
+_MOST_ALPHA, _MOST_NAME_CHARS = 1e9, 512
+_READ_BYTES = 1 << 20  # a piece of a file
+_SHOWN = 200  # characters of a folder's text in an error
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-_TYPES = ("F32", "F16", "BF16")
-_PREFIX = "base_model.model."
-# Fields of the config that ask for more than matrices beside linear maps, unless they have one of these values.
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+# Fields of the config that need more than matrices beside linear maps, unless they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "modules_to_save": ((), []),
@@ -35,32 +46,68 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
 }
 _CHANGES_THE_MODEL = ("pissa", "olora", "loftq", "corda", "lora_ga")  # values of init_lora_weights
-_MOST_HEADER_BYTES = 100 << 20  # as the format's own readers allow
+
+
+class TensorPlace(NamedTuple):
+    """A matrix in the safetensors file."""
+
+    dtype: str  # as safetensors names it
+    rows: int
+    columns: int
+    offset: int  # bytes from the start of the file
 
 
 class AdaptedMap(NamedTuple):
     """The addition of an adapter to one linear map: scale * B (A x), with A [rank, in] and B [out, rank]."""
 
-    a: str  # names of the tensors
-    b: str
-    rank: int
-    size_in: int
-    size_out: int
+    a: TensorPlace
+    b: TensorPlace
     scale: float
 
+    @property
+    def rank(self) -> int:
+        return self.a.rows
 
-@dataclass(frozen=True, slots=True)
+    @property
+    def size_in(self) -> int:
+        return self.a.columns
+
+    @property
+    def size_out(self) -> int:
+        return self.b.rows
+
+
+@dataclass(frozen=True)
 class Adapter:
     """An adapter's files, whose headers are in order."""
 
     path: Path
-    digest: str  # of all that is in them, 128 bits in hex
+    config: bytes
+    head: bytes  # of the weights: the bytes before the first matrix
     maps: Mapping[str, AdaptedMap]  # by the name of the module in the model, `model.layers.0.self_attn.q_proj` say
 
-    @property
-    def weights(self) -> Path:
-        """The safetensors file."""
-        return self.path / _WEIGHTS
+    @cached_property
+    def digest(self) -> str:
+        """Of all bytes of both files, 128 bits in hex. Reads the weights. Raises CallboardError."""
+        hashed = blake2b(self.config + b"\0", digest_size=16)
+        with _opened(self.path / _WEIGHTS, _MOST_WEIGHT_BYTES) as file:
+            while piece := file.read(_READ_BYTES):
+                hashed.update(piece)
+        return hashed.hexdigest()
+
+    def read(self, digest: str = "") -> bytearray:
+        """The bytes of the weights. Raises CallboardError if the files have another digest than this one."""
+        path = self.path / _WEIGHTS
+        with _opened(path, _MOST_WEIGHT_BYTES) as file:
+            data = bytearray(os.fstat(file.fileno()).st_size)
+            num_read = file.readinto(data)
+        hashed = blake2b(self.config + b"\0", digest_size=16)
+        hashed.update(data)
+        is_same = not digest or hashed.hexdigest() == digest
+        end = max(place.offset + _num_bytes(place) for one in self.maps.values() for place in (one.a, one.b))
+        if not is_same or not data.startswith(self.head) or num_read != len(data) or num_read < end:
+            raise CallboardError(f"The files of the adapter in {self.path} have changed; load it again.")
+        return data
 
     @property
     def rank(self) -> int:
@@ -82,7 +129,9 @@ def read_adapter(path: str | Path) -> Adapter:
     config_path, weights_path = own_file(folder, _CONFIG), own_file(folder, _WEIGHTS)
     if config_path is None:
         raise CallboardError(f"{folder} has no {_CONFIG}; name a folder that peft's save_pretrained has written.")
-    config = read_json(config_path)
+    with _opened(config_path, _MOST_CONFIG_BYTES) as file:
+        data = file.read(_MOST_CONFIG_BYTES)
+    config = json_object(data, config_path)
     _check(config, config_path)
     if weights_path is None:
         hint = (
@@ -90,89 +139,122 @@ def read_adapter(path: str | Path) -> Adapter:
             * (folder / "adapter_model.bin").exists()
         )
         raise CallboardError(f"{folder} has no {_WEIGHTS}; save the adapter as safetensors{hint}.")
+    with _opened(weights_path, _MOST_WEIGHT_BYTES) as file:
+        head, tensors = _header(file, weights_path)
+    return Adapter(folder, data, head, _maps(config, tensors, len(head), weights_path))
+
+
+def _opened(path: Path, most_bytes: int) -> BufferedReader:
+    """Open a regular file of a bounded size. Raises CallboardError."""
     try:
-        data = weights_path.read_bytes()
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise CallboardError(f"{path} is not a regular file; an adapter is read from regular files alone.")
+        if found.st_size > most_bytes:
+            raise CallboardError(
+                f"{path} has {found.st_size} bytes, and at most {most_bytes} are read; make it smaller."
+            )
+        return path.open("rb")
     except OSError as e:
-        raise CallboardError(f"{weights_path} cannot be read: {e.strerror}.") from e
-    digest = blake2b(config_path.read_bytes() + b"\0", digest_size=16)
-    digest.update(data)
-    return Adapter(folder, digest.hexdigest(), _maps(config, _header(data, weights_path), weights_path))
+        raise CallboardError(f"{path} cannot be read: {e.strerror}.") from e
+
+
+def _shown(text: str) -> str:
+    """Text of a folder, for an error: one line of a bounded length."""
+    text = "".join(c if c.isprintable() else "?" for c in text[: _SHOWN + 1])
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def _num_bytes(place: TensorPlace) -> int:
+    return place.rows * place.columns * _ITEM_BYTES[place.dtype]
 
 
 def _check(config: dict[str, Any], path: Path) -> None:
     if (kind := config.get("peft_type")) != "LORA":
-        raise CallboardError(f"{path}: peft_type is {kind!r}; only LORA is supported.")
+        raise CallboardError(f"{path}: peft_type is {_shown(repr(kind))}; only LORA is supported.")
     for name, neutral in _NEUTRAL.items():
         if (value := config.get(name)) is not None and value not in neutral:
-            raise CallboardError(f"{path}: {name} is {value!r}, which is not supported; train the adapter without it.")
+            text = f"{path}: {name} is {_shown(repr(value))}, which is not supported"
+            raise CallboardError(f"{text}; train the adapter without it.")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_MODEL):
         raise CallboardError(
-            f"{path}: init_lora_weights is {start!r}, which changes the model's own weights, too; convert the adapter "
-            "with peft's path_initial_model_for_weight_conversion."
+            f"{path}: init_lora_weights is {_shown(repr(start))}, which changes the model's own weights, too; convert "
+            "the adapter with peft's path_initial_model_for_weight_conversion."
         )
 
 
-def _header(data: bytes, path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file: their types, shapes and places."""
-    size = int.from_bytes(data[:8], "little")
+def _header(file: BufferedReader, path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The header of a safetensors file: its bytes, and what it says of each tensor. Raises CallboardError."""
+    num_bytes = os.fstat(file.fileno()).st_size
+    head = file.read(8)
+    size = int.from_bytes(head, "little")
     try:
-        if not 0 < size <= min(len(data) - 8, _MOST_HEADER_BYTES):
+        if not 0 < size <= num_bytes - 8:
             raise ValueError("its header is longer than the file")
-        tensors = json.loads(data[8 : 8 + size])
-        tensors.pop("__metadata__", None)
-        if max((one["data_offsets"][1] for one in tensors.values()), default=0) != len(data) - 8 - size:
+        if size > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header has {size} bytes, and at most {_MOST_HEADER_BYTES} are read")
+        head += file.read(size)
+        header = json.loads(head[8:])
+        header.pop("__metadata__", None)
+        if max((one["data_offsets"][1] for one in header.values()), default=0) != num_bytes - 8 - size:
             raise ValueError("its length is not what the header says")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as e:
-        raise CallboardError(f"{path}: the file is damaged or cut off ({e}); fetch it again.") from e
-    header: dict[str, Any] = tensors
-    return header
+        raise CallboardError(f"{path}: the file is damaged or cut off ({_shown(str(e))}); fetch it again.") from e
+    return head, header
 
 
-def _maps(config: dict[str, Any], tensors: dict[str, Any], path: Path) -> dict[str, AdaptedMap]:
-    pairs: dict[str, dict[str, str]] = {}
+def _place(name: str, one: dict[str, Any], start: int, path: Path) -> TensorPlace:
+    """A tensor of the header. Raises CallboardError if it is not a matrix of a supported type."""
+    dtype, shape, where = one.get("dtype"), one.get("shape", ()), one["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES or not isinstance(shape, list) or len(shape) != 2:
+        raise CallboardError(
+            f"{path}: tensor {_shown(name)} is {_shown(str(dtype))} of shape {_shown(str(shape))}; it must be a matrix "
+            f"of {', '.join(_ITEM_BYTES)}."
+        )
+    if not all(type(n) is int and n >= 0 for n in (*shape, *where)):
+        raise CallboardError(f"{path}: tensor {_shown(name)} has a negative size or place; fetch the file again.")
+    place = TensorPlace(dtype, shape[0], shape[1], start + where[0])
+    if where[1] - where[0] != _num_bytes(place):
+        raise CallboardError(f"{path}: tensor {_shown(name)} has another size than its shape; fetch the file again.")
+    return place
+
+
+def _maps(config: dict[str, Any], tensors: dict[str, Any], start: int, path: Path) -> dict[str, AdaptedMap]:
+    """The maps of the tensors in a header, whose bytes begin at `start`. Raises CallboardError."""
+    pairs: dict[str, dict[str, TensorPlace]] = {}
     for name, one in tensors.items():
         match = _TENSOR.fullmatch(name)
-        if match is None:
+        if match is None or len(name) > _MOST_NAME_CHARS:
             raise CallboardError(
-                f"{path} has the tensor {name}, which is none of a linear map's lora_A and lora_B; only those are "
-                "supported."
+                f"{path} has the tensor {_shown(name)}, which is none of a linear map's lora_A and lora_B; only those "
+                "are supported."
             )
-        if one.get("dtype") not in _TYPES or len(one.get("shape", ())) != 2:
-            raise CallboardError(
-                f"{path}: tensor {name} is {one.get('dtype')} of shape {one.get('shape')}; it must be a matrix of "
-                f"{', '.join(_TYPES)}."
-            )
-        pairs.setdefault(match[1], {})[match[2]] = name
+        pairs.setdefault(match[1], {})[match[2]] = _place(name, one, start, path)
     if not pairs:
         raise CallboardError(f"{path} has no tensors.")
+    config_path = path.parent / _CONFIG
+    ranks = Patterns(config.get("rank_pattern"), f"{config_path}: rank_pattern")
+    alphas = Patterns(config.get("alpha_pattern"), f"{config_path}: alpha_pattern")
     maps = {}
     for module, pair in pairs.items():
+        shown = _shown(module)
         if len(pair) < 2:
-            raise CallboardError(f"{path} has lora_{min(pair)} of {module} and not the other one of lora_A and lora_B.")
-        (rank, size_in), (size_out, b_rank) = (tensors[pair[kind]]["shape"] for kind in "AB")
-        wanted = _of_module(config, "r", "rank_pattern", module, path)
-        if not rank == b_rank == wanted or rank < 1:
+            raise CallboardError(f"{path} has lora_{min(pair)} of {shown} and not the other one of lora_A and lora_B.")
+        a, b = pair["A"], pair["B"]
+        wanted = _number(ranks.value(module, config.get("r")), f"{config_path}: r of {shown}")
+        if not a.rows == b.columns == wanted or wanted < 1:
             raise CallboardError(
-                f"{path}: lora_A and lora_B of {module} have ranks {rank} and {b_rank}, where {_CONFIG} says {wanted}."
+                f"{path}: lora_A and lora_B of {shown} have ranks {a.rows} and {b.columns}, where {_CONFIG} says "
+                f"{wanted}."
             )
-        alpha = _of_module(config, "lora_alpha", "alpha_pattern", module, path)
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        maps[module] = AdaptedMap(pair["A"], pair["B"], rank, size_in, size_out, scale)
+        alpha = _number(alphas.value(module, config.get("lora_alpha")), f"{config_path}: lora_alpha of {shown}")
+        maps[module] = AdaptedMap(a, b, alpha / (math.sqrt(a.rows) if config.get("use_rslora") else a.rows))
     return maps
 
 
-def _of_module(config: dict[str, Any], name: str, pattern_name: str, module: str, path: Path) -> float:
-    """A number of the config, or that of the first pattern that matches the module's name or an end of it."""
-    value = config.get(name)
-    for pattern, own in (config.get(pattern_name) or {}).items():
-        try:
-            found = re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module, re.DOTALL)
-        except re.error as e:
-            raise CallboardError(f"{path.parent / _CONFIG}: {pattern_name} has {pattern!r}: {e}.") from e
-        if found:
-            value = own
-            break
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise CallboardError(f"{path.parent / _CONFIG}: {name} of {module} is {value!r}; it must be a number.")
-    return value
+def _number(value: Any, name: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= _MOST_ALPHA:
+        raise CallboardError(f"{name} is {_shown(repr(value))}; it must be a number of at most {_MOST_ALPHA:g}.")
+    return float(value) if isinstance(value, float) else int(value)

@@ -16,9 +16,16 @@ _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; raises CallboardError if the file is missing or holds anything else."""
     try:
-        value = json.loads(path.read_bytes())
+        data = path.read_bytes()
     except OSError as e:
         raise CallboardError(f"{path} cannot be read: {e.strerror}.") from e
+    return json_object(data, path)
+
+
+def json_object(data: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in the bytes of a file; raises CallboardError if they hold anything else."""
+    try:
+        value = json.loads(data)
     except (ValueError, RecursionError) as e:
         raise CallboardError(f"{path} is not valid JSON: {e}.") from e
     if not isinstance(value, dict):

@@ -9,15 +9,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from runtime.core.types import CallboardError
-from runtime.loading.adapters import AdaptedMap, read_adapter
+from runtime.loading.adapters import AdaptedMap, TensorPlace, read_adapter
 from runtime.models.adapters import Matrices, check_place, make_decoder_adapters, places_of, short_name, write_adapter
 from runtime.models.decoder import Decoder
 from runtime.models.weight_map import WeightMap
 
 logger = logging.getLogger(__name__)
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class RunnerAdapters:
@@ -33,9 +34,9 @@ class RunnerAdapters:
         self._stream = torch.cuda.Stream(decoder.numerics.device) if self._on_gpu else None
 
     @torch.inference_mode()
-    def load(self, index: int, path: str) -> None:
-        """Make the adapter in a folder number `index`, from 1. Raises CallboardError, before anything has changed, if
-        it is damaged, asks for what is not supported, or belongs to another model."""
+    def load(self, index: int, path: str, digest: str = "") -> None:
+        """Load the adapter in a folder at an index, from 1. Raises CallboardError, before anything has changed, if it
+        is damaged, is not supported, or belongs to another model, or if its files have another digest than this one."""
         start, spec = time.perf_counter(), self._decoder.spec
         if not 1 <= index <= self._max_loras:
             raise CallboardError(f"There is room for adapters 1 to {self._max_loras} (max_loras), none for {index}.")
@@ -46,8 +47,9 @@ class RunnerAdapters:
         for module, one in adapter.maps.items():
             place = places.get(short_name(module))
             found[check_place(place, module, (one.size_out, one.size_in), spec)] = one
-        with safe_open(adapter.weights, "pt") as file, self._copying():
-            matrices = {place: partial(_read, file, one) for place, one in found.items()}
+        data = adapter.read(digest)
+        with self._copying():
+            matrices = {place: partial(_matrices, data, one) for place, one in found.items()}
             write_adapter(self._decoder.adapters.layers, spec, index, matrices, self._decoder.row_order("qkv"))
         logger.info("adapter %d: %s (rank %d) read in %.2f s", index, path, adapter.rank, time.perf_counter() - start)
 
@@ -55,5 +57,12 @@ class RunnerAdapters:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
-def _read(file: Any, one: AdaptedMap) -> Matrices:
-    return file.get_tensor(one.a), file.get_tensor(one.b).float() * one.scale
+def _matrices(data: bytearray, one: AdaptedMap) -> Matrices:
+    """A and scaled B of one map, from the bytes of the file."""
+    return _tensor(data, one.a), _tensor(data, one.b).float() * one.scale
+
+
+def _tensor(data: bytearray, place: TensorPlace) -> torch.Tensor:
+    count = place.rows * place.columns
+    flat = torch.frombuffer(data, dtype=_DTYPES[place.dtype], count=count, offset=place.offset)
+    return flat.view(place.rows, place.columns)

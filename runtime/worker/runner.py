@@ -230,10 +230,10 @@ class ModelRunner:
             logger.info("awake after %.2f s", time.perf_counter() - start)
         self.reset()
 
-    def load_adapter(self, index: int, path: str) -> None:
-        """Make the adapter in a folder the one that rows with `index` have, while steps of other rows go on. Raises
-        CallboardError if it cannot be served."""
-        self.adapters.load(index, path)
+    def load_adapter(self, index: int, path: str, digest: str = "") -> None:
+        """Load an adapter from a folder at an index, while steps of rows with other indices go on. Raises
+        CallboardError if it cannot be served, or if its files have another digest than this one."""
+        self.adapters.load(index, path, digest)
 
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Start a step; the answer waits for its result. On a CPU the step itself waits until then."""

@@ -100,9 +100,9 @@ async def test_one_that_replaces_another_is_there_before_that_goes(folders, monk
         old = with_adapter(group, "x", max_tokens=80)
         loads, may_load = [e.load_adapter for e in engines], threading.Event()
 
-        def load_late(load, index, path):
+        def load_late(load, *place):
             assert may_load.wait(10)
-            load(index, path)
+            load(*place)
 
         for engine, load in zip(engines, loads, strict=True):
             engine.loop._adapters._load_onto = partial(load_late, load)
@@ -127,7 +127,7 @@ async def test_one_that_replaces_another_is_there_before_that_goes(folders, monk
         with pytest.raises(CallboardError, match="max_loras"):  # both are needed
             await group.adapters.load("y", c)
         time_passes()
-        await eventually(lambda: not any(old.adapter in e.loop.core.scheduler.adapters._open for e in engines))
+        await eventually(lambda: not any(e.loop.core.scheduler.adapters.is_open(old.adapter) for e in engines))
         with pytest.raises(CallboardError, match="not loaded"):
             await read(other, replace(asked[1], request_id="too late"))
         assert live(engines[0]) + live(engines[1]) == 1
@@ -197,11 +197,11 @@ async def test_runners_that_are_lost_while_they_load_one(folders):
     async with Group(engine) as group:
         first, begun = engine.load_adapter, threading.Event()
 
-        def fail_once(index, path):
+        def fail_once(*place):
             if not begun.is_set():
                 begun.set()
                 raise RunnersLost("Rank 0 is gone.")
-            first(index, path)
+            first(*place)
 
         engine.loop._adapters._load_onto = fail_once
         await group.adapters.load("a", folders[0])
@@ -209,7 +209,7 @@ async def test_runners_that_are_lost_while_they_load_one(folders):
         await check(asyncio.gather(read(group, req := with_adapter(group, "a"))), [req])
         await group.adapters.unload("a")
 
-        def fail(index, path):
+        def fail(*place):
             raise RunnersLost("Rank 0 is gone.")
 
         engine.loop._adapters._load_onto = fail

@@ -40,10 +40,12 @@ class SlowRunner(FakeRunner):
             raise CallboardError(self.dead or "The runner was let go.")
         return super().collect()
 
-    def load_adapter(self, index, path):
+    def load_adapter(self, index, path, digest=""):
         if self.closed.is_set() or self.dead:
             raise RunnersLost(self.dead or "The runner was let go.")
-        self.adapters[index] = read_adapter(path).digest
+        adapter = read_adapter(path)
+        adapter.read(digest)
+        self.adapters[index] = adapter.digest
 
     def set_sleep(self, level):
         if self.closed.is_set() or self.dead:
@@ -72,8 +74,8 @@ class Engine:
         self.runners.append(self.start())
         return self.runners[-1], self.info
 
-    def load_adapter(self, index, path):
-        self.runners[-1].load_adapter(index, path)
+    def load_adapter(self, *place):
+        self.runners[-1].load_adapter(*place)
 
     def set_sleep(self, level):
         self.runners[-1].set_sleep(level)

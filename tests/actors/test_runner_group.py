@@ -84,6 +84,8 @@ class Rank:
 
     _wake = _sleep
 
+    def _load_adapter(self, index: int, path: str, digest: str) -> None: ...
+
 
 class Group(RunnerGroup):
     """Two ranks; those of the first start are disturbed."""
@@ -255,6 +257,17 @@ def test_a_rank_that_is_lost_while_all_serve_ends_the_wait_for_it(make, number):
         with pytest.raises(RunnersLost, match=r"Rank 1 is stopped by a signal\.|has ended|was closed"):
             answer.result()
     assert time.monotonic() < end
+
+
+def test_a_load_does_not_wait_for_a_rank_that_hangs(make):
+    """The engine gives the ranks up by closing the step channel; a load that waited on would keep it from others."""
+    group, hangs = make(load_adapter=lambda rank: threading.Event().wait(60)), ThreadPoolExecutor(1)
+    executor, _ = group.start()
+    loading = hangs.submit(group.load_adapter, 1, "/a", "digest")
+    executor.close(RunnersLost("The engine gave them up."))
+    with pytest.raises(RunnersLost, match="gave them up"):
+        loading.result(10)
+    hangs.shutdown()
 
 
 def test_ranks_sleep_and_wake_together_and_end_to_sleep_deeper(make):

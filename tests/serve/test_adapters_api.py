@@ -77,9 +77,14 @@ async def test_what_cannot_be_loaded_or_unloaded(tmp_path: Path):
         load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
         assert_error(await http.post(load, json={}), 401, None, "key", "invalid_api_key")
         http.headers["authorization"] = "Bearer k"
-        for path in ("..", "/etc", "../adapters2", "outside/x", "a\0b", str(tmp_path)):
+        for path in ("..", "/etc", "../adapters2", "outside/x", str(tmp_path)):
             refused = await http.post(load, json={"lora_name": "a", "lora_path": path})
             assert_error(refused, 400, "lora_path", "not in this server's folder")
+        for field, value in (("lora_name", "a\nb"), ("lora_name", "\x1b[2J"), ("lora_path", "inside\n")):
+            refused = await http.post(load, json={"lora_name": "a", "lora_path": "inside"} | {field: value})
+            assert_error(refused, 400, field, "cannot be printed")
+        refused = await http.post(load, json={"lora_name": "a" * 257, "lora_path": "inside"})
+        assert_error(refused, 400, "lora_name", "256")
         bad = await http.post(load, json={"lora_name": "a", "lora_path": "bad"})
         assert_error(bad, 400, "lora_path", "<path> has no adapter_config.json", "adapter_not_loaded")
         inside = {"lora_name": "a", "lora_path": str(folder / "inside")}
@@ -131,7 +136,7 @@ async def test_a_stream_keeps_its_adapter_over_deaths_and_its_unloading(tmp_path
         engine.restart()
         await eventually(lambda: engine.loop.core.steps_done > 1)
         unloading = asyncio.create_task(post("/unload_lora_adapter", lora_name="sql"))
-        await eventually(lambda: not any(state.is_served for state in engine.loop._adapters.states()))
+        await eventually(lambda: not any(state.is_served for state in engine.loop._adapters.states.values()))
         with pytest.raises(openai.NotFoundError):
             await client.completions.create(model="sql", **body)
         assert not unloading.done()
@@ -150,6 +155,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     assert (asked[0].config.max_loras, asked[0].http.lora_folder) == (2, f"{here}/z")
     for argv, says in (
         (["--lora", "x"], "it must be NAME=FOLDER"),
+        (["--lora", "a\nb=x"], "at most 256 printable characters in NAME"),
         (["--lora", "a=x", "--lora", "a=y"], "lora has a name twice"),
         (["--lora", "a=x", "--lora", "b=y", "--max-loras", "1"], "it must be at least 2"),
         (["--lora-folder", "x"], "give --max-loras, too"),
