@@ -1,6 +1,7 @@
 """The limits of an engine's queue."""
 
 from actors.messages import Submit
+from actors.held_requests import HeldRequests
 from actors.queue_limits import QueueLimits
 from runtime.core.scheduler import Scheduler
 from runtime.core.types import Request, SamplingParams
@@ -14,7 +15,7 @@ def submit(i: int, num_predicted: int) -> Submit:
 def test_predictions_count_in_the_queue():
     config, info = make(max_queued_tokens=50)
     scheduler = Scheduler(config, info)
-    limits = QueueLimits(config, scheduler)
+    limits = QueueLimits(config, scheduler, HeldRequests(None))
     assert limits.refusal(submit(0, 100)) is None, "an empty queue takes any request"
     scheduler.add(submit(0, 20).request)
     assert limits.refusal(submit(1, 10)) is None
