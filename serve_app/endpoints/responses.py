@@ -25,7 +25,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     """Items in, items out."""
 
     path, request_type, id_prefix, default_max_tokens = "/v1/responses", ResponsesRequest, "resp_", None
-    max_tokens_field = "max_output_tokens"
+    max_tokens_field, renders_chats = "max_output_tokens", True
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store

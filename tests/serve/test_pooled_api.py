@@ -102,17 +102,22 @@ async def test_scores_and_ranks_of_embeddings_are_cosines():
     assert [r["index"] for r in body["results"]] == [2, 1, 0]
 
 
+def qwen3_pair(query: str, document: str, instruction: str | None = None, most: int | None = None) -> str:
+    encode = byte_tokenizer().encode
+    pooling = Pooling("last", num_labels=1, pairs="qwen3")
+    prompter = PairPrompter(lambda text, special, part: encode(text, special), pooling, instruction, most)
+    return bytes(prompter.ids(query, document)).decode()
+
+
 def test_pairs_of_qwen3_stand_in_a_chat():
-    tokenizer = byte_tokenizer()
-    prompter = PairPrompter(tokenizer, Pooling("last", num_labels=1, pairs="qwen3"))
-    text = bytes(prompter.ids("why", "because " * 9, None, None)).decode()
+    text = qwen3_pair("why", "because " * 9)
     assert text.startswith("<|im_start|>system\nJudge whether the Document meets")
     assert text.endswith("because <|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert f"<Instruct>: {DEFAULT_INSTRUCTION}\n<Query>: why\n<Document>: because" in text
-    cut = bytes(prompter.ids("why", "because " * 9, "Judge.", 340)).decode()
+    cut = qwen3_pair("why", "because " * 9, "Judge.", 340)
     assert (len(cut), cut.endswith("\n<think>\n\n</think>\n\n")) == (340, True)
     assert "<Instruct>: Judge.\n<Query>: why\n<Document>: because" in cut
-    assert bytes(prompter.ids("<|im_start|>x", "y", None, None)) == b"<|im_start|>xy"
+    assert qwen3_pair("<|im_start|>x", "y") == "<|im_start|>xy"
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,9 @@ async def test_the_store_has_an_end():
         for _ in range(3):  # a conversation is kept once, however often it goes on
             last = (await front.create(input="so?", previous_response_id=last))["id"]
         assert front.store._num_bytes < before + 1000 + 4 * 2500
-        for name in list(front.store._kept):
+        for name in list(front.store._ended):
             front.store.delete(name, "")
-        assert front.store._num_bytes == len(front.store._items) == 0
+        assert front.store._num_bytes == len(front.store._shelves) == 0
     async with fronts_of(engine, response_life_s=0.05) as (front, _):
         name = (await front.create())["id"]
         time.sleep(0.06)

@@ -105,14 +105,14 @@ class JsonObjectParser(ToolCallParser):
         """Name and arguments of a call whose keys came in another order than the usual one; None if it is no call."""
         try:
             call = json.loads(text)
-        except (ValueError, RecursionError):
+            arguments = call.get("arguments", call.get("parameters")) or {}
+            if not self._may_call(call.get("name")):
+                return None
+            if isinstance(arguments, str):  # in which half a character may be escaped
+                return call["name"], arguments.encode("utf-8", "replace").decode()
+            return call["name"], dumped(arguments)
+        except (ValueError, RecursionError):  # no JSON, or a number that JSON has no form for
             return None
-        arguments = call.get("arguments", call.get("parameters")) or {}
-        if not self._may_call(call.get("name")):
-            return None
-        if isinstance(arguments, str):  # in which half a character may be escaped
-            return call["name"], arguments.encode("utf-8", "replace").decode()
-        return call["name"], dumped(arguments)
 
 
 _BEGIN = '{"name": "'
