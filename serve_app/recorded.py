@@ -34,6 +34,7 @@ class _Recorded:
     tokens: list[array[int]]  # of each choice
     reasons: list[str | None]
     num_bytes: int = 0
+    is_kept: bool = True
 
 
 class RecordedRequests:
@@ -56,7 +57,7 @@ class RecordedRequests:
         recorded = _Recorded(prepared.id, path, body, prepared.seed, fingerprint, tokens, [None] * num_choices)
         self._kept[key] = recorded
         self._charge(recorded, num_bytes)
-        return replace(prepared, on_delta=partial(self._add, key, recorded))
+        return replace(prepared, on_delta=partial(self._add, recorded))
 
     def found(self, request_id: str, owner: str) -> Callable[[], bytes]:
         """What renders a request, found by the id of its answer or by the client's own; raises the 404."""
@@ -66,10 +67,10 @@ class RecordedRequests:
         if recorded is None:
             text = f"This front has no request {shortened(request_id)!r} among its latest; another one may have it."
             raise ApiError(404, text, code="request_not_found")
-        return partial(_rendered, recorded)
+        return partial(_rendered, recorded, recorded.body, recorded.tokens)
 
-    def _add(self, key: tuple[str, str], recorded: _Recorded, delta: Delta) -> None:
-        if self._kept.get(key) is not recorded:
+    def _add(self, recorded: _Recorded, delta: Delta) -> None:
+        if not recorded.is_kept:
             return
         recorded.tokens[delta.index].extend(delta.token_ids)
         if delta.finish_reason is not None:
@@ -85,10 +86,12 @@ class RecordedRequests:
     def _forget(self, key: tuple[str, str]) -> None:
         if (recorded := self._kept.pop(key, None)) is not None:
             self._num_bytes -= recorded.num_bytes
+            # Its request may still run.
+            recorded.is_kept, recorded.body, recorded.tokens = False, b"", []
 
 
-def _rendered(recorded: _Recorded) -> bytes:
-    answer = zip(recorded.tokens, recorded.reasons, strict=True)
+def _rendered(recorded: _Recorded, body: bytes, tokens: list[array[int]]) -> bytes:
+    answer = zip(tokens, recorded.reasons, strict=True)
     return encode_json(
         {
             "id": recorded.id,
@@ -96,7 +99,7 @@ def _rendered(recorded: _Recorded) -> bytes:
             "path": recorded.path,
             "seed": recorded.seed,
             "system_fingerprint": recorded.fingerprint,
-            "request": msgspec.Raw(recorded.body),
+            "request": msgspec.Raw(body),
             "choices": [
                 {"index": i, "token_ids": listed(ids, int), "finish_reason": reason}
                 for i, (ids, reason) in enumerate(answer)

@@ -281,3 +281,15 @@ def test_so_much_white_space_may_stand_around_a_mark(cut):
     assert read(HERMES, cut(f"Sure. {spaces}<tool_call>{CALL}")) == ("Sure. ", [("f", ARGUMENTS)])
     too_much = f"Sure.<tool_call>{spaces} {CALL}"
     assert read(HERMES, cut(too_much)) == (too_much, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("hermes", "<tool_call>", "</tool_call>"), ("llama3_json", "", ""), ("mistral", "[TOOL_CALLS] [", "]")],
+)
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000])
+def test_number_that_is_no_json_is_no_call(name: str, before: str, after: str, number: str):
+    """Its keys come in another order, so that the object is read as a whole."""
+    text = f'{before}{{"arguments": {{"a": {number}}}, "name": "f"}}{after}'
+    for parts in ([text], list(text)):
+        assert read(FORMATS[name], parts) == (text, [])
