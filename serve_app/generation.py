@@ -25,12 +25,11 @@ from serve_app.recorded import RecordedRequests
 from serve_app.requests import SamplingFields
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
-from serve_app.sse import EventStream
+from serve_app.sse import MANY_SCORES, EventStream
 
 logger = logging.getLogger(__name__)
 
 _WATCHED_AFTER_S = 0.02  # a client that leaves before is noticed then
-_MANY_SCORES = 100  # positions whose log-probabilities take a while to render
 
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -97,7 +96,7 @@ class Generation:
                 for delta in new:
                     choices[delta.index].add(delta)
         render = partial(self._endpoint.answer, prepared, choices)
-        content = await run_rendering(num_scores(choices) > _MANY_SCORES, prepared.owner, render)
+        content = await run_rendering(num_scores(choices) > MANY_SCORES, prepared.owner, render)
         await Response(content, headers=prepared.headers(), media_type="application/json")(scope, receive, send)
 
     async def _stream(
@@ -140,7 +139,7 @@ class Generation:
 
     async def _events(self, stream: EventStream, new: list[Delta], owner: str) -> bytes:
         """Deltas as events; for a reader that was away, or of a prompt, there may be many."""
-        return await run_rendering(num_scores(new) > _MANY_SCORES, owner, partial(stream.events, new))
+        return await run_rendering(stream.is_long(new), owner, partial(stream.events, new))
 
 
 @asynccontextmanager

@@ -17,6 +17,8 @@ from serve_app.limits import is_long
 
 _T = TypeVar("_T")
 
+_MANY_QUOTES = 128  # of prompts: each costs more than its length
+
 
 class Lane:
     """Threads for work of one kind. Any number of event loops may share it."""
@@ -57,7 +59,7 @@ LONG_ANSWERS = Lane("long-answers", 1)
 async def run_preparation(body: bytes, owner: str, may_render: bool, work: Callable[[], _T]) -> _T:
     """The result of `work`, which reads the request in `body`. `may_render` is true if it may render a chat template:
     the event loop never waits for that."""
-    if is_long(body):
+    if is_long(body) or (not may_render and body.count(b'"') > _MANY_QUOTES):
         return await LONG_REQUESTS.run(owner, work)
     return await SHORT_CHATS.run(owner, work) if may_render else work()
 

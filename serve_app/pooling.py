@@ -16,7 +16,7 @@ from serve_app.auth import clean_id
 from serve_app.endpoints.pooled import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
 from serve_app.errors import ApiError
 from serve_app.generation import UntilClientLeaves
-from serve_app.lanes import LONG_REQUESTS, run_preparation, run_rendering
+from serve_app.lanes import run_preparation, run_rendering
 from serve_app.limits import Deadline, check_priority, read_json_body
 from serve_app.metrics import RequestContext
 from serve_app.requests import parse
@@ -24,7 +24,6 @@ from serve_app.service import MAX_PROMPT_TOKENS, Service, owned
 from serve_app.settings import HttpSettings
 
 _MANY_NUMBERS = 1 << 14  # whose JSON takes a while
-_MANY_QUOTES = 128  # of short texts, each of which costs more than its length
 
 
 def pooled_routes(service: Service, settings: HttpSettings) -> list[Route]:
@@ -54,7 +53,8 @@ class PooledRoute:
             return
         prepared: PreparedPooling[Any] | None = None
         async with UntilClientLeaves(receive, send):
-            prepared = await self._prepared_in_lane(body, scope)
+            prepare = partial(self._prepared, body, scope)
+            prepared = await run_preparation(body, scope["owner"], False, prepare)
         if prepared is None:
             return
         context.model = prepared.model.name
@@ -67,12 +67,6 @@ class PooledRoute:
             headers = [*prepared.headers(), (b"content-length", b"%d" % len(content))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": content})
-
-    async def _prepared_in_lane(self, body: bytes, scope: Scope) -> PreparedPooling[Any]:
-        prepare, owner = partial(self._prepared, body, scope), scope["owner"]
-        if body.count(b'"') > _MANY_QUOTES:
-            return await LONG_REQUESTS.run(owner, prepare)
-        return await run_preparation(body, owner, False, prepare)
 
     def _prepared(self, body: bytes, scope: Scope) -> PreparedPooling[Any]:
         """Pure CPU work and thread-safe; raises FieldError or ApiError."""
@@ -92,6 +86,7 @@ class PooledRoute:
             prompts.append(prompt)
             num_tokens += len(prompt)
             if num_tokens > MAX_PROMPT_TOKENS:  # not all are made only to be refused
+                prompts.clear()  # here: the error keeps this frame until the event loop has answered
                 text = f"The request has over {MAX_PROMPT_TOKENS} tokens, which is the limit; send fewer texts at once."
                 raise ApiError(400, text)
         request_id = clean_id(request.request_id or scope["request_id"]) or secrets.token_hex(12)

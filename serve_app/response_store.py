@@ -115,10 +115,13 @@ class ResponseStore:
 
     # ---- what this front does ----------------------------------------------------------------------------------------
 
-    def keep(self, prepared: PreparedRequest[ResponsesRequest], builder: ResponseBuilder) -> None:
-        """Keep a response that has ended, if that was asked for."""
-        if self.keeps(prepared.request):
-            self._complete(prepared.id, self._new(prepared), builder)
+    def keep(self, prepared: PreparedRequest[ResponsesRequest], builder: ResponseBuilder) -> bytes | None:
+        """Keep a response that has ended, if that was asked for; returns it as JSON then."""
+        if not self.keeps(prepared.request):
+            return None
+        kept = self._new(prepared)
+        self._complete(prepared.id, kept, builder)
+        return kept.body
 
     def begin(self, prepared: PreparedRequest[ResponsesRequest], builder: ResponseBuilder) -> Kept:
         """Keep a response that is made in the background from now on; raises the 429 if there is no room for it."""
