@@ -145,6 +145,8 @@ class ResponseStore:
             new = builder.take_events()
             kept.events += new
             self._charge(kept, sum(map(len, new)) + _EVENT_BYTES * len(new))
+            if self._num_bytes > self._max_bytes:
+                self._make_room()
         if builder.has_ended:
             del self._running[response_id]
             self._complete(response_id, kept, builder)

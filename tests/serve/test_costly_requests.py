@@ -181,6 +181,13 @@ ATTACKS = {
     "log-probabilities of a long answer": Attack(
         lambda: of(prompt="a", max_tokens=20_000, ignore_eos=True, logprobs=20), status=200
     ),
+    "log-probabilities of a long response": Attack(
+        lambda: of(
+            input="a", max_output_tokens=5000, include=["message.output_text.logprobs"], top_logprobs=20, stream=True
+        ),
+        "/v1/responses",
+        status=200,
+    ),
     "echoed scores": Attack(
         lambda: of(prompt=[7] * 12_000, max_tokens=1, echo=True, logprobs=20, stream=True), status=200
     ),

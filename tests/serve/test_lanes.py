@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from runtime.child import ChildPool
+from serve_app import response_routes
 from serve_app.http import build_http_app
 from serve_app.lanes import LONG_REQUESTS, Lane
 from serve_app.service import Service
@@ -98,6 +99,27 @@ async def test_two_long_requests_are_prepared_at_once(preparation: Gate):
         preparation.open()
         assert {answer.status_code for answer in await asyncio.gather(*long)} == {200}
     assert preparation.most_inside == 2
+
+
+async def test_short_body_of_many_prompts_is_prepared_in_a_thread(preparation: Gate):
+    preparation.open()
+    async with client_of(FakeEngine()) as client:
+        for prompt in ("a", ["a"] * 100):
+            assert (await client.post("/v1/completions", json={"prompt": prompt})).status_code == 200
+    assert [thread is threading.main_thread() for thread in preparation.threads] == [True, False]
+
+
+async def test_stored_items_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch):
+    threads, read = [], response_routes._page
+    monkeypatch.setattr(
+        response_routes, "_page", lambda *args: (threads.append(threading.current_thread()), read(*args))[1]
+    )
+    async with client_of(FakeEngine()) as client:
+        name = (await client.post("/v1/responses", json={"input": "hi"})).json()["id"]
+        listed = await client.get(f"/v1/responses/{name}/input_items")
+    assert listed.json()["data"][0]["content"][0]["text"] == "hi"
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 async def test_owners_of_waiting_work_take_turns():

@@ -287,7 +287,9 @@ async def test_a_response_in_the_background_that_is_ended(how: str):
         assert len(engine.aborted) == 1
 
 
-async def test_a_stream_of_the_background_is_taken_up_again():
+@pytest.mark.parametrize("page_bytes", [1, 1 << 20])
+async def test_a_stream_of_the_background_is_taken_up_again(page_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serve_app.response_store._PAGE_BYTES", page_bytes)
     engine = engine_of("Hello, wörld!", delay_s=0.005)
     async with fronts_of(engine) as (front, other):
         async with front.http.stream(
