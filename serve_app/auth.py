@@ -114,7 +114,7 @@ def check_origin(headers: Headers, settings: HttpSettings) -> None:
 
     For requests without JSON: browsers send those of any site's page without asking the server first."""
     origin = headers.get("origin")
-    if origin is not None and not settings.api_keys() and not {origin, "*"} & set(settings.cors_origin):
+    if origin is not None and not settings.has_keys and not {origin, "*"} & set(settings.cors_origin):
         text = f"Web pages of {shortened(origin)} may not do this; pass their origin to --cors-origin if they should."
         raise ApiError(403, text, code="origin_not_allowed")
 

@@ -301,7 +301,7 @@ _OPERATIONS = (
 @cache
 def document(settings: HttpSettings) -> dict[str, Any]:
     """The page for a server with these settings."""
-    has_keys, has_hosts = bool(settings.api_keys()), bool(settings.allowed_host)
+    has_keys, has_hosts = settings.has_keys, bool(settings.allowed_host)
     models = {
         m for op in _OPERATIONS for m in (op.answer, *op.requests, op.form, op.unready, op.error) if m is not None
     }
