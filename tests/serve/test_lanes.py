@@ -8,6 +8,7 @@ import pytest
 
 from runtime.child import ChildPool
 from serve_app import response_routes
+from serve_app.errors import ApiError
 from serve_app.http import build_http_app
 from serve_app.lanes import LONG_REQUESTS, Lane
 from serve_app.service import Service
@@ -144,6 +145,29 @@ async def test_cancelled_work_is_never_begun():
     gate.set()
     await asyncio.gather(first, third)
     assert done == ["third"]
+
+
+async def test_waiting_work_has_a_limit_of_bytes():
+    lane, gate = Lane("test", 1, max_bytes=100), threading.Event()
+    first = asyncio.create_task(lane.run("a", gate.wait, 60))
+    await eventually(lambda: not lane._num_bytes)  # what is begun waits no more
+    second = asyncio.create_task(lane.run("a", int, 60))
+    await asyncio.sleep(0)
+    for owner, num_bytes in (("a", 60), ("b", 101)):
+        with pytest.raises(ApiError, match="wait, above 100") as caught:
+            await lane.run(owner, int, num_bytes)
+        assert caught.value.status == 429
+    others = [asyncio.create_task(lane.run(owner, int, 100)) for owner in "bcd"]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError):
+        await lane.run("e", int, 100)
+    second.cancel()
+    await asyncio.sleep(0)
+    third = asyncio.create_task(lane.run("a", int, 100))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(first, third, *others)
+    assert not lane._num_bytes
 
 
 async def test_work_that_fails_raises_its_error():
