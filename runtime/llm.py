@@ -246,8 +246,9 @@ class LLM:
             raise CallboardError(f"This model's classifier has {pooling.num_labels} labels; a score is of one label.")
         pairs = [(query, text) for text in ([documents] if isinstance(documents, str) else documents)]
         if pooling.num_labels:
-            prompter = PairPrompter(self.tokenizer, pooling)
-            prompts = [prompter.ids(query, text, instruction, None) for query, text in pairs]
+            encode = self.tokenizer.encode
+            prompter = PairPrompter(lambda text, special, part: encode(text, special), pooling, instruction)
+            prompts = [prompter.ids(query, text) for query, text in pairs]
         else:
             prompts = [self._encode(text) for text in texts_of(pairs)]
         return scores(pairs, self._pool(prompts, progress, adapter), pooling)

@@ -38,7 +38,7 @@ from serve_app.batches import Batches
 from serve_app.endpoints import CHAT, COMPLETIONS, Endpoint
 from serve_app.endpoints.chat import message_delta
 from serve_app.http import build_http_app
-from serve_app.limits import beside_the_loop_if, is_long
+from serve_app.lanes import run_preparation
 from serve_app.prepared_request import PreparedRequest
 from serve_app.ray_fronts import AskedStore, RayFronts
 from serve_app.ray_metrics import RayMetrics
@@ -183,7 +183,7 @@ class Front:
         tokenizer = await asyncio.to_thread(load_tokenizer, path, config.chat_template, config.tool_call_parser)
         defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config)
         await self._engines.start()
-        self._service.start(tokenizer, defaults)
+        await asyncio.to_thread(self._service.start, tokenizer, defaults)  # the chat template is compiled
         self._service.grammars.start()
         self._batches.start()
         context = serve.get_replica_context()
@@ -217,7 +217,7 @@ class Front:
         def prepare() -> PreparedRequest[Any]:
             return self._service.prepare(endpoint, endpoint.read(content))
 
-        prepared = await beside_the_loop_if(is_long(content), prepare)
+        prepared = await run_preparation(content, "", endpoint.renders_chats, prepare)
         async with aclosing(self._service.run(prepared)) as deltas:
             async for new in deltas:
                 for delta in new:

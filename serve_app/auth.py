@@ -116,7 +116,7 @@ def check_origin(request: HttpRequest, settings: HttpSettings) -> None:
 
     For requests without JSON: browsers send those of any site's page without asking the server first."""
     origin = request.headers.get("origin")
-    if origin is not None and not request.scope["owner"] and not {origin, "*"} & set(settings.cors_origin):
+    if origin is not None and not settings.has_keys and not {origin, "*"} & set(settings.cors_origin):
         text = f"Web pages of {shortened(origin)} may not do this; pass their origin to --cors-origin if they should."
         raise ApiError(403, text, code="origin_not_allowed")
 

@@ -17,19 +17,19 @@ from serve_app.answers import num_scores
 from serve_app.auth import clean_id
 from serve_app.endpoints import Endpoint
 from serve_app.errors import INTERNAL_ERROR, ApiError
-from serve_app.limits import Deadline, beside_the_loop_if, check_counts, is_long, read_json_body
+from serve_app.lanes import run_preparation, run_rendering
+from serve_app.limits import Deadline, check_counts, read_json_body
 from serve_app.metrics import RequestContext
 from serve_app.prepared_request import PreparedRequest
 from serve_app.recorded import RecordedRequests
 from serve_app.requests import SamplingFields
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
-from serve_app.sse import EventStream
+from serve_app.sse import MANY_SCORES, EventStream
 
 logger = logging.getLogger(__name__)
 
 _WATCHED_AFTER_S = 0.02  # a client that leaves before is noticed then
-_MANY_SCORES = 100  # positions whose log-probabilities take a while to render
 
 EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -51,7 +51,12 @@ class Generation:
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
-        prepared = self._recorded.begin(await self._prepared(body, scope), self._endpoint.path, body)
+        prepared: PreparedRequest[Any] | None = None
+        async with UntilClientLeaves(receive, send):
+            prepared = await self._prepared(body, scope)
+        if prepared is None:
+            return
+        prepared = self._recorded.begin(prepared, self._endpoint.path, body)
         await self._generate(prepared, context, scope, receive, send)
 
     async def _generate(
@@ -70,7 +75,7 @@ class Generation:
         def prepare() -> PreparedRequest[Any]:
             return self._prepare(self._endpoint.read(body), scope)
 
-        return await beside_the_loop_if(is_long(body), prepare)
+        return await run_preparation(body, scope["owner"], self._endpoint.renders_chats, prepare)
 
     def _prepare(self, request: SamplingFields, scope: Scope) -> PreparedRequest[Any]:
         check_counts(request, self._settings)
@@ -91,7 +96,7 @@ class Generation:
                 for delta in new:
                     choices[delta.index].add(delta)
         render = partial(self._endpoint.answer, prepared, choices)
-        content = await beside_the_loop_if(num_scores(choices) > _MANY_SCORES, render)
+        content = await run_rendering(num_scores(choices) > MANY_SCORES, prepared.owner, render)
         await Response(content, headers=prepared.headers(), media_type="application/json")(scope, receive, send)
 
     async def _stream(
@@ -118,9 +123,9 @@ class Generation:
             async with Deadline(self._settings.request_timeout_s):
                 async with _kept_alive(self._settings.keep_alive_s, partial(write, stream.keep_alive)):
                     new = await anext(deltas)
-                await write(stream.first() + await self._events(stream, new))
+                await write(stream.first() + await self._events(stream, new, prepared.owner))
                 async for new in deltas:
-                    if events := await self._events(stream, new) if may_be_long else stream.events(new):
+                    if events := await self._events(stream, new, prepared.owner) if may_be_long else stream.events(new):
                         await send({"type": "http.response.body", "body": events, "more_body": True})
             end = stream.last()
         except Exception as e:
@@ -132,9 +137,9 @@ class Generation:
             end = stream.failed(e if isinstance(e, ApiError) else INTERNAL_ERROR)
         await send({"type": "http.response.body", "body": end})
 
-    async def _events(self, stream: EventStream, new: list[Delta]) -> bytes:
+    async def _events(self, stream: EventStream, new: list[Delta], owner: str) -> bytes:
         """Deltas as events; for a reader that was away, or of a prompt, there may be many."""
-        return await beside_the_loop_if(num_scores(new) > _MANY_SCORES, partial(stream.events, new))
+        return await run_rendering(stream.is_long(new), owner, partial(stream.events, new))
 
 
 @asynccontextmanager

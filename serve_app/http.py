@@ -27,7 +27,8 @@ from serve_app.endpoints import ENDPOINTS
 from serve_app.engine_routes import engine_routes
 from serve_app.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response, redacted
 from serve_app.generation import Generation
-from serve_app.limits import beside_the_loop_if, is_long, read_json_body
+from serve_app.lanes import run_preparation, run_rendering
+from serve_app.limits import read_json_body
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.pooling import pooled_routes
@@ -60,7 +61,7 @@ def build_http_app(
     stored = stored or StoredResponses(ResponseStore(settings), OneFront())
     batches = batches or Batches(settings)
     keys = settings.api_keys()  # once: the file may be replaced or gone later
-    routes = [*_Routes(service, settings, stored, bool(keys)).all(), *batch_routes(settings, batches)]
+    routes = [*_Routes(service, settings, stored).all(), *batch_routes(settings, batches)]
     errors: dict[Any, ExceptionHandler] = {
         HTTPException: _http_error,
         ApiError: _refusal,
@@ -78,13 +79,12 @@ def build_http_app(
 class _Routes:
     """The routes and the short answers."""
 
-    def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses, has_keys: bool) -> None:
-        self._service, self._settings, self._stored, self._has_keys = service, settings, stored, has_keys
+    def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses) -> None:
+        self._service, self._settings, self._stored = service, settings, stored
         self._recorded = RecordedRequests(settings.recorded_request_bytes)
 
     def all(self) -> list[Route]:
         service, settings, recorded = self._service, self._settings, self._recorded
-        has_keys, has_hosts = self._has_keys, bool(settings.allowed_host)
         return [
             *(Route(e.path, Generation(service, e, settings, recorded), methods=["POST"]) for e in ENDPOINTS),
             *pooled_routes(service, settings),
@@ -95,8 +95,8 @@ class _Routes:
             *adapter_routes(service, settings),
             *engine_routes(service, settings),
             Route("/v1/abort", self.abort, methods=["POST"]),
-            Route("/v1/messages/count_tokens", _post(count_tokens, service, settings), methods=["POST"]),
-            Route("/tokenize", _post(tokenize, service, settings), methods=["POST"]),
+            Route("/v1/messages/count_tokens", _post(count_tokens, service, settings, True), methods=["POST"]),
+            Route("/tokenize", _post(tokenize, service, settings, True), methods=["POST"]),
             Route("/detokenize", _post(detokenize, service, settings), methods=["POST"]),
             Route("/tokenizer_info", _get(lambda: tokenizer_info(service))),
             Route("/health", self.health),
@@ -107,7 +107,7 @@ class _Routes:
             Route("/ready", self.ready),
             Route("/version", _get(lambda: {"version": version("callboard")})),
             Route("/metrics", self.metrics),
-            Route("/openapi.json", _get(lambda: document(has_keys, has_hosts))),
+            Route("/openapi.json", self.openapi),
         ]
 
     async def health(self, request: HttpRequest) -> Response:
@@ -136,7 +136,14 @@ class _Routes:
         return _json({"request_id": asked.request_id, "object": "request.abort"})
 
     async def recorded(self, request: HttpRequest) -> Response:
-        return _json(self._recorded.found(request.path_params["request_id"], request.scope["owner"]))
+        owner = request.scope["owner"]
+        render = self._recorded.found(request.path_params["request_id"], owner)
+        return Response(await run_rendering(True, owner, render), media_type="application/json")
+
+    async def openapi(self, request: HttpRequest) -> Response:
+        render = partial(_document, self._settings)
+        content = await run_rendering(True, request.scope["owner"], render)  # to make it takes a while
+        return Response(content, media_type="application/json")
 
     async def model(self, request: HttpRequest) -> Response:
         return _json(self._service.model_card(request.path_params["name"]))
@@ -152,15 +159,28 @@ def _get(answer: Callable[[], object]) -> Callable[[HttpRequest], Awaitable[Resp
 
 
 def _post(
-    answer: Callable[[Service, bytes], Mapping[str, object]], service: Service, settings: HttpSettings
+    answer: Callable[[Service, bytes], Mapping[str, object]],
+    service: Service,
+    settings: HttpSettings,
+    may_render: bool = False,
 ) -> Callable[[HttpRequest], Awaitable[Response]]:
     """POST whose answer is a JSON object at once."""
 
     async def post(request: HttpRequest) -> Response:
         body = await read_json_body(request.scope, request.receive, settings) or b""  # of a client that has left
-        return _json(await beside_the_loop_if(is_long(body), partial(answer, service, body)))
+        work = partial(_answered, answer, service, body)
+        content = await run_preparation(body, request.scope["owner"], may_render, work)
+        return Response(content, media_type="application/json")
 
     return post
+
+
+def _document(settings: HttpSettings) -> bytes:
+    return encode_json(document(settings))
+
+
+def _answered(answer: Callable[[Service, bytes], Mapping[str, object]], service: Service, body: bytes) -> bytes:
+    return encode_json(answer(service, body))
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from types import TracebackType
-from typing import TypeVar
 
 from starlette.types import Receive, Scope
 
@@ -15,17 +13,10 @@ from serve_app.errors import ApiError
 from serve_app.requests import SamplingFields
 from serve_app.settings import HttpSettings
 
-_T = TypeVar("_T")
-
 # A shorter body is parsed, templated and tokenised in a few milliseconds, token ids in less than it takes to wake up a
 # thread, but not fields that a template writes out with indents. A name may be spelled with escapes, too.
 _LONG_BODY_BYTES, _LONG_IDS_BYTES = 8 << 10, 16 << 10
 _WRITTEN_OUT = re.compile(rb'"(?:tools|tool_calls|tool_use|chat_template_kwargs)"|\\u')
-
-
-async def beside_the_loop_if(is_long: bool, work: Callable[[], _T]) -> _T:
-    """The result of `work`, which is pure CPU work: long work is done in a thread."""
-    return await asyncio.to_thread(work) if is_long else work()
 
 
 def is_long(body: bytes) -> bool:

@@ -27,6 +27,7 @@ from serve_app.requests import (
     ScoreRequest,
 )
 from serve_app.response_routes import InputItemsQuery, RetrieveQuery
+from serve_app.settings import HttpSettings
 from serve_app.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 # ---- answers: what a client can rely on; each may hold more ---------------------------------------------------------
@@ -299,8 +300,9 @@ _OPERATIONS = (
 
 
 @cache
-def document(has_keys: bool, has_hosts: bool) -> dict[str, Any]:
-    """The page of a server that needs an API key, and one of some host names, or not."""
+def document(settings: HttpSettings) -> dict[str, Any]:
+    """The page for a server with these settings."""
+    has_keys, has_hosts = settings.has_keys, bool(settings.allowed_host)
     models = {
         m for op in _OPERATIONS for m in (op.answer, *op.requests, op.form, op.unready, op.error) if m is not None
     }

@@ -16,7 +16,8 @@ from serve_app.auth import clean_id
 from serve_app.endpoints.pooled import POOLED_ENDPOINTS, PooledEndpoint, PreparedPooling
 from serve_app.errors import ApiError
 from serve_app.generation import UntilClientLeaves
-from serve_app.limits import Deadline, beside_the_loop_if, check_priority, is_long, read_json_body
+from serve_app.lanes import run_preparation, run_rendering
+from serve_app.limits import Deadline, check_priority, read_json_body
 from serve_app.metrics import RequestContext
 from serve_app.requests import parse
 from serve_app.service import MAX_PROMPT_TOKENS, Service, owned
@@ -50,13 +51,19 @@ class PooledRoute:
         body = await read_json_body(scope, receive, self._settings)
         if body is None:
             return
-        prepared = await beside_the_loop_if(is_long(body), partial(self._prepared, body, scope))
+        prepared: PreparedPooling[Any] | None = None
+        async with UntilClientLeaves(receive, send):
+            prepare = partial(self._prepared, body, scope)
+            prepared = await run_preparation(body, scope["owner"], False, prepare)
+        if prepared is None:
+            return
         context.model = prepared.model.name
         async with UntilClientLeaves(receive, send) as send:
             async with Deadline(self._settings.request_timeout_s):
                 pooled = await self._service.pool(prepared.id, prepared.requests, context)
             answer = partial(self._endpoint.answer, prepared, pooled)
-            content = await beside_the_loop_if(sum(map(len, pooled)) > 4 * _MANY_NUMBERS, answer)
+            is_long = len(body) + sum(map(len, pooled)) > 4 * _MANY_NUMBERS  # an answer may have the texts, too
+            content = await run_rendering(is_long, scope["owner"], answer)
             headers = [*prepared.headers(), (b"content-length", b"%d" % len(content))]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": content})
@@ -73,9 +80,15 @@ class PooledRoute:
         where, count = request.count()
         if count > (most := self._settings.max_prompts):
             raise invalid(where, f"has {count} texts, but this server allows {most}")
-        prompts = endpoint.prompts(request, model, pooling)
-        if (num_tokens := sum(map(len, prompts))) > MAX_PROMPT_TOKENS:
-            raise ApiError(400, f"The request has {num_tokens} tokens; at most {MAX_PROMPT_TOKENS} are allowed.")
+        prompts: list[list[int]] = []
+        num_tokens = 0
+        for prompt in endpoint.prompts(request, model, pooling):
+            prompts.append(prompt)
+            num_tokens += len(prompt)
+            if num_tokens > MAX_PROMPT_TOKENS:  # not all are made only to be refused
+                prompts.clear()  # here: the error keeps this frame until the event loop has answered
+                text = f"The request has over {MAX_PROMPT_TOKENS} tokens, which is the limit; send fewer texts at once."
+                raise ApiError(400, text)
         request_id = clean_id(request.request_id or scope["request_id"]) or secrets.token_hex(12)
         name = endpoint.id_prefix + request_id
         priority, salt = request.priority, request.cache_salt or ""

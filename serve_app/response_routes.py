@@ -20,13 +20,14 @@ from serve_app.endpoints.response_builder import ResponseBuilder, ResponseStream
 from serve_app.endpoints.responses import ResponsesEndpoint
 from serve_app.errors import INTERNAL_ERROR, ApiError, api_error
 from serve_app.generation import EVENT_STREAM, Generation, UntilClientLeaves
-from serve_app.limits import Deadline, beside_the_loop_if, is_long
+from serve_app.lanes import LONG_REQUESTS, run_preparation
+from serve_app.limits import Deadline
 from serve_app.metrics import RequestContext
 from serve_app.prepared_request import PreparedRequest
 from serve_app.recorded import RecordedRequests
 from serve_app.requests.input_items import ITEMS, as_list, listed
 from serve_app.requests.shapes import RequestModel
-from serve_app.response_store import StoredResponses
+from serve_app.response_store import MAX_ITEMS, StoredResponses
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
 
@@ -73,16 +74,22 @@ class ResponseCreation(Generation):
         self._stored = stored
 
     async def _prepared(self, body: bytes, scope: Scope) -> PreparedRequest[Any]:
-        request = await beside_the_loop_if(is_long(body), partial(self._endpoint.read, body))
+        owner = scope["owner"]
+        request = await run_preparation(body, owner, False, partial(self._endpoint.read, body))
         self._stored.store.keeps(request)  # or it is refused
-        size = 0
+        items: list[bytes] = []
         if (previous := request.previous_response_id) is not None:
-            items = await self._before(previous, scope["owner"])
-            size = sum(map(len, items))
-            read = partial(ITEMS.validate_json, as_list(items))
-            request = request.after(await beside_the_loop_if(size > _LONG_BYTES, read))
-        prepare = partial(self._prepare, request, scope)
-        return await beside_the_loop_if(size > _LONG_BYTES or is_long(body), prepare)
+            items = await self._before(previous, owner)
+
+        def prepare() -> PreparedRequest[Any]:
+            asked = request.after(ITEMS.validate_json(as_list(items))) if items else request
+            prepared = self._prepare(asked, scope)
+            asked.encoded_items  # noqa: B018  # are made here, not on the event loop that stores them
+            return prepared
+
+        if sum(map(len, items)) > _LONG_BYTES:
+            return await LONG_REQUESTS.run(owner, prepare)
+        return await run_preparation(body, owner, True, prepare)
 
     async def _before(self, previous: str, owner: str) -> list[bytes]:
         """The conversation up to an earlier response."""
@@ -90,6 +97,9 @@ class ResponseCreation(Generation):
             items: list[bytes] = await self._stored.ask("conversation", previous, owner)
         except ApiError as e:
             raise ApiError(e.status, str(e), param="previous_response_id", code=e.code) from e
+        if len(items) > MAX_ITEMS:
+            text = f"The stored conversation has {len(items)} items; at most {MAX_ITEMS} can go on. Send some as input."
+            raise ApiError(400, text, param="previous_response_id", code="conversation_too_long")
         return items
 
     async def _generate(
@@ -168,21 +178,27 @@ class _Routes:
         query = read_query(InputItemsQuery, request)
         stored: list[bytes] = await self._ask("input_items", request)
         name = request.path_params["response_id"].removeprefix("resp_")
-        items = [listed(item, f"{name}_{i}") for i, item in enumerate(ITEMS.validate_json(as_list(stored)))]
-        if query.order == "desc":
-            items.reverse()
-        if query.after is not None:
-            at = next((i for i, item in enumerate(items) if item["id"] == query.after), None)
-            if at is None:
-                raise FieldError("after", "after is the id of none of these items.")
-            items = items[at + 1 :]
-        page = items[: query.limit]
-        ids = [item["id"] for item in page] or [""]
-        more = {"first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > len(page)}
-        return Response(encode_json({"object": "list", "data": page, **more}), media_type="application/json")
+        content = await LONG_REQUESTS.run(request.scope["owner"], partial(_page, stored, name, query))
+        return Response(content, media_type="application/json")
 
     async def _ask(self, method: str, request: HttpRequest, *args: Any) -> Any:
         return await self._stored.ask(method, request.path_params["response_id"], request.scope["owner"], *args)
+
+
+def _page(stored: list[bytes], name: str, query: InputItemsQuery) -> bytes:
+    """The page of a conversation's items that a query asks for; raises FieldError."""
+    items = [listed(item, f"{name}_{i}") for i, item in enumerate(ITEMS.validate_json(as_list(stored)))]
+    if query.order == "desc":
+        items.reverse()
+    if query.after is not None:
+        at = next((i for i, item in enumerate(items) if item["id"] == query.after), None)
+        if at is None:
+            raise FieldError("after", "after is the id of none of these items.")
+        items = items[at + 1 :]
+    page = items[: query.limit]
+    ids = [item["id"] for item in page] or [""]
+    more = {"first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > len(page)}
+    return encode_json({"object": "list", "data": page, **more})
 
 
 class _Followed(Response):

@@ -2,6 +2,8 @@
 
 The id of a response names the front that keeps it. A response is kept until its time is over, newer ones need its
 place, its client deletes it or its front ends, whatever comes first. Nothing is written to a disk.
+
+A response goes for newer ones only if its owner holds more than any other owner.
 """
 
 from __future__ import annotations
@@ -9,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +26,11 @@ from serve_app.settings import HttpSettings
 _ID = re.compile(r"resp_([A-Za-z0-9]+)_[A-Za-z0-9._:-]+")
 _ENTRY_BYTES = 1 << 10  # of an entry, beside its texts
 _REFERENCE_BYTES = 8
+_ITEM_BYTES = 256  # of an item, beside its text: Python's objects for it
+_EVENT_BYTES = 64  # of an event, beside its text
+_PAGE_BYTES = 1 << 20  # of the events that a reader gets at once
+_BUSY_RETRY_S = 1.0
+MAX_ITEMS = 20_000  # of a conversation that a request continues
 _ASK_AGAIN_S = 0.05  # another front, for the events of a response that it makes
 
 
@@ -53,13 +59,21 @@ def gone(front: str) -> ApiError:
 
 
 @dataclass(slots=True, eq=False)
+class _Item:
+    """An item that conversations of one owner share."""
+
+    text: bytes  # JSON
+    num_uses: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Kept:
     """A response that is kept, or still made in the background."""
 
     owner: str
     is_background: bool
     num_input: int  # of `items`
-    items: list[bytes]  # the conversation, its answer included; each as JSON
+    items: list[_Item]  # the conversation, its answer included
     body: bytes = b""  # once it has ended
     expires_at: float = 0.0  # of the monotonic clock
     events: list[bytes] | None = None  # all, by their numbers, if it was asked for as a stream in the background
@@ -69,19 +83,28 @@ class Kept:
     grown: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(slots=True, eq=False)
+class _Shelf:
+    """The responses of one owner, and the items that they share."""
+
+    ended: dict[str, Kept] = field(default_factory=dict)  # oldest first
+    items: dict[bytes, _Item] = field(default_factory=dict)
+    num_bytes: int = 0  # of running responses too
+    num_running: int = 0
+
+
 class ResponseStore:
     """The responses of one front. Its methods are called on one thread.
 
-    Conversations share their items: what a client sends again and again, or refers to, is kept once."""
+    The conversations of an owner share their items: what a client sends again and again, or refers to, is kept once."""
 
     def __init__(self, settings: HttpSettings, front: str = OneFront.own) -> None:
         self.front = front
         self._max_bytes, self._life_s = settings.response_store_bytes, settings.response_life_s
         self._running: dict[str, Kept] = {}
-        self._kept: dict[str, Kept] = {}  # those that have ended, oldest first
-        self._items: dict[bytes, bytes] = {}
-        self._num_uses: Counter[bytes] = Counter()
-        self._num_bytes = 0
+        self._ended: dict[str, Kept] = {}
+        self._shelves: dict[str, _Shelf] = {}  # by owner
+        self._num_bytes = 0  # of all shelves
 
     def keeps(self, request: ResponsesRequest) -> bool:
         """Whether the response is kept; raises FieldError if it must be and cannot."""
@@ -92,14 +115,23 @@ class ResponseStore:
 
     # ---- what this front does ----------------------------------------------------------------------------------------
 
-    def keep(self, prepared: PreparedRequest[ResponsesRequest], builder: ResponseBuilder) -> None:
-        """Keep a response that has ended, if that was asked for."""
-        if self.keeps(prepared.request):
-            self._complete(prepared.id, self._new(prepared), builder)
+    def keep(self, prepared: PreparedRequest[ResponsesRequest], builder: ResponseBuilder) -> bytes | None:
+        """Keep a response that has ended, if that was asked for; returns it as JSON then."""
+        if not self.keeps(prepared.request):
+            return None
+        kept = self._new(prepared)
+        self._complete(prepared.id, kept, builder)
+        return kept.body
 
     def begin(self, prepared: PreparedRequest[ResponsesRequest], builder: ResponseBuilder) -> Kept:
-        """Keep a response that is made in the background from now on."""
-        kept = self._running[prepared.id] = self._new(prepared)
+        """Keep a response that is made in the background from now on; raises the 429 if there is no room for it."""
+        kept = self._new(prepared)
+        self._make_room()
+        if self._num_bytes > self._max_bytes:  # of running responses alone
+            self._release(kept)
+            text = "The responses that are made in the background fill the store of this front; come back later."
+            raise ApiError(429, text, code="response_store_full", retry_after_s=_BUSY_RETRY_S)
+        self._running[prepared.id] = kept
         kept.builder = builder
         if prepared.request.stream:
             kept.events = []
@@ -112,7 +144,9 @@ class ResponseStore:
         if kept.events is not None:
             new = builder.take_events()
             kept.events += new
-            self._charge(kept, sum(map(len, new)))
+            self._charge(kept, sum(map(len, new)) + _EVENT_BYTES * len(new))
+            if self._num_bytes > self._max_bytes:
+                self._make_room()
         if builder.has_ended:
             del self._running[response_id]
             self._complete(response_id, kept, builder)
@@ -121,42 +155,70 @@ class ResponseStore:
 
     def _new(self, prepared: PreparedRequest[ResponsesRequest]) -> Kept:
         request = prepared.request
-        items = [self._shared(item) for item in encoded(request.items())]
-        self._num_bytes += _ENTRY_BYTES + _REFERENCE_BYTES * len(items)
-        return Kept(prepared.owner, bool(request.background), len(items), items)
+        kept = Kept(prepared.owner, bool(request.background), len(request.encoded_items), [])
+        self._shelves.setdefault(prepared.owner, _Shelf()).num_running += 1
+        self._charge(kept, _ENTRY_BYTES)
+        self._add_items(kept, request.encoded_items)
+        return kept
 
     def _complete(self, response_id: str, kept: Kept, builder: ResponseBuilder) -> None:
-        kept.items += [self._shared(item) for item in encoded(ITEMS.validate_python(builder.output))]
-        self._num_bytes += _REFERENCE_BYTES * len(builder.output)
+        self._add_items(kept, encoded(ITEMS.validate_python(builder.output)))
         kept.body = encode_json(builder.object())
         kept.builder = kept.task = None
         kept.expires_at = time.monotonic() + self._life_s
         self._charge(kept, len(kept.body))
-        self._kept[response_id] = kept
-        while self._kept and (self._num_bytes > self._max_bytes or self._oldest().expires_at < time.monotonic()):
-            self._remove(next(iter(self._kept)))
+        shelf = self._shelves[kept.owner]
+        shelf.num_running -= 1
+        self._ended[response_id] = shelf.ended[response_id] = kept
+        self._make_room()
 
-    def _oldest(self) -> Kept:
-        return next(iter(self._kept.values()))
+    def _make_room(self) -> None:
+        now = time.monotonic()
+        for shelf in list(self._shelves.values()):
+            while (oldest := next(iter(shelf.ended), None)) and shelf.ended[oldest].expires_at < now:
+                self._remove(oldest)
+        while self._num_bytes > self._max_bytes and self._ended:
+            largest = max((shelf for shelf in self._shelves.values() if shelf.ended), key=lambda s: s.num_bytes)
+            self._remove(next(iter(largest.ended)))
 
     def _charge(self, kept: Kept, num_bytes: int) -> None:
         kept.num_bytes += num_bytes
+        self._count(self._shelves[kept.owner], num_bytes)
+
+    def _count(self, shelf: _Shelf, num_bytes: int) -> None:
+        shelf.num_bytes += num_bytes
         self._num_bytes += num_bytes
 
-    def _shared(self, item: bytes) -> bytes:
-        if (known := self._items.setdefault(item, item)) is item:
-            self._num_bytes += len(item)
-        self._num_uses[known] += 1
-        return known
+    def _add_items(self, kept: Kept, texts: list[bytes]) -> None:
+        shelf = self._shelves[kept.owner]
+        for text in texts:
+            if (item := shelf.items.get(text)) is None:
+                item = shelf.items[text] = _Item(text)
+                self._count(shelf, _ITEM_BYTES + len(text))
+            item.num_uses += 1
+            kept.items.append(item)
+        self._charge(kept, _REFERENCE_BYTES * len(texts))
 
     def _remove(self, response_id: str) -> None:
-        kept = self._kept.pop(response_id)
-        self._num_bytes -= _ENTRY_BYTES + _REFERENCE_BYTES * len(kept.items) + kept.num_bytes
+        """Forget a response that has ended, if it is still there."""
+        if (kept := self._ended.pop(response_id, None)) is not None:
+            shelf = self._shelves[kept.owner]
+            del shelf.ended[response_id]
+            shelf.num_running += 1  # until it is released
+            self._release(kept)
+
+    def _release(self, kept: Kept) -> None:
+        """What a response that is on no list any more has taken."""
+        shelf = self._shelves[kept.owner]
+        shelf.num_running -= 1
+        self._charge(kept, -kept.num_bytes)
         for item in kept.items:
-            self._num_uses[item] -= 1
-            if not self._num_uses[item]:
-                del self._num_uses[item], self._items[item]
-                self._num_bytes -= len(item)
+            item.num_uses -= 1
+            if not item.num_uses:
+                del shelf.items[item.text]
+                self._count(shelf, -_ITEM_BYTES - len(item.text))
+        if not (shelf.ended or shelf.num_running):
+            del self._shelves[kept.owner]
 
     # ---- what any front may ask --------------------------------------------------------------------------------------
 
@@ -171,19 +233,23 @@ class ResponseStore:
         if kept.builder is not None:
             text = f"The response {shortened(response_id)!r} is still being made; come back when it is complete."
             raise ApiError(400, text, param="previous_response_id", code="response_in_progress")
-        return kept.items
+        return [item.text for item in kept.items]
 
     def input_items(self, response_id: str, owner: str) -> list[bytes]:
         """The items before the response."""
         kept = self._found(response_id, owner)
-        return kept.items[: kept.num_input]
+        return [item.text for item in kept.items[: kept.num_input]]
 
     def events(self, response_id: str, owner: str, start: int) -> tuple[list[bytes], bool]:
-        """The events from number `start` on that there are, and whether they are all."""
+        """Events from number `start` on, those that there are or the first of many, and whether they are all."""
         kept = self._found(response_id, owner)
         if kept.events is None:
             raise invalid("stream", "is only there for a response that was made with background and stream")
-        return kept.events[start:], kept.builder is None
+        end, num_bytes = start, 0
+        while end < len(kept.events) and num_bytes < _PAGE_BYTES:
+            num_bytes += len(kept.events[end])
+            end += 1
+        return kept.events[start:end], kept.builder is None and end >= len(kept.events)
 
     def cancel(self, response_id: str, owner: str) -> bytes:
         """The response, which ends now if it is made in the background; one that has ended stays as it is."""
@@ -203,7 +269,7 @@ class ResponseStore:
         """Forget a response, and end it if it is still made."""
         kept = self._found(response_id, owner)
         if kept.builder is not None:
-            self.cancel(response_id, owner)
+            self.cancel(response_id, owner)  # and with its end, one that is too large for the store is gone
         self._remove(response_id)
 
     async def news(self, response_id: str) -> None:
@@ -212,7 +278,7 @@ class ResponseStore:
             await kept.grown.wait()
 
     def _found(self, response_id: str, owner: str) -> Kept:
-        kept = self._running.get(response_id) or self._kept.get(response_id)
+        kept = self._running.get(response_id) or self._ended.get(response_id)
         if kept is not None and kept.builder is None and kept.expires_at < time.monotonic():
             self._remove(response_id)
             kept = None

@@ -119,6 +119,11 @@ class HttpSettings:
             return self
         return replace(self, allowed_host=(*self.allowed_host, host, socket.gethostname()))
 
+    @property
+    def has_keys(self) -> bool:
+        """True if clients need a key. The file of keys is not read again once the server has started."""
+        return bool(self.api_key) or self.api_key_file is not None
+
     def api_keys(self) -> tuple[str, ...]:
         """All keys, none if everybody may come in; raises CallboardError if the file cannot be read or has none."""
         keys = [key.strip() for key in self.api_key]

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from runtime.output.processor import Delta
-from serve_app.answers import ChoiceUsage, encode_json, usage
+from serve_app.answers import ChoiceUsage, encode_json, num_scores, usage
 from serve_app.errors import ApiError
 from serve_app.prepared_request import PreparedRequest
 
+MANY_SCORES = 100  # positions whose log-probabilities take a while to render
 DONE = b"data: [DONE]\n\n"
 
 
@@ -61,6 +62,10 @@ class EventStream(ABC):
     @abstractmethod
     def events(self, deltas: list[Delta]) -> bytes:
         """The events of one write; empty if there is nothing to show yet."""
+
+    def is_long(self, deltas: list[Delta]) -> bool:
+        """True if the events of these deltas take a while to render."""
+        return num_scores(deltas) > MANY_SCORES
 
     @abstractmethod
     def last(self) -> bytes:

@@ -24,6 +24,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     """Messages in, a message out, with reasoning and tool calls."""
 
     path, request_type, id_prefix, default_max_tokens = "/v1/chat/completions", ChatRequest, "chatcmpl-", None
+    renders_chats = True
 
     def prompts(self, request: ChatRequest, model: ServedModel, where: str = "messages") -> Prompts:
         """`where` is what the request's client calls the messages."""

@@ -21,6 +21,7 @@ class Endpoint(ABC, Generic[R]):
     id_prefix: ClassVar[str]  # of answers
     default_max_tokens: ClassVar[int | None]  # of a request that does not say; None: all that fit
 
+    renders_chats: ClassVar[bool] = False  # a prompt is rendered by the model's chat template
     max_tokens_field: ClassVar[str] = "max_tokens"  # what a client may lower for a prompt to fit
 
     def new_id(self, request_id: str) -> str:

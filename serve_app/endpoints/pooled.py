@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,8 +60,8 @@ class PooledEndpoint(ABC, Generic[P]):
     id_prefix: ClassVar[str]
 
     @abstractmethod
-    def prompts(self, request: P, model: ServedModel, pooling: Pooling) -> list[list[int]]:
-        """The token ids of each prompt; raises FieldError or ApiError."""
+    def prompts(self, request: P, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
+        """The token ids of each prompt, made one after another; raises FieldError or ApiError."""
 
     @abstractmethod
     def answer(self, prepared: PreparedPooling[P], pooled: Sequence[bytes]) -> bytes:
@@ -73,12 +73,10 @@ class PoolingEndpoint(PooledEndpoint[PoolingRequest]):
 
     paths, request_type, id_prefix = ("/pooling",), PoolingRequest, "pool-"
 
-    def prompts(self, request: PoolingRequest, model: ServedModel, pooling: Pooling) -> list[list[int]]:
+    def prompts(self, request: PoolingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         given = request.inputs()
-        return [
-            _input_ids(request, value, model, "input" if len(given) == 1 else f"input.{at}")
-            for at, value in enumerate(given)
-        ]
+        for at, value in enumerate(given):
+            yield _input_ids(request, value, model, "input" if len(given) == 1 else f"input.{at}")
 
     def answer(self, prepared: PreparedPooling[PoolingRequest], pooled: Sequence[bytes]) -> bytes:
         encode, pooling = _encoding(prepared.request.encoding_format), prepared.pooling
@@ -92,7 +90,7 @@ class EmbeddingsEndpoint(PooledEndpoint[EmbeddingRequest]):
 
     paths, request_type, id_prefix = ("/v1/embeddings",), EmbeddingRequest, "embd-"
 
-    def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> list[list[int]]:
+    def prompts(self, request: EmbeddingRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         if pooling.num_labels:
             raise ApiError(400, "This model makes scores, not embeddings; ask /v1/rerank or /v1/score.", param="model")
         check_dimensions(request.dimensions, pooling)
@@ -110,11 +108,11 @@ class ScoreEndpoint(PooledEndpoint[ScoreRequest]):
 
     paths, request_type, id_prefix = ("/v1/score", "/score"), ScoreRequest, "score-"
 
-    def prompts(self, request: ScoreRequest, model: ServedModel, pooling: Pooling) -> list[list[int]]:
+    def prompts(self, request: ScoreRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         pairs = request.pairs()
         if pooling.num_labels:
-            return _pair_ids(request, pairs, request.instruction, model, pooling, "text_2")
-        return [_input_ids(request, text, model, "text_1") for text in texts_of(pairs)]
+            return _pair_ids(request, pairs, model, pooling, "text_1", "text_2")
+        return (_input_ids(request, text, model, "text_1") for text in texts_of(pairs))
 
     def answer(self, prepared: PreparedPooling[ScoreRequest], pooled: Sequence[bytes]) -> bytes:
         found = scores(prepared.request.pairs(), pooled, prepared.pooling)
@@ -128,11 +126,11 @@ class RerankEndpoint(PooledEndpoint[RerankRequest]):
 
     paths, request_type, id_prefix = ("/v1/rerank", "/rerank", "/v2/rerank"), RerankRequest, "rerank-"
 
-    def prompts(self, request: RerankRequest, model: ServedModel, pooling: Pooling) -> list[list[int]]:
+    def prompts(self, request: RerankRequest, model: ServedModel, pooling: Pooling) -> Iterator[list[int]]:
         pairs = [(request.query, text) for text in request.texts()]
         if pooling.num_labels:
-            return _pair_ids(request, pairs, request.instruction, model, pooling, "documents")
-        return [_input_ids(request, text, model, "documents") for text in texts_of(pairs)]
+            return _pair_ids(request, pairs, model, pooling, "query", "documents")
+        return (_input_ids(request, text, model, "documents") for text in texts_of(pairs))
 
     def answer(self, prepared: PreparedPooling[RerankRequest], pooled: Sequence[bytes]) -> bytes:
         request, texts = prepared.request, prepared.request.texts()
@@ -179,19 +177,26 @@ def _input_ids(request: PooledFields, value: str | list[int], model: ServedModel
 
 
 def _pair_ids(
-    request: PooledFields,
+    request: ScoreRequest | RerankRequest,
     pairs: list[tuple[str, str]],
-    instruction: str | None,
     model: ServedModel,
     pooling: Pooling,
-    where: str,
-) -> list[list[int]]:
+    query_field: str,
+    document_field: str,
+) -> Iterator[list[int]]:
     """The token ids of pairs as a classifier reads them."""
     if pooling.num_labels != 1:
         raise ApiError(400, f"This model's classifier has {pooling.num_labels} labels, not one; ask /pooling.")
     limit, most = _most(request, model)
-    prompter = PairPrompter(model.tokenizer, pooling)
-    return [_checked(prompter.ids(query, text, instruction, most), limit, where) for query, text in pairs]
+    fields = {"query": query_field, "document": document_field}
+
+    def encode(text: str, special: bool, part: Literal["query", "document"]) -> list[int]:
+        kept: Literal["start"] | None = None if most is None else "start"
+        return prompt_ids(model.tokenizer, text, special, limit, fields[part], kept)
+
+    prompter = PairPrompter(encode, pooling, request.instruction, most)
+    for query, text in pairs:
+        yield _checked(prompter.ids(query, text), limit, document_field)
 
 
 def _checked(ids: list[int], limit: int, where: str) -> list[int]:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from runtime.core.types import TokenLogprobs
 from runtime.output.processor import Delta
 from runtime.text.tool_calls import CallDelta
@@ -15,7 +17,7 @@ from serve_app.answers import ChoiceUsage, encode_json, logprob_entry
 from serve_app.errors import ApiError
 from serve_app.prepared_request import PreparedRequest
 from serve_app.requests import ResponsesRequest
-from serve_app.sse import EventStream
+from serve_app.sse import MANY_SCORES, EventStream
 
 _TEXTS_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 _EVENTS = {  # of an item's text
@@ -33,7 +35,7 @@ class _OpenItem:
 
     fields: dict[str, Any]  # of its object, but for the text
     pieces: list[str] = field(default_factory=list)  # of its text, or of its arguments
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # of a message's text, if they are asked for
+    logprobs: list[bytes] = field(default_factory=list)  # of a message's text, if they are asked for; JSON
     before_delta: bytes = b""  # an event of one more piece, up to its number
     after_number: bytes = b""
 
@@ -49,7 +51,7 @@ class _OpenItem:
             "type": "output_text",
             "text": "".join(self.pieces),
             "annotations": [],
-            "logprobs": self.logprobs,
+            "logprobs": _listed(self.logprobs),
         }
 
     def item(self, status: str) -> dict[str, Any]:
@@ -94,6 +96,11 @@ class ResponseBuilder:
     @property
     def has_ended(self) -> bool:
         return self.status not in ("queued", "in_progress")
+
+    @property
+    def num_scores(self) -> int:
+        """Tokens of the open item whose log-probabilities its end will have."""
+        return 0 if self._open is None else len(self._open.logprobs)
 
     def take_events(self) -> list[bytes]:
         """The events since they were last taken."""
@@ -188,19 +195,20 @@ class ResponseBuilder:
         if item.kind == "message":
             entries = self._take_scores()
             item.logprobs += entries
-            logprobs = b',"logprobs":' + encode_json(entries)
+            logprobs = b',"logprobs":' + bytes(_listed(entries))
         if self._has_events:
             number = b"%d" % self._num_events
             self._num_events += 1
             self._events.append(item.before_delta + number + b',"delta":' + encode_json(text) + logprobs + b"}\n\n")
 
-    def _take_scores(self) -> list[dict[str, Any]]:
-        """The log-probabilities of a text's new tokens: those that were reasoning are left out."""
+    def _take_scores(self) -> list[bytes]:
+        """The log-probabilities of a text's new tokens: those that were reasoning are left out. Each is encoded here,
+        once, since several events and the response itself have all of them at the end."""
         num_reasoning = min(self._num_reasoning - self._num_skipped, len(self._scores))
         scores, self._scores = self._scores[num_reasoning:], []
         self._num_skipped += num_reasoning
         tokenizer, as_ids = self._prepared.model.tokenizer, self._prepared.request.return_tokens_as_token_ids
-        return [logprob_entry(tokenizer, as_ids, score) for score in scores]
+        return [encode_json(logprob_entry(tokenizer, as_ids, score)) for score in scores]
 
     def _close(self, status: str) -> None:
         """The open item is complete, or will never be."""
@@ -213,7 +221,7 @@ class ResponseBuilder:
             self._scores.clear()  # of tokens that are no text
             self._num_skipped = self._num_reasoning
         else:
-            part = item.part()
+            part = done["content"][0]
             fields = {name: part[name] for name in ("text", "logprobs") if name in part}
             self._emit(f"response.{part['type']}.done", **at, content_index=0, **fields)
             self._emit("response.content_part.done", **at, content_index=0, part=part)
@@ -251,7 +259,7 @@ class ResponseBuilder:
 class ResponseStream(EventStream):
     """The events of a response for the client that waits for them."""
 
-    def __init__(self, builder: ResponseBuilder, on_end: Callable[[], None]) -> None:
+    def __init__(self, builder: ResponseBuilder, on_end: Callable[[], object]) -> None:
         """`on_end` is called once, when the response has ended and before its client reads so."""
         self._builder, self._on_end = builder, on_end
 
@@ -262,12 +270,16 @@ class ResponseStream(EventStream):
     def events(self, deltas: list[Delta]) -> bytes:
         for delta in deltas:
             self._builder.add(delta)
-            if delta.finish_reason is not None:
-                self._on_end()
-        return b"".join(self._builder.take_events())
+        # Its end is read after it is stored.
+        return b"" if self._builder.has_ended else b"".join(self._builder.take_events())
+
+    def is_long(self, deltas: list[Delta]) -> bool:
+        ends = any(delta.finish_reason is not None for delta in deltas)
+        return super().is_long(deltas) or (ends and self._builder.num_scores > MANY_SCORES)
 
     def last(self) -> bytes:
-        return b""
+        self._on_end()
+        return b"".join(self._builder.take_events())
 
     def failed(self, error: ApiError) -> bytes:
         if not self._builder.has_ended:
@@ -280,6 +292,10 @@ def error_event(error: ApiError, number: int) -> bytes:
     """The event of a stream that cannot go on, whatever becomes of its response."""
     fields = {"code": error.code, "message": error.message(), "param": error.param}
     return b"event: error\ndata: %b\n\n" % encode_json({"type": "error", "sequence_number": number, **fields})
+
+
+def _listed(entries: list[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[%b]" % b",".join(entries))
 
 
 def _new_id(kind: str) -> str:

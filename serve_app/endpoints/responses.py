@@ -25,7 +25,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     """Items in, items out."""
 
     path, request_type, id_prefix, default_max_tokens = "/v1/responses", ResponsesRequest, "resp_", None
-    max_tokens_field = "max_output_tokens"
+    max_tokens_field, renders_chats = "max_output_tokens", True
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -55,8 +55,7 @@ class ResponsesEndpoint(Endpoint[ResponsesRequest]):
     def answer(self, prepared: PreparedRequest[ResponsesRequest], choices: list[Delta]) -> bytes:
         (choice,) = choices
         assert isinstance(choice, BuiltChoice), "`choices` makes it"
-        self._store.keep(prepared, choice.builder)
-        return encode_json(choice.builder.object())
+        return self._store.keep(prepared, choice.builder) or encode_json(choice.builder.object())
 
     def stream(self, prepared: PreparedRequest[ResponsesRequest], include_usage: bool) -> ResponseStream:
         builder = ResponseBuilder(prepared, self._store.keeps(prepared.request), has_events=True)

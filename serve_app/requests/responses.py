@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_serializer, model_validator
@@ -27,7 +28,7 @@ from runtime.output.tools import (
     kind_of_tool,
 )
 from serve_app.requests.chat import ChatRequest
-from serve_app.requests.input_items import InputItem, InputMessage, as_messages
+from serve_app.requests.input_items import InputItem, InputMessage, as_messages, encoded
 from serve_app.requests.messages import ChatMessage
 from serve_app.requests.other_servers import UNSUPPORTED_FIELDS, refused_fields
 from serve_app.requests.sampling import SamplingFields
@@ -252,6 +253,11 @@ class ResponsesRequest(SamplingFields):
     def items(self) -> list[InputItem]:
         """The input as items."""
         return [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+
+    @cached_property
+    def encoded_items(self) -> list[bytes]:
+        """The input as items, each as JSON."""
+        return encoded(self.items())
 
     def after(self, items: Sequence[InputItem]) -> Self:
         """The same request, with a conversation before its input."""

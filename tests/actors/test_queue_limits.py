@@ -1,7 +1,7 @@
 """The limits of an engine's queue."""
 
-from actors.messages import Submit
 from actors.held_requests import HeldRequests
+from actors.messages import Submit
 from actors.queue_limits import QueueLimits
 from runtime.core.scheduler import Scheduler
 from runtime.core.types import Request, SamplingParams

@@ -225,8 +225,9 @@ def test_vectors_offline(load, tmp_path):
 def test_scores_offline(load, tmp_path):
     model = "llama", "LogitScore", {"true_token_id": 7, "false_token_id": 9}
     llm = load(*model)
-    core, prompter = open_core(tmp_path), PairPrompter(llm.tokenizer, llm.runner.info.pooling)
-    pairs = [prompter.ids(TEXTS[0], text, None, None) for text in TEXTS]
+    core, encode = open_core(tmp_path), llm.tokenizer.encode
+    prompter = PairPrompter(lambda text, special, part: encode(text, special), llm.runner.info.pooling)
+    pairs = [prompter.ids(TEXTS[0], text) for text in TEXTS]
     assert llm.score(TEXTS[0], TEXTS) == pytest.approx([score(p) for p in run(core, pairs)], abs=1e-5)
     assert llm.engine.scheduler.stats.prompt_tokens_cached > 0  # the query's
     with pytest.raises(CallboardError, match="makes scores, not embeddings"):

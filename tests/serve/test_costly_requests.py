@@ -7,7 +7,7 @@ that leaves Python's lock to others for a second core.
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -182,6 +182,13 @@ ATTACKS = {
     "log-probabilities of a long answer": Attack(
         lambda: of(prompt="a", max_tokens=20_000, ignore_eos=True, logprobs=20), status=200
     ),
+    "log-probabilities of a long response": Attack(
+        lambda: of(
+            input="a", max_output_tokens=5000, include=["message.output_text.logprobs"], top_logprobs=20, stream=True
+        ),
+        "/v1/responses",
+        status=200,
+    ),
     "echoed scores": Attack(
         lambda: of(prompt=[7] * 12_000, max_tokens=1, echo=True, logprobs=20, stream=True), status=200
     ),
@@ -227,12 +234,14 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def call(app, path: str, body: bytes, saw: Callable[[dict], None]) -> None:
+async def call(
+    app, path: str, body: bytes, saw: Callable[[dict], None], after_body: Callable[[], Awaitable[dict]] | None = None
+) -> None:
     """One request to an ASGI application; `saw` gets what it sends."""
     pieces = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> dict:
-        return next(pieces, None) or await asyncio.Event().wait()
+        return next(pieces, None) or await (after_body or asyncio.Event().wait)()
 
     async def send(message: dict) -> None:
         saw(message)

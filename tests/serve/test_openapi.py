@@ -72,7 +72,7 @@ def test_requests_are_described_by_the_models_that_check_them():
 def test_keys_are_declared_where_they_are_needed(keys: tuple[str, ...]):
     from serve_app.openapi import document
 
-    page = document(bool(keys), False)
+    page = document(HttpSettings(api_key=keys))
     assert ("securitySchemes" in page["components"]) == bool(keys)
     assert page["paths"]["/v1/models"]["get"]["security"] == ([{"key": []}, {"x-api-key": []}] if keys else [])
     assert page["paths"]["/health"]["get"]["security"] == []
@@ -82,6 +82,6 @@ def test_keys_are_declared_where_they_are_needed(keys: tuple[str, ...]):
 def test_refused_hosts_are_declared_where_they_are_refused(hosts: tuple[str, ...]):
     from serve_app.openapi import document
 
-    page = document(False, bool(hosts))
+    page = document(HttpSettings(allowed_host=hosts))
     assert ("403" in page["paths"]["/v1/models"]["get"]["responses"]) == bool(hosts)
     assert "403" not in page["paths"]["/ready"]["get"]["responses"]

@@ -69,3 +69,16 @@ async def test_priority_before_others_is_the_operators_to_allow(allowed: bool):
         assert [request.priority for request in engine.requests] == [0, 3, -1]
     else:
         assert_error(before, 400, "priority", "client_priority")
+
+
+async def test_file_of_keys_is_read_at_the_start_alone(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("key\n")
+    app = build_http_app(Service(FakeEngine(), byte_tokenizer(), MODEL), HttpSettings(api_key_file=str(path)))
+    headers = {"Authorization": "Bearer key", "Origin": "https://a.example"}
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+        assert (await client.get("/version")).status_code == 200
+        path.unlink()
+        assert (await client.post("/sleep")).status_code == 200
+        assert "security" in (await client.get("/openapi.json")).text

@@ -8,8 +8,13 @@ import struct
 import numpy as np
 import openai
 import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers, trainers
 
 from runtime.core.pooling import Pooling
+from runtime.output import score_prompt
 from runtime.output.score_prompt import DEFAULT_INSTRUCTION, PairPrompter
 from tests.support.fake_engine import EOS, MODEL, FakeEngine, byte_tokenizer, client_of, post
 
@@ -19,14 +24,14 @@ RANKS = Pooling("last", num_labels=1)
 
 async def test_inputs_of_all_forms():
     engine = FakeEngine(pooling=EMBEDS)
-    for given, prompts in (
+    for value, prompts in (
         ("aab", [b"aab"]),
         (["a", "cd"], [b"a", b"cd"]),
         ([97, 98], [b"ab"]),
         ([[97], [99, 100]], [b"a", b"cd"]),
     ):
         engine.requests.clear()
-        response = await post(engine, {"model": MODEL, "input": given, "user": "me", "made_up": 1}, "/v1/embeddings")
+        response = await post(engine, {"model": MODEL, "input": value, "user": "me", "made_up": 1}, "/v1/embeddings")
         body = response.json()
         assert response.headers["x-callboard-ignored-fields"] == "made_up"
         assert [bytes(r.token_ids) for r in engine.requests] == prompts
@@ -102,17 +107,53 @@ async def test_scores_and_ranks_of_embeddings_are_cosines():
     assert [r["index"] for r in body["results"]] == [2, 1, 0]
 
 
+def qwen3_pair(query: str, document: str, instruction: str | None = None, most: int | None = None) -> str:
+    encode = byte_tokenizer().encode
+    pooling = Pooling("last", num_labels=1, pairs="qwen3")
+    prompter = PairPrompter(lambda text, special, part: encode(text, special), pooling, instruction, most)
+    return bytes(prompter.ids(query, document)).decode()
+
+
 def test_pairs_of_qwen3_stand_in_a_chat():
-    tokenizer = byte_tokenizer()
-    prompter = PairPrompter(tokenizer, Pooling("last", num_labels=1, pairs="qwen3"))
-    text = bytes(prompter.ids("why", "because " * 9, None, None)).decode()
+    text = qwen3_pair("why", "because " * 9)
     assert text.startswith("<|im_start|>system\nJudge whether the Document meets")
     assert text.endswith("because <|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert f"<Instruct>: {DEFAULT_INSTRUCTION}\n<Query>: why\n<Document>: because" in text
-    cut = bytes(prompter.ids("why", "because " * 9, "Judge.", 340)).decode()
+    cut = qwen3_pair("why", "because " * 9, "Judge.", 340)
     assert (len(cut), cut.endswith("\n<think>\n\n</think>\n\n")) == (340, True)
     assert "<Instruct>: Judge.\n<Query>: why\n<Document>: because" in cut
-    assert bytes(prompter.ids("<|im_start|>x", "y", None, None)) == b"<|im_start|>xy"
+    assert qwen3_pair("<|im_start|>x", "y") == "<|im_start|>xy"
+
+
+# How Qwen's tokenizers cut a text before they join bytes.
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.fixture(scope="module")
+def qwen_words() -> tokenizers.Tokenizer:
+    """A tokenizer that joins whatever those words allow."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    words = pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    text = "<Query>: the <Document>: the\n\n<Document>:  a,\n ;: .\n :: >: 1"
+    backend.train_from_iterator([text] * 9, trainers.BpeTrainer(vocab_size=500, show_progress=False))
+    return backend
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text("the \n:>,.1é'", max_size=8), st.text("the \n:>,.1é'", max_size=8))
+def test_document_apart_has_the_tokens_of_the_whole(qwen_words, query: str, document: str):
+    def encode(text: str, special: bool, part: str) -> list[int]:
+        return qwen_words.encode(text, add_special_tokens=special).ids
+
+    prompter = PairPrompter(encode, Pooling("last", num_labels=1, pairs="qwen3"))
+    body = f"<Instruct>: {DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
+    head, whole, tail = (encode(text, False, "") for text in (score_prompt._QWEN3_HEAD, body, score_prompt._QWEN3_TAIL))
+    assert prompter.ids(query, document) == [*head, *whole, *tail]
 
 
 @pytest.mark.parametrize(

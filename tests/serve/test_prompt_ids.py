@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from runtime.core.pooling import Pooling
 from runtime.text.tokenizer import Tokenizer
 from serve_app.prompt_ids import prompt_ids
 from tests.support.fake_engine import FakeEngine, byte_tokenizer, chat, client_of, post
@@ -50,6 +51,30 @@ async def test_of_a_text_that_is_cut_only_the_end_is_encoded(encoded):
     assert (await post(engine, {"prompt": LONG + "end", "truncate_prompt_tokens": 5})).status_code == 200
     assert engine.requests[0].token_ids == list(b"d end")
     assert sum(encoded) < 100_000
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score"])
+@pytest.mark.parametrize("pairs", ["plain", "qwen3"])
+async def test_query_is_encoded_once_and_not_to_its_end(encoded, path: str, pairs: str):
+    engine = FakeEngine(pooling=Pooling("last", num_labels=1, pairs=pairs), max_model_len=1000)
+    texts = {"query": LONG, "documents": ["a"] * 20} if "rerank" in path else {"text_1": LONG, "text_2": ["a"] * 20}
+    assert (await post(engine, texts | {"truncate_prompt_tokens": -1}, path)).status_code == 200
+    assert [len(request.token_ids) for request in engine.requests] == [999] * 20
+    assert len([n for n in encoded if n > 1000]) == 1
+    assert sum(encoded) < 100_000
+    encoded.clear()
+    response = await post(engine, texts, path)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(texts)))
+    assert sum(encoded) < 100_000
+
+
+async def test_pairs_of_too_many_tokens_are_not_all_made(encoded):
+    engine = FakeEngine(pooling=Pooling("last", num_labels=1), max_model_len=131_072)
+    body = {"query": "word " * 100_000, "documents": ["a"] * 1000, "truncate_prompt_tokens": -1}
+    response = await post(engine, body, "/v1/rerank")
+    assert (response.status_code, engine.requests) == (400, [])
+    assert "over 4000000 tokens" in response.json()["error"]["message"]
+    assert len(encoded) < 40
 
 
 @pytest.mark.parametrize("kept", [None, "start", "end"])

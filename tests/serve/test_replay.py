@@ -1,8 +1,10 @@
 """Every answer names its seed; sent back, it gives the same answer, and `callboard replay` shows it."""
 
+import gc
 import hashlib
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import openai
@@ -10,8 +12,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from runtime.core.types import CallboardError, Request
+from runtime.output.processor import Delta
 from serve_app import cli
+from serve_app.endpoints import CHAT
 from serve_app.http import build_http_app
+from serve_app.recorded import RecordedRequests
 from serve_app.replay import replay
 from serve_app.service import Service
 from serve_app.settings import HttpSettings
@@ -107,6 +112,40 @@ def test_what_cannot_be_replayed_is_told(server: TestClient, tmp_path: Path):
         file.write_text(text)
         with pytest.raises(CallboardError, match="must have both"):
             replay(str(file), URL, "one", None)
+
+
+def test_ids_of_two_keys_do_not_replace_each_other(server: TestClient):
+    for key, prompt in (("one", "a"), ("two", "b")):
+        headers = {"authorization": f"Bearer {key}", "x-request-id": "same"}
+        assert server.post("/v1/completions", json={"prompt": prompt}, headers=headers).status_code == 200
+    for key, prompt in (("one", "a"), ("two", "b")):
+        found = server.get("/v1/requests/same", headers={"authorization": f"Bearer {key}"})
+        assert (found.status_code, found.json()["request"]["prompt"]) == (200, prompt)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_recorded_requests_hold_what_they_count(running: bool):
+    service, most = Service(FakeEngine(max_model_len=100_000), byte_tokenizer(), MODEL), 400_000
+    messages = [{"role": "user", "content": "a"}] * 200
+    bodies = [json.dumps({"messages": messages, "n": 4, "user": f"{i}"}).encode() for i in range(60)]
+    service.prepare(CHAT, CHAT.read(bodies[0]))
+    recorded, going = RecordedRequests(most), []
+    gc.collect()
+    tracemalloc.start()
+    for i in range(len(bodies)):
+        body = bytes(bytearray(bodies[i]))  # a copy that only the record holds
+        prepared = recorded.begin(service.prepare(CHAT, CHAT.read(body), f"{i}"), CHAT.path, body)
+        for _ in range(300):
+            prepared.on_delta(Delta(0, token_ids=[1] * 10, finish_reason=None))
+        if running:
+            going.append(prepared.on_delta)
+    del prepared, body
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert recorded._num_bytes <= most
+    assert len(recorded._kept) > 5
+    assert held < 1.3 * most + 100_000
 
 
 @pytest.mark.parametrize("stream", [False, True])

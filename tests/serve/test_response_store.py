@@ -2,8 +2,10 @@
 several fronts."""
 
 import asyncio
+import gc
 import json
 import time
+import tracemalloc
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,6 +13,9 @@ import httpx
 import openai
 import pytest
 
+from runtime.output.processor import Delta
+from serve_app.endpoints.responses import ResponsesEndpoint
+from serve_app.errors import ApiError
 from serve_app.http import build_http_app
 from serve_app.response_store import OneFront, ResponseStore, StoredResponses
 from serve_app.service import Service
@@ -123,13 +128,78 @@ async def test_the_store_has_an_end():
         for _ in range(3):  # a conversation is kept once, however often it goes on
             last = (await front.create(input="so?", previous_response_id=last))["id"]
         assert front.store._num_bytes < before + 1000 + 4 * 2500
-        for name in list(front.store._kept):
+        for name in list(front.store._ended):
             front.store.delete(name, "")
-        assert front.store._num_bytes == len(front.store._items) == 0
+        assert front.store._num_bytes == len(front.store._shelves) == 0
     async with fronts_of(engine, response_life_s=0.05) as (front, _):
         name = (await front.create())["id"]
         time.sleep(0.06)
         assert (await front.http.get(f"/responses/{name}")).status_code == 404
+
+
+async def test_running_response_too_large_is_deleted():
+    engine = engine_of("Hello " * 500, delay_s=0.01)
+    async with fronts_of(engine, response_store_bytes=1500) as (front, _):
+        for end in ("delete", "cancel"):
+            name = (await front.create(background=True))["id"]
+            await eventually(lambda name=name: b"Hello" in front.store.body(name, ""))
+            method, path = ("DELETE", "") if end == "delete" else ("POST", "/cancel")
+            assert (await front.http.request(method, f"/responses/{name}{path}")).status_code == 200
+            assert (await front.http.get(f"/responses/{name}")).status_code == 404
+        assert front.store._num_bytes == len(front.store._shelves) == 0
+
+
+def kept_response(store: ResponseStore, items: list[dict], owner: str = "") -> str:
+    """Keeps the response to these items; its id."""
+    endpoint, service = ResponsesEndpoint(store), Service(FakeEngine(max_model_len=10**7), byte_tokenizer(QWEN), MODEL)
+    request = endpoint.read(json.dumps({"input": items}).encode())
+    prepared = service.prepare(endpoint, request, owner=owner)
+    (choice,) = endpoint.choices(prepared)
+    choice.add(Delta(0, "ok", [111, 107], finish_reason="stop"))
+    endpoint.answer(prepared, [choice])
+    return prepared.id
+
+
+def test_items_are_charged_what_they_take():
+    store = ResponseStore(HttpSettings())
+    gc.collect()
+    tracemalloc.start()
+    kept_response(store, [said("user", f"{i}") for i in range(1500)])
+    gc.collect()
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 1.1 * store._num_bytes + 50_000
+
+
+def test_one_owners_responses_go_for_its_own():
+    store = ResponseStore(HttpSettings(response_store_bytes=20_000))
+    small = kept_response(store, [said("user", "mine")], "one")
+    large = [kept_response(store, [said("user", f"{i}" * 3000)], "two") for i in range(9)]
+    assert store.conversation(small, "one")
+    assert store.conversation(large[-1], "two")
+    with pytest.raises(ApiError, match="no response"):
+        store.conversation(large[0], "two")
+
+
+async def test_running_responses_have_a_limit():
+    engine = engine_of("Hello " * 500, delay_s=0.01)
+    async with fronts_of(engine, response_store_bytes=10_000) as (front, _):
+        made = [await front.create(background=True, input=name * 3000) for name in "ab"]
+        body = {"input": "x" * 3000, "background": True}
+        refused = await front.http.post("/responses", json=body)
+        assert_error(refused, 429, None, "fill the store", "response_store_full")
+        for each in made:
+            await front.http.post(f"/responses/{each['id']}/cancel")
+        assert (await front.http.post("/responses", json=body)).status_code == 200
+
+
+async def test_conversation_of_too_many_items_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serve_app.response_routes.MAX_ITEMS", 4)
+    async with fronts_of(engine_of("ok")) as (front, _):
+        first = await front.create(input=[said("user", f"{i}") for i in range(3)])
+        second = await front.create(previous_response_id=first["id"])
+        refused = await front.http.post("/responses", json={"input": "x", "previous_response_id": second["id"]})
+        assert_error(refused, 400, "previous_response_id", "has 6 items; at most 4", "conversation_too_long")
 
 
 async def test_only_its_owner_finds_a_response():
@@ -217,7 +287,9 @@ async def test_a_response_in_the_background_that_is_ended(how: str):
         assert len(engine.aborted) == 1
 
 
-async def test_a_stream_of_the_background_is_taken_up_again():
+@pytest.mark.parametrize("page_bytes", [1, 1 << 20])
+async def test_a_stream_of_the_background_is_taken_up_again(page_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("serve_app.response_store._PAGE_BYTES", page_bytes)
     engine = engine_of("Hello, wörld!", delay_s=0.005)
     async with fronts_of(engine) as (front, other):
         async with front.http.stream(

@@ -282,3 +282,23 @@ def test_so_much_white_space_may_stand_around_a_mark(cut):
     assert read(HERMES, cut(f"Sure. {spaces}<tool_call>{CALL}")) == ("Sure. ", [("f", ARGUMENTS)])
     too_much = f"Sure.<tool_call>{spaces} {CALL}"
     assert read(HERMES, cut(too_much)) == (too_much, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("hermes", "<tool_call>", "</tool_call>"), ("llama3_json", "", ""), ("mistral", "[TOOL_CALLS] [", "]")],
+)
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", '"\\ud800", "b": NaN', "1e999", "9" * 5000])
+def test_number_without_a_value_in_a_call(name: str, before: str, after: str, number: str):
+    """The keys come in another order, so that the object is read as a whole. What JSON does not allow is content."""
+    arguments = f'{{"a": {number}}}'
+    text = f'{before}{{"arguments": {arguments}, "name": "f"}}{after}'
+    expected = (text, []) if "N" in number or "I" in number else ("", [("f", arguments)])
+    for parts in ([text], list(text)):
+        assert read(FORMATS[name], parts) == expected
+
+
+@pytest.mark.parametrize("none", ["null", '""', "[]", "0", "false", "{}"])
+def test_arguments_that_are_none(none: str):
+    text = f'<tool_call>{{"arguments": {none}, "name": "f"}}</tool_call>'
+    assert read(HERMES, [text]) == ("", [("f", "{}")])

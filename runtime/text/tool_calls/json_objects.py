@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 
+import msgspec
+
 from runtime.text.reasoning import MAX_SPACES
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, JsonValue, ToolCallParser, ToolFormat
 from runtime.text.tool_calls.written_values import dumped
@@ -18,6 +20,9 @@ _HEAD = re.compile(
 )
 _FIRST_KEY = re.compile(r'\{\s*(?:"([a-z]*)([^a-z])|[^"\s])')
 _KEYS = {"name", "type", "id", "arguments", "parameters"}
+_MAX_HALF_CHARS = 64 << 10  # of an object that Python itself must read
+_NONE = {"null", '""', "[]", "false", "0"}  # what some models write in place of no arguments
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _SPACES, _SPACES_AND_BRACKET = re.compile(r"\s*"), re.compile(r"\s*(?:\[\s*)?")
 
 
@@ -104,15 +109,30 @@ class JsonObjectParser(ToolCallParser):
     def _whole(self, text: str) -> tuple[str, str] | None:
         """Name and arguments of a call whose keys came in another order than the usual one; None if it is no call."""
         try:
-            call = json.loads(text)
+            call = {key: bytes(value).decode() for key, value in _decoder.decode(text).items()}
         except (ValueError, RecursionError):
+            if (of_half := _with_half_characters(text)) is None:
+                return None
+            call = of_half
+        name = json.loads(call.get("name", "null"))
+        if not self._may_call(name):
             return None
-        arguments = call.get("arguments", call.get("parameters")) or {}
-        if not self._may_call(call.get("name")):
-            return None
-        if isinstance(arguments, str):  # in which half a character may be escaped
-            return call["name"], arguments.encode("utf-8", "replace").decode()
-        return call["name"], dumped(arguments)
+        arguments = call.get("arguments", call.get("parameters", "{}"))
+        if arguments in _NONE:
+            return name, "{}"
+        if arguments[0] == '"':  # a text of JSON, in which half a character may be escaped
+            arguments = json.loads(arguments).encode("utf-8", "replace").decode()
+        return name, arguments
+
+
+def _with_half_characters(text: str) -> dict[str, str] | None:
+    """The fields of an object, each as JSON, in which half a character may be escaped; None if it is no JSON."""
+    if "\\u" not in text or len(text) > _MAX_HALF_CHARS:
+        return None
+    try:
+        return {key: dumped(value) for key, value in json.loads(text).items()}
+    except (ValueError, RecursionError):  # JSON has no form for some numbers either
+        return None
 
 
 _BEGIN = '{"name": "'

@@ -8,13 +8,11 @@ from runtime.text.tool_calls.argument_form import ArgumentForm
 from runtime.text.tool_calls.json_objects import LLAMA3
 from runtime.text.tool_calls.parser import MAX_HEAD_CHARS, ToolFormat
 from runtime.text.tool_calls.plain_arguments import PlainArgumentsParser
-from runtime.text.tool_calls.written_values import json_of_literal
+from runtime.text.tool_calls.python_literal import PythonLiteral
 
 _END_MARK = "<|python_end|>"
 _HEAD_SO_FAR = re.compile(r"\s*(?:[\[,]\s*[\w.-]*(?:\(\s*\w*\s*)?)?\Z")
 _KEY, _KEY_SO_FAR = re.compile(r"(\w+)\s*="), re.compile(r"\w*\s*\Z")
-_OUTSIDE_STRING = re.compile(r"""['"()\[\]{},]""")
-_IN_STRING = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "'\""}
 
 
 class PythonicParser(PlainArgumentsParser):
@@ -22,7 +20,7 @@ class PythonicParser(PlainArgumentsParser):
 
     head = re.compile(r"\s*[\[,]\s*([\w.-]+)\(\s*(?=\)|\w+\s*=)")
     next_call, ends = ",", ("]", _END_MARK)
-    _depth, _quote, _scanned = 0, "", 0  # of this value: brackets open, the string's quote, how far it was read
+    _literal = PythonLiteral()  # this value
 
     def _opening(self, final: bool) -> bool:
         begun = self._held[self._at : self._at + MAX_HEAD_CHARS]
@@ -33,8 +31,8 @@ class PythonicParser(PlainArgumentsParser):
         if key := _KEY.match(text, 0, MAX_HEAD_CHARS):
             self._give_key(key[1])
             self._held = text[key.end() :]
-            self._depth, self._quote, self._scanned = 0, "", 0
-            self._state = self._literal
+            self._literal = PythonLiteral()
+            self._state = self._value_text
             return True
         if (text or not final) and len(text) < MAX_HEAD_CHARS and _KEY_SO_FAR.match(text):
             self._held = "" if final else text  # the last text was cut off here
@@ -43,22 +41,13 @@ class PythonicParser(PlainArgumentsParser):
         self._held = text.removeprefix(")")
         return self._after_arguments(final)
 
-    def _literal(self, final: bool) -> bool:
+    def _value_text(self, final: bool) -> bool:
         text = self._held
-        while match := (_IN_STRING[self._quote] if self._quote else _OUTSIDE_STRING).search(text, self._scanned):
-            char = match[0]
-            if not (self._quote or self._depth) and char in ",)]}":
-                self._give(json_of_literal(text[: match.start()].strip(), self._types))
-                self._held = text[match.start() :]
-                self._state = self._key
-                return True
-            self._scanned = match.end()
-            if char in "'\"":
-                self._quote = "" if self._quote else char
-            elif not self._quote:
-                self._depth += (char in "([{") - (char in ")]}")
-        # A backslash at the end waits for what it escapes.
-        self._scanned = max(self._scanned, len(text) - text.endswith("\\"))
+        if (end := self._literal.end(text, final)) is not None:
+            self._give(self._literal.json(text[:end].strip(), self._types))
+            self._held = text[end:]
+            self._state = self._key
+            return True
         if final:
             self._give(text)
             self._held = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping
 
@@ -59,17 +58,3 @@ def as_json(text: str, types: frozenset[str]) -> str:
     fits = not types or kind in types or (kind == "integer" and "number" in types)
     fits = fits or (kind == "number" and "integer" in types and value.is_integer())
     return text_of_json if fits and kind != "string" else f'"{json_text(text)}"'
-
-
-def json_of_literal(text: str, types: frozenset[str]) -> str:
-    """The JSON of a literal of Python, or of JSON; of another expression, its text as a string. What stands in quotes
-    may be no string, where the parameter's schema does not allow one."""
-    for read in (ast.literal_eval, json.loads):
-        try:
-            value = read(text)
-            if isinstance(value, str) and types and "string" not in types:
-                return as_json(value, types)
-            return dumped(value)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            continue
-    return f'"{json_text(text)}"'
