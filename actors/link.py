@@ -45,6 +45,7 @@ from actors.names import engine_id
 from actors.router import Prompt
 from actors.transport import Address, FrameCutter, connect_stream, framed
 from runtime.core.config import ModelInfo
+from runtime.core.grammar_store import GrammarSender, GrammarUpdate, request_by_key
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ class EngineLink:
         self._streams: dict[int, Stream] = {}
         self._last_number = 0
         self._connection: _Connection | None = None
+        self._grammars = GrammarSender()  # of this connection
         self._reports: deque[asyncio.Future[None]] = deque()  # not answered yet
         self._asked: dict[int, asyncio.Future[str]] = {}  # to be done, and not known to be yet
         self._must_forget = False  # before anything else, when it can be told
@@ -212,7 +214,10 @@ class EngineLink:
         stream.link, stream.number, stream.info, stream.waits = self, self._new_number(), self.info, False
         stream.on_engine(self.engine)
         self._streams[stream.number] = stream
-        self._send(Submit(stream.number, stream.submission(), resumed=stream.accepted))
+        request = stream.submission()
+        if request.params.grammar is not None and (update := self._grammars.update([request.params.grammar])):
+            self._send(update)
+        self._send(Submit(stream.number, request_by_key(request), resumed=stream.accepted))
 
     def drop(self, stream: Stream) -> bool:
         """Let this engine abort a stream; False, and nothing more, if it has ended."""
@@ -276,7 +281,7 @@ class EngineLink:
         await asyncio.wait((asked,), timeout=_REPORT_S)
         return self._snapshot
 
-    def _send(self, message: FromFront | Heartbeat | Report) -> None:
+    def _send(self, message: FromFront | GrammarUpdate | Heartbeat | Report) -> None:
         if self._connection is not None:  # else its streams are already with another link
             self._connection.transport.write(framed(encode(message)))
 
@@ -301,7 +306,7 @@ class EngineLink:
             else:
                 said = ""
                 if not connection.lost.done():
-                    self._connection = connection
+                    self._connection, self._grammars = connection, GrammarSender()
                     if self._must_forget:
                         self._must_forget = False
                         self._forget()

@@ -25,6 +25,7 @@ from actors.messages import (
     FromFront,
     Heartbeat,
     Report,
+    Submit,
     Tokens,
     client_id,
     decode_from_front,
@@ -32,6 +33,7 @@ from actors.messages import (
 )
 from actors.metrics import MetricValues, Snapshot
 from actors.transport import Address, FrameSocket, Listener, framed
+from runtime.core.grammar_store import GrammarStore, GrammarUpdate
 from runtime.core.types import CallboardError
 
 logger = logging.getLogger(__name__)
@@ -162,7 +164,7 @@ class LinkServer:
 
     def _read(self, front: FrameSocket) -> None:
         with front.sock:
-            connection = Connection(front.sock)
+            connection, grammars = Connection(front.sock), GrammarStore()
             self._deliver(connection, None)
             try:
                 while frames := front.receive():
@@ -172,7 +174,11 @@ class LinkServer:
                             connection.send(message)
                         elif isinstance(message, Report):
                             connection.send(self._report(message.figures))
+                        elif isinstance(message, GrammarUpdate):
+                            grammars.apply(message)
                         else:
+                            if isinstance(message, Submit):
+                                message.request = grammars.whole_request(message.request)
                             self._deliver(connection, message)
             except (CallboardError, msgspec.DecodeError, OSError):
                 pass  # not a front of ours, or gone: nothing after this frame can be trusted

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from actors.engine_client import Refusal
 from actors.messages import Refused, Submit
 from runtime.core.config import EngineConfig
-from runtime.core.request_state import RequestState
+from runtime.core.request_state import TOKEN_BYTES, RequestState
 from runtime.core.scheduler import Scheduler
+from runtime.core.types import Request
 
 
 class QueueLimits:
@@ -62,9 +63,23 @@ class QueueLimits:
                 f"The engine has {tokens} tokens waiting and this prompt has {len(message.request.token_ids)}, above "
                 f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
             )
+        elif waiting and (held := self._scheduler.waiting.num_bytes) + (own := self._bytes_of(message.request)) > (
+            config.max_queued_bytes
+        ):
+            text = (
+                f"The engine has {held} bytes of requests waiting and this one has {own}, above its limit of "
+                f"{config.max_queued_bytes} (max_queued_bytes); try again later."
+            )
         else:
             return None
         return Refused(message.stream, text, Refusal.BUSY, self._retry_after_s(waiting))
+
+    def _bytes_of(self, request: Request) -> int:
+        """Bytes that a request would add to the queue, about."""
+        grammar = request.params.grammar
+        of_grammar = 0 if grammar is None or self._scheduler.waiting.has_grammar(grammar.key) else grammar.num_bytes
+        num_tokens = len(request.token_ids) + len(request.prediction)
+        return TOKEN_BYTES * num_tokens + request.params.list_bytes + of_grammar
 
     def _retry_after_s(self, waiting: int) -> float:
         """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""

@@ -55,6 +55,11 @@ class Grammar:
     expression: str  # the same as one regular expression; "" if there is none of a reasonable length
     ignored: tuple[str, ...] = ()  # paths of keywords that are not enforced
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its texts."""
+        return sum(len(text) if text.isascii() else len(text.encode()) for text in (self.lark, self.expression))
+
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
@@ -99,6 +104,12 @@ class SamplingParams:
     stop: tuple[str, ...] = sampling((), Effect.TEXT)  # matched by whoever makes the text
     include_stop_str_in_output: bool = sampling(False, Effect.TEXT)
     skip_special_tokens: bool = sampling(True, Effect.TEXT)
+
+    @property
+    def list_bytes(self) -> int:
+        """Bytes that its lists take in a message, about; its grammar is not counted."""
+        num_ids = len(self.allowed_token_ids) + len(self.stop_token_ids) + len(self.logprob_token_ids)
+        return 5 * num_ids + 14 * len(self.logit_bias) + 4 * sum(map(len, self.stop))
 
     def __post_init__(self) -> None:
         if (f := table_of(type(self)).out_of_bounds(self)) is not None:
