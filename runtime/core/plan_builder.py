@@ -56,7 +56,8 @@ class PlanBuilder:
 
     __slots__ = (
         "_counts", "_draft_lens", "_draft_token_ids", "_grammars", "_kv_cache", "_new_bytes", "_num_samples",
-        "_samples", "_scored", "_slots", "_starts", "budget", "max_prompt_tokens", "new", "num_prompt_tokens", "num_prompts", "reaches_end", "rows",
+        "_samples", "_scored", "_slots", "_starts", "budget", "max_prompt_tokens", "new", "num_prompt_tokens",
+        "num_prompts", "reaches_end", "rows",
     )  # fmt: skip
 
     def __init__(self, kv_cache: KVCacheManager, budget: int) -> None:

@@ -24,8 +24,8 @@ class RequestState:
         "acceptance", "adapter", "block_hashes", "capacity", "drafts_in_flight", "epoch", "expected_blocks", "failure",
         "first_unsent", "has_ended", "list_bytes", "lost_at", "max_len", "next_block_end", "num_accepted", "num_blocks",
         "num_cached", "num_computed", "num_draft_tokens", "num_final", "num_hits", "num_losses", "num_observed",
-        "num_returns_lost", "num_right", "num_total", "only_scores", "owner", "params", "plan_limit", "prompt_len", "prompt_logprobs", "request",
-        "revise_at", "slot", "sort_key", "stop_ids", "tables", "tokens",
+        "num_returns_lost", "num_right", "num_total", "only_scores", "owner", "params", "plan_limit", "prompt_len",
+        "prompt_logprobs", "request", "revise_at", "slot", "sort_key", "stop_ids", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(
