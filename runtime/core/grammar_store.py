@@ -40,7 +40,7 @@ class GrammarSender:
         self.num_bytes = 0  # of all texts there
 
     def update(self, grammars: Iterable[Grammar]) -> GrammarUpdate | None:
-        """The update to send before a message that names `grammars`; None if the store holds all of them."""
+        """The update to send before a message that names `grammars`; None if there is nothing to change."""
         sizes, named, added = self._sizes, dict[str, None](), list[Grammar]()
         for grammar in grammars:
             named[grammar.key] = None
@@ -50,14 +50,12 @@ class GrammarSender:
             sizes[grammar.key] = grammar.num_bytes
             self.num_bytes += grammar.num_bytes
             added.append(grammar)
-        if not added:
-            return None
         removed = []
         while self.num_bytes > self._max_bytes and len(sizes) > len(named):
             key, size = sizes.popitem(last=False)
             self.num_bytes -= size
             removed.append(key)
-        return GrammarUpdate(added, removed)
+        return GrammarUpdate(added, removed) if added or removed else None
 
 
 class GrammarStore:
