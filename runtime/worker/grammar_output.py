@@ -106,7 +106,7 @@ class GrammarOutput:
                 matcher = made_engines(engines).matcher(self.grammar, self.thinking, self.alone)
                 matcher.advance(tokens)
             except SharedLimit:
-                matcher = made_engines(engines).matcher(self.grammar, self.thinking, alone=True)
+                matcher = made_engines(engines).matcher(self.grammar, self.thinking, True)
                 matcher.advance(tokens)
         except CallboardError:
             raise
