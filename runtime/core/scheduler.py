@@ -360,16 +360,16 @@ class Scheduler:
         logprobs: dict[int, TokenLogprobs] = {}
         logprobs_at = {row: at for at, row in enumerate(result.logprob_rows.tolist())}
         prompt_logprobs, pooled = collect_prompt_logprobs(result, step.scored), collect_vectors(result, step.samples)
-        finished, deferred = ended_with_prompts(prompt_logprobs, pooled), frozenset(result.deferred.tolist())
+        finished, deferred = ended_with_prompts(prompt_logprobs, pooled), result.deferred.tolist()
         for ended in finished:
             self._end(*ended)
         for row, ((state, epoch, draft), token) in enumerate(zip(step.samples, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
-            if row in deferred:
-                state.sample_again()
-                continue
             if token < 0:
+                if row in deferred:
+                    state.sample_again()
+                    continue
                 state.failure = result.failures.get(row, "")
                 finished.append((state, FinishReason.GRAMMAR if state.failure else FinishReason.ERROR))
                 self._end(*finished[-1])
@@ -396,7 +396,7 @@ class Scheduler:
 
     def _commit_steps(self, step: StepInFlight, result: StepResult) -> StepOutput:
         """`commit` of a plan that was run several times: a row's tokens up to its end are taken in at once."""
-        output, count, deferred = StepOutput([], [], [], {}, []), step.num_steps, frozenset(result.deferred.tolist())
+        output, count, deferred = StepOutput([], [], [], {}, []), step.num_steps, result.deferred.tolist()
         for row, (state, epoch, _) in enumerate(step.samples):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
@@ -441,8 +441,6 @@ class Scheduler:
         if draft is not None:
             state.epoch += 1  # what the row sampled further on is stale
             self.speculation.record(state, False)
-
-    # ---- integrity ------------------------------------------------------------------------------------------------
 
     def find_faults(self) -> list[str]:
         """One sentence for each block or slot that is not where its bookkeeping says; empty if all is well. It looks

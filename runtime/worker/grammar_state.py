@@ -188,14 +188,13 @@ class GrammarState:
         """Note which rows wait: for a matcher, or for a token before them that was not sampled. In all, a step of
         `num_rows` waits for the matchers of new outputs as long as for one small grammar, and longer if no row has
         anything else to do."""
-        begun = time.perf_counter()
-        waiting = []
+        begun, waiting = time.perf_counter(), []
         for row in rows:
             row.waits = row.position > row.output.end and not row.output.failed
             if not row.waits and not self._has_matcher(row.output, begun + _MAKING_S):
                 row.waits = True
                 waiting.append(row)
-        if waiting and len(waiting) == num_rows:
+        if waiting and len(waiting) == num_rows and self._engines is not None:
             making = [m for row in waiting if (m := row.output.begin(self._thread, self._engines)) is not None]
             wait(making, _IDLE_S, FIRST_COMPLETED)
             for row in waiting:
