@@ -76,7 +76,7 @@ class GrammarStore:
             return params
         if (grammar := self.grammars.get(params.grammar.key)) is None:
             raise CallboardError(f"A message names the grammar {params.grammar.key!r}, which was not sent before it.")
-        return replace(params, grammar=grammar)
+        return params.with_grammar(grammar)
 
     def whole_request(self, request: Request) -> Request:
         """`request` with the text of its grammar. Raises CallboardError if the text was not sent."""
@@ -85,7 +85,7 @@ class GrammarStore:
 
 def by_key(params: SamplingParams) -> SamplingParams:
     """`params` as they travel: their grammar is its key alone."""
-    return params if params.grammar is None else replace(params, grammar=Grammar(params.grammar.key, "", ""))
+    return params if params.grammar is None else params.with_grammar(Grammar(params.grammar.key, "", ""))
 
 
 def request_by_key(request: Request) -> Request:

@@ -111,6 +111,14 @@ class SamplingParams:
         num_ids = len(self.allowed_token_ids) + len(self.stop_token_ids) + len(self.logprob_token_ids)
         return 5 * num_ids + 14 * len(self.logit_bias) + 4 * sum(map(len, self.stop))
 
+    def with_grammar(self, grammar: Grammar) -> SamplingParams:
+        """The same with another grammar: a copy without the checks that `self` has passed."""
+        copy = object.__new__(SamplingParams)
+        for name in self.__slots__:
+            object.__setattr__(copy, name, getattr(self, name))
+        object.__setattr__(copy, "grammar", grammar)
+        return copy
+
     def __post_init__(self) -> None:
         if (f := table_of(type(self)).out_of_bounds(self)) is not None:
             raise CallboardError(f"{f.name} is {getattr(self, f.name)}; it must be {f.bounds}.")
