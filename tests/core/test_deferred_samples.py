@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runtime.core.block_pool import NULL_BLOCK
 from runtime.core.plan import StepResult, decode_plan, joined
 from runtime.core.types import Grammar
 from tests.core.test_made_up_kv_group import WindowRunner, groups
@@ -49,6 +50,13 @@ class DeferringWindowRunner(Deferring, WindowRunner):
 class DeferringSession(Session):
     def add(self, prompt, params, priority=0, salt=""):
         return super().add(prompt, params if params.pooled else replace(params, grammar=GRAMMAR), priority, salt)
+
+    def step(self) -> None:
+        """What the row of the last known token reads is kept, whatever is planned already."""
+        super().step()
+        for state in self.core.scheduler.running if self.info.kv_cache is not None else ():
+            first = max(0, len(state.tokens) - self.info.kv_cache.groups[1].window)
+            assert NULL_BLOCK not in state.tables[1][first // self.info.block_size :] or state.params.pooled
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
