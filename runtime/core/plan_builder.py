@@ -68,7 +68,7 @@ class PlanBuilder:
         self.rows: list[RequestState] = []
         self.new: list[NewSlot] = []
         self._new_bytes = 0  # of these
-        self._grammars: set[str] = set()  # keys of those that they name
+        self._grammars: set[str] = set()  # keys of the grammars that they name
         self.reaches_end = False  # some row computes its request's last token
         self._slots: list[int | None] = []
         self._starts: list[int] = []
