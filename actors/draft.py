@@ -24,7 +24,8 @@ import msgspec
 from actors.process import SWITCH_INTERVAL_S, ModelActor, freeze_garbage
 from actors.transport import Address, FrameSocket, connect
 from runtime.core.config import EngineConfig
-from runtime.core.draft import Chain, DraftCore, Told
+from runtime.core.draft import Chain, DraftCore, Told, told_by_key, whole_told
+from runtime.core.grammar_store import GrammarSender, GrammarStore
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +38,14 @@ class SocketDraft:
     """The engine's end of the socket to a draft (draft_client.DraftWire)."""
 
     def __init__(self, draft: FrameSocket) -> None:
-        self._draft = draft
+        self._draft, self._grammars = draft, GrammarSender()
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(list[Chain])
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(draft.sock, select.POLLIN)
         self._writable.register(draft.sock, select.POLLOUT)
 
     def send(self, told: Told) -> None:
-        self._draft.send(self._encoder.encode(told), self._make_room)
+        self._draft.send(self._encoder.encode(told_by_key(told, self._grammars)), self._make_room)
 
     def _make_room(self) -> None:
         if not self._writable.poll(_UNREAD_MS):
@@ -66,11 +67,13 @@ class DraftLoop:
         self._core, self._on_failure = core, on_failure
         self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Told)
         self._engines: dict[int, FrameSocket] = {}  # by file descriptor, which is the engine's name in the core
+        self._grammars: dict[int, GrammarStore] = {}  # of each engine's connection
         self._epoll = select.epoll()
         threading.Thread(target=self._run, name="draft-step", daemon=True).start()
 
     def attach(self, engine: FrameSocket) -> None:
         """Serve one more engine, until it goes away. Any thread may call this."""
+        self._grammars[engine.sock.fileno()] = GrammarStore()
         self._engines[engine.sock.fileno()] = engine
         self._epoll.register(engine.sock, select.EPOLLIN)
 
@@ -98,10 +101,11 @@ class DraftLoop:
         with suppress(OSError):
             frames = self._engines[fd].receive()
         for frame in frames:
-            self._core.take(fd, self._decoder.decode(frame))
+            self._core.take(fd, whole_told(self._decoder.decode(frame), self._grammars[fd]))
         if frames:
             return
         self._core.forget(fd)
+        del self._grammars[fd]
         self._engines.pop(fd).sock.close()
 
 

@@ -34,7 +34,8 @@ from typing import NoReturn
 
 from actors.transport import Address, FrameSocket, Listener
 from runtime.core.executor import Runner
-from runtime.core.plan import StepPlan, StepResult, decode_plan, decode_result, encode_plan, encode_result
+from runtime.core.plan import StepPlan, StepResult, decode_result, encode_result
+from runtime.core.plan_wire import PlanReader, PlanWriter
 from runtime.core.types import CallboardError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class SocketExecutor:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
+        self._writer = PlanWriter()
         self._listener = Listener()
         self._invited: dict[Address, int] = {}  # ranks
         self._sockets: list[FrameSocket] = []  # by rank
@@ -113,7 +115,7 @@ class SocketExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Raises RunnersLost, as `collect` does."""
-        frame = encode_plan(plan)
+        frame = self._writer.encode(plan)
         for rank in self._told:
             try:
                 self._sockets[rank].send(frame, partial(self._make_room, rank))
@@ -188,6 +190,7 @@ def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
     With an asynchronous runner this thread launches each plan as soon as it arrives, and another one waits for the
     results, in order, and sends them: a plan is on its way to the GPU while the step before it still runs there."""
     plans, followers = _take_relays(engine)
+    reader = PlanReader()
     steps: _Launched = queue.SimpleQueue()
     failed = threading.Event()
     answer = partial(_send_result, rank, engine, failed)
@@ -204,7 +207,7 @@ def serve_steps(engine: FrameSocket, runner: Runner, rank: int = 0) -> None:
                     if failed.is_set():
                         continue  # the engine closes first: to close with a plan unread would lose the fault
                     try:
-                        step = runner.launch(decode_plan(frame))
+                        step = runner.launch(reader.decode(frame))
                     except Exception as e:
                         failed.set()
                         step = partial(_raise, e)  # told in its turn, after the results before it

@@ -16,7 +16,7 @@ class HeldRequests:
         self._timeout_s = timeout_s
         self._requests: dict[Stream, tuple[Request, bool]] = {}
         self._deadlines: dict[Stream, float] = {}  # of requests that may be held no more
-        self.num_tokens = 0  # of prompts and predictions
+        self.num_tokens = self.num_bytes = 0  # of prompts and predictions; of all that they hold
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -25,18 +25,22 @@ class HeldRequests:
         if self._timeout_s is not None and not resumed:
             self._deadlines[stream] = stream.arrived_at + self._timeout_s  # one that is held again keeps its place
         self._requests[stream] = request, resumed
-        self.num_tokens += len(request.token_ids) + len(request.prediction)
+        self._count(request, 1)
 
     def remove(self, stream: Stream) -> None:
         """The stream has ended; one that is not held is no error."""
         if (found := self._requests.pop(stream, None)) is not None:
-            self.num_tokens -= len(found[0].token_ids) + len(found[0].prediction)
+            self._count(found[0], -1)
+
+    def _count(self, request: Request, times: int) -> None:
+        self.num_tokens += times * (len(request.token_ids) + len(request.prediction))
+        self.num_bytes += times * request.num_bytes
 
     def take(self) -> list[tuple[Stream, Request, bool]]:
         """All of them, which are held no more: stream, request, and whether it is resumed."""
         taken = [(stream, *found) for stream, found in self._requests.items()]
         self._requests.clear()
-        self.num_tokens = 0
+        self.num_tokens = self.num_bytes = 0
         return taken
 
     @property

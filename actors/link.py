@@ -46,6 +46,7 @@ from actors.names import engine_id
 from actors.router import Prompt
 from actors.transport import Address, FrameCutter, connect_stream, framed
 from runtime.core.config import ModelInfo
+from runtime.core.grammar_store import GrammarSender, GrammarUpdate, request_by_key
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput, Verified
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, link: EngineLink) -> None:
         self._link: EngineLink | None = link
         self._cutter = FrameCutter()
-        self.prompts = SharedPrompts()
+        self.prompts, self.grammars = SharedPrompts(), GrammarSender()
         self.heard = False  # something has come since this was last looked at
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -215,9 +216,13 @@ class EngineLink:
         stream.link, stream.number, stream.info, stream.waits = self, self._new_number(), self.info, False
         stream.on_engine(self.engine)
         self._streams[stream.number] = stream
-        if self._connection is not None:
-            message = Submit(stream.number, stream.submission(), resumed=stream.accepted)
-            self._send(self._connection.prompts.reduced(message))
+        if (connection := self._connection) is None:
+            return
+        request = stream.submission()
+        if request.params.grammar is not None and (update := connection.grammars.update([request.params.grammar])):
+            self._send(update)
+        message = Submit(stream.number, request_by_key(request), resumed=stream.accepted)
+        self._send(connection.prompts.reduced(message))
 
     def drop(self, stream: Stream) -> bool:
         """Let this engine abort a stream; False, and nothing more, if it has ended."""
@@ -286,7 +291,7 @@ class EngineLink:
         await asyncio.wait((asked,), timeout=_REPORT_S)
         return self._snapshot
 
-    def _send(self, message: FromFront | Heartbeat | Report) -> None:
+    def _send(self, message: FromFront | GrammarUpdate | Heartbeat | Report) -> None:
         if self._connection is not None:  # else its streams are already with another link
             self._connection.transport.write(framed(encode(message)))
 

@@ -35,6 +35,7 @@ from actors.messages import (
 )
 from actors.metrics import MetricValues, Snapshot
 from actors.transport import Address, FrameSocket, Listener, framed
+from runtime.core.grammar_store import GrammarStore, GrammarUpdate
 from runtime.core.types import CallboardError
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Connection:
         self._sending = threading.Lock()
         self.serial = next(_serials)
         self.streams: dict[int, Stream] = {}
-        self.prompts = SharedPrompts()  # its reader's
+        self.prompts, self.grammars = SharedPrompts(), GrammarStore()  # its reader's
         self.last_stream = 0  # the number of the last that it has submitted
         self.sent_adapters: dict[str, AdapterState] = {}  # by name, as of the last Status
         self.last_heard = time.monotonic()
@@ -182,9 +183,12 @@ class LinkServer:
                             connection.send(message)
                         elif isinstance(message, Report):
                             connection.send(self._report(message.figures))
-                        elif isinstance(message, Submit):
-                            self._deliver(connection, connection.prompts.restored(message))
+                        elif isinstance(message, GrammarUpdate):
+                            connection.grammars.apply(message)
                         else:
+                            if isinstance(message, Submit):
+                                message = connection.prompts.restored(message)
+                                message.request = connection.grammars.whole_request(message.request)
                             self._deliver(connection, message)
             except (CallboardError, msgspec.DecodeError, OSError):
                 pass  # not a front of ours, or gone: nothing after this frame can be trusted

@@ -1,6 +1,6 @@
 """The messages between a front and an engine on their link: msgpack, one a frame (transport.py).
 
-    front -> engine   Submit, Abort, AbortById, Heartbeat, Report, Follow, Adapters, Forget, Sleep
+    front -> engine   GrammarUpdate, Submit, Abort, AbortById, Heartbeat, Report, Follow, Adapters, Forget, Sleep
     engine  -> front  Tokens (at most one a step), Refused, Status, Heartbeat, Snapshot and Done (the answers to a
                         Heartbeat, a Report, and a Forget or Sleep), CacheUpdate (to who follows: at most one a step
                         and 20 ms)
@@ -21,6 +21,7 @@ from actors.adapters import AdapterEntry, AdapterState
 from actors.engine_client import Refusal
 from actors.metrics import MetricValues, Snapshot
 from runtime.core.engine_load import EngineLoad
+from runtime.core.grammar_store import GrammarUpdate
 from runtime.core.types import CallboardError, PromptLogprobs, Request, TokenLogprobs
 
 # A front says that it is there, and the engine that it has heard it: every HEARTBEAT_S. An engine that has answered
@@ -34,7 +35,7 @@ LEASE_S = 15.0  # a front that is silent for longer has its requests aborted
 
 class Submit(msgspec.Struct, array_like=True, tag=1):
     """Serve `request` as `stream`; its request_id is for people and logs. One that an engine had accepted before is
-    resumed: it skips the limits of the queue."""
+    resumed: it skips the limits of the queue. It names its grammar by a key, whose text has come on this connection."""
 
     stream: int
     request: Request
@@ -213,5 +214,5 @@ FromFront = (
 )  # what a front tells an engine's step thread
 FromEngine = Tokens | Refused | Status | Snapshot | Done | Heartbeat | CacheUpdate
 encode = msgspec.msgpack.Encoder().encode
-decode_from_front = msgspec.msgpack.Decoder(FromFront | Heartbeat | Report).decode
+decode_from_front = msgspec.msgpack.Decoder(FromFront | GrammarUpdate | Heartbeat | Report).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

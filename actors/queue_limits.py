@@ -14,6 +14,7 @@ from actors.messages import Refused, Submit
 from runtime.core.config import EngineConfig
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
+from runtime.core.types import Request
 
 
 class QueueLimits:
@@ -73,9 +74,22 @@ class QueueLimits:
                 f"The engine has {tokens} tokens waiting and this request has {num_new}, above "
                 f"its limit of {config.max_queued_tokens} (max_queued_tokens); try again later."
             )
+        elif waiting and (there := queue.num_bytes + held.num_bytes) + (own := self._bytes_of(message.request)) > (
+            config.max_queued_bytes
+        ):
+            text = (
+                f"The engine has {there} bytes of requests waiting and this one has {own}, above its limit of "
+                f"{config.max_queued_bytes} (max_queued_bytes); try again later."
+            )
         else:
             return None
         return Refused(message.stream, text, Refusal.BUSY, self._retry_after_s(waiting))
+
+    def _bytes_of(self, request: Request) -> int:
+        """Bytes that a request would add to the queue, about."""
+        grammar = request.params.grammar
+        is_there = grammar is not None and self._scheduler.waiting.has_grammar(grammar.key)
+        return request.num_bytes - (grammar.num_bytes if grammar is not None and is_there else 0)
 
     def _retry_after_s(self, waiting: int) -> float:
         """How long the queue takes to drain at the rate of the last finished requests, within 1 to 60 seconds."""

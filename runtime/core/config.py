@@ -186,6 +186,9 @@ class EngineConfig:
     max_queued_tokens: int = setting(
         4_000_000, "their tokens, predictions included, before new ones are told to come back", 1
     )
+    max_queued_bytes: int = setting(
+        128 << 20, "their bytes, each grammar counted once, before new ones are told to come back", 1
+    )
     queue_timeout_s: float | None = setting(None, "longest wait in the queue before a request is given up", above=0)
     step_timeout_s: float = setting(60.0, "work queued and no step finished for this long means unhealthy", above=0)
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
+from runtime.core.grammar_store import GrammarSender, GrammarStore, GrammarUpdate, request_by_key
 from runtime.core.plan import MAX_STEPS
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
@@ -61,6 +62,25 @@ class Told:
     opened: list[Open] = field(default_factory=list)
     committed: list[Commit] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
+    grammars: GrammarUpdate | None = None  # on a connection, before `opened` is read
+
+
+def told_by_key(told: Told, sender: GrammarSender) -> Told:
+    """A frame as it travels on the connection of `sender`: grammars are keys, and new texts stand in `grammars`."""
+    grammars = [o.request.params.grammar for o in told.opened if o.request.params.grammar is not None]
+    if not grammars:
+        return told
+    opened = [replace(each, request=request_by_key(each.request)) for each in told.opened]
+    return replace(told, opened=opened, grammars=sender.update(grammars))
+
+
+def whole_told(told: Told, store: GrammarStore) -> Told:
+    """A frame that has come on the connection of `store`, with whole grammars."""
+    if told.grammars is not None:
+        store.apply(told.grammars)
+    if all(each.request.params.grammar is None for each in told.opened):
+        return told
+    return replace(told, opened=[replace(o, request=store.whole_request(o.request)) for o in told.opened])
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class KVCacheManager:
         self._groups = info.kv_cache.groups if info.kv_cache is not None else ()
         self._num_groups = max(1, len(self._groups))
         self._windows = [(i, group) for i, group in enumerate(self._groups) if group.window is not None]
+        max_chunk = max(max_chunk, 3)  # rows of two steps in flight, and of the last known token again
         # Most blocks of a request in each window group: what its largest row reads and writes.
         self._caps = [self.blocks_for(group.window - 1 + max_chunk) + 1 for _, group in self._windows if group.window]
         self._table_len = self.blocks_for(info.max_model_len)
@@ -128,10 +129,12 @@ class KVCacheManager:
     def free_below_windows(self, state: RequestState) -> None:
         """Free the blocks that no row reads any more which starts at `num_computed` or later, where tokens are final.
 
-        Steps in flight may still read them: plans are executed in order, so whoever gets a block writes it later."""
+        Steps in flight may still read them: plans are executed in order, so whoever gets a block writes it later. The
+        row of the last known token may be planned again if its output has a grammar (RequestState.sample_again)."""
+        again = len(state.tokens) - 1 if state.params.grammar or state.params.thinking else state.num_computed
         for number, group in self._windows:
             table = state.tables[number]
-            num_dead = group.num_dead_blocks(min(state.num_computed, state.num_final), self._size)
+            num_dead = group.num_dead_blocks(min(state.num_computed, state.num_final, again), self._size)
             dead = _held(table[:num_dead])
             self.pool.release(dead)
             state.num_blocks -= len(dead)

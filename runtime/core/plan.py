@@ -22,12 +22,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.core.grammar_store import GrammarUpdate
 from runtime.core.types import CallboardError, PromptLogprobs, SamplingParams, TokenLogprobs
 
 Int32s = NDArray[np.int32]
 Float32s = NDArray[np.float32]
 
 MAX_STEPS = 64  # steps of a plan: a chain is one plan, and what is guessed ahead of it another
+MAX_NEW_BYTES = 16 << 20  # of the new slots of a plan that has several: a frame stays far below its limit
 
 EMPTY: Int32s = np.zeros(0, np.int32)
 EMPTY_TABLE: Int32s = np.zeros((3, 0), np.int32)
@@ -60,6 +62,7 @@ class StepPlan(msgspec.Struct, tag="plan", omit_defaults=True):
     # Rows of one token each that are all sampled run so often, each time a position on: the plan of a draft, which has
     # nobody to ask in between. Samples are row after row, [num_rows * num_steps]; none has log-probabilities.
     num_steps: int = 1
+    grammars: GrammarUpdate | None = None  # on a connection, before the new slots are read (plan_wire.py)
 
     @property
     def ends(self) -> Int32s:
@@ -78,7 +81,8 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     log-probabilities of prompt tokens."""
 
     step_id: int
-    token_ids: Int32s  # [num_sampled]; -1: no finite logits, or a grammar at a limit; the request alone fails (C9)
+    # [num_sampled]; -1: no finite logits, or a grammar at a limit, so that the request alone fails (C9); or `deferred`
+    token_ids: Int32s
     # Of m tokens: those of the sampling rows that asked for it, which `logprob_rows` finds in token_ids; then, for each
     # row of a slot with prompt_logprobs, the prompt's own token after each of the row's tokens (num_targets).
     logprob_rows: Int32s = EMPTY
@@ -92,6 +96,8 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
     pooled_rows: Int32s = EMPTY  # [k] which of token_ids are in place of a vector
     pooled: Float32s = np.zeros((0, 0), np.float32)  # [k, width] these vectors
     num_best: int = 0
+    # Which of token_ids, -1 here, were not sampled, since their grammar's matcher is being made: plan that row again.
+    deferred: Int32s = EMPTY
 
     def sampled_logprobs(self, at: int, num_top: int, num_by_id: int = 0) -> TokenLogprobs:
         """Of the token that `logprob_rows[at]` sampled, which asked for so many of the best and so many by their id."""
@@ -112,7 +118,8 @@ class StepResult(msgspec.Struct, tag="result", omit_defaults=True):
 def joined(results: list[StepResult]) -> StepResult:
     """The result of a plan from those of its unrolled steps."""
     token_ids = np.stack([result.token_ids for result in results], axis=1).reshape(-1)
-    return StepResult(results[0].step_id, token_ids)
+    deferred = [at * len(results) + step for step, result in enumerate(results) for at in result.deferred.tolist()]
+    return StepResult(results[0].step_id, token_ids, deferred=np.array(deferred, np.int32))
 
 
 def num_targets(start: int, count: int, prompt_len: int) -> int:

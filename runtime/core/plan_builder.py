@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.core.kv_cache_manager import KVCacheManager
-from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan, num_targets
+from runtime.core.plan import EMPTY, MAX_NEW_BYTES, Int32s, NewSlot, StepPlan, num_targets
 from runtime.core.prompt_logprobs import ScoredRow
 from runtime.core.request_state import RequestState
+from runtime.core.types import TOKEN_BYTES
 
 # A sample in flight: its request, the request's epoch when it was planned, and the draft token that it must equal for
 # the samples after it in the row to count; None: nothing was drafted there.
@@ -55,8 +56,9 @@ class PlanBuilder:
     """Collects rows within a token budget. Adding a row advances its request."""
 
     __slots__ = (
-        "_counts", "_draft_lens", "_draft_token_ids", "_kv_cache", "_num_samples", "_samples", "_scored", "_slots",
-        "_starts", "budget", "max_prompt_tokens", "new", "num_prompt_tokens", "num_prompts", "reaches_end", "rows",
+        "_counts", "_draft_lens", "_draft_token_ids", "_grammars", "_kv_cache", "_new_bytes", "_num_samples",
+        "_samples", "_scored", "_slots", "_starts", "budget", "max_prompt_tokens", "new", "num_prompt_tokens",
+        "num_prompts", "reaches_end", "rows",
     )  # fmt: skip
 
     def __init__(self, kv_cache: KVCacheManager, budget: int) -> None:
@@ -66,6 +68,8 @@ class PlanBuilder:
         self.num_prompts = self.num_prompt_tokens = 0  # in the plan
         self.rows: list[RequestState] = []
         self.new: list[NewSlot] = []
+        self._new_bytes = 0  # of these
+        self._grammars: set[str] = set()  # keys of the grammars that they name
         self.reaches_end = False  # some row computes its request's last token
         self._slots: list[int | None] = []
         self._starts: list[int] = []
@@ -82,6 +86,23 @@ class PlanBuilder:
         if self.max_prompt_tokens is None:
             return self.budget
         return min(self.budget, self.max_prompt_tokens - self.num_prompt_tokens)
+
+    def has_room_for(self, state: RequestState) -> bool:
+        """True if the plan may open a slot for this request, too. The first one always fits."""
+        return not self.new or self._new_bytes + self._bytes_of(state) <= MAX_NEW_BYTES
+
+    def add_new(self, state: RequestState, new: NewSlot) -> None:
+        """The plan opens a slot for a request."""
+        self._new_bytes += self._bytes_of(state)
+        if state.params.grammar is not None:
+            self._grammars.add(state.params.grammar.key)
+        self.new.append(new)
+
+    def _bytes_of(self, state: RequestState) -> int:
+        """Bytes that a new slot adds to the plan, about; runners may have its grammar, which only the wire knows."""
+        size = TOKEN_BYTES * len(state.tokens) + state.list_bytes
+        grammar = state.params.grammar
+        return size if grammar is None or grammar.key in self._grammars else size + grammar.num_bytes
 
     def add_row(self, state: RequestState, count: int, drafts: Sequence[int] = ()) -> None:
         """Plan the next `count` tokens of a request, and after its last one `drafts` to be verified."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from runtime.core.config import ModelInfo
 from runtime.core.pooling import required_pooling
-from runtime.core.types import CallboardError, PromptLogprobs, Request
+from runtime.core.types import TOKEN_BYTES, CallboardError, PromptLogprobs, Request
 
 NEVER = 1 << 62
 SortKey = tuple[int, int, int]  # priority, job length or 0, arrival: the order of service
@@ -21,10 +21,10 @@ class RequestState:
 
     __slots__ = (
         "acceptance", "adapter", "block_hashes", "capacity", "drafts_in_flight", "epoch", "expected_blocks", "failure",
-        "first_unsent", "has_ended", "lost_at", "max_len", "next_block_end", "num_accepted", "num_blocks", "num_cached",
-        "num_computed", "num_draft_tokens", "num_final", "num_hits", "num_losses", "num_observed", "num_right",
-        "num_total", "only_scores", "owner", "params", "plan_limit", "prompt_len", "prompt_logprobs", "request",
-        "revise_at", "slot", "sort_key", "stop_ids", "tables", "tokens",
+        "first_unsent", "has_ended", "list_bytes", "lost_at", "max_len", "next_block_end", "num_accepted", "num_blocks",
+        "num_cached", "num_computed", "num_draft_tokens", "num_final", "num_hits", "num_losses", "num_observed",
+        "num_returns_lost", "num_right", "num_total", "only_scores", "owner", "params", "plan_limit", "prompt_len",
+        "prompt_logprobs", "request", "revise_at", "slot", "sort_key", "stop_ids", "tables", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -67,11 +67,13 @@ class RequestState:
         self.num_observed = max(len(self.tokens) - self.prompt_len, self.params.min_tokens)
         self.num_losses = 0  # of the runners in a row, with rows of this request in flight
         self.lost_at = 0  # known tokens at the last of them
+        self.num_returns_lost = 0  # of them just after it returned from a trial (isolation.py)
         self.drafts_in_flight = 0  # guesses in flight: no row is planned before it is known which of them were right
         self.num_right = 0  # guesses of the row in flight that were right, as far as its tokens are committed
         self.num_draft_tokens = self.num_accepted = 0
         self.acceptance: float | None = None  # speculation's estimate; None: none yet
         self.failure = ""  # why its grammar cannot go on
+        self.list_bytes = self.params.list_bytes + TOKEN_BYTES * len(request.prediction)  # beside its tokens
         # Prompt log-probabilities so far, a part a step; None: not asked for, or delivered.
         self.prompt_logprobs: list[PromptLogprobs] | None = None if self.params.prompt_logprobs is None else []
         self.owner: Any = None  # whoever submitted it; the scheduler only carries it
@@ -93,6 +95,13 @@ class RequestState:
         del self.tokens[length:], self.block_hashes[length // block_size :]
         self.tokens.extend(token_ids)
         self.num_total = len(self.tokens)
+
+    def sample_again(self) -> None:
+        """Its last sample was not drawn: the row of its last known token is to be planned once more."""
+        self.epoch += 1
+        self.num_total = len(self.tokens)
+        self.num_computed = self.num_total - 1
+        self.drafts_in_flight = 0
 
     def detach(self) -> None:
         """Forget what a request has in a slot; its known tokens and their hashes stay."""

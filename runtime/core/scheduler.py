@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -235,12 +235,13 @@ class Scheduler:
             return admitted
         if len(self.waiting):
             self._limit_prompts(builder)
+        held = self.isolation.held()
         while builder.prompt_budget > 0 or is_static:
-            state = self._next_admitted(builder.prompt_budget, alone)
+            state = self._next_admitted(builder, alone, held)
             if state is None:
                 break
             admitted.append(state)
-            builder.new.append(self._open_slot(state))
+            builder.add_new(state, self._open_slot(state))
             count = min(builder.prompt_budget, state.num_total - state.num_computed)
             if count > 0:  # a static batch may open more slots than this step's budget computes
                 self.kv_cache.extend(state, state.num_computed + count)
@@ -290,18 +291,20 @@ class Scheduler:
             self.kv_cache.extend(state, state.num_total + len(drafts))
         return drafts
 
-    def _next_admitted(self, budget: int, alone: RequestState | None) -> RequestState | None:
-        """The waiting request to admit now, taken off the queue, its cached blocks acquired; or None.
+    def _next_admitted(
+        self, builder: PlanBuilder, alone: RequestState | None, held: Set[RequestState]
+    ) -> RequestState | None:
+        """The waiting request to admit now, none of `held`, taken off the queue, its cached blocks acquired; or None.
 
         The whole prompt must fit, and with it what the running requests and this one are expected to grow to."""
         if alone is not None and (self.running or self._in_flight):
             return None  # if the runners are lost again, no other's rows shall be in flight
-        state = self.waiting.first() if alone is None else alone
-        if state is None or not len(self.slots):
+        state = self.waiting.first(held) if alone is None else alone
+        if state is None or not len(self.slots) or not builder.has_room_for(state):
             return None
         hits = self.kv_cache.match_prefix(state)
         start = len(hits) * self.block_size
-        if not self.config.chunked_prefill and len(state.tokens) - start > budget:
+        if not self.config.chunked_prefill and len(state.tokens) - start > builder.prompt_budget:
             return None
         if not self.admission.allows(state, hits, self.running):
             return None
@@ -357,13 +360,16 @@ class Scheduler:
         logprobs: dict[int, TokenLogprobs] = {}
         logprobs_at = {row: at for at, row in enumerate(result.logprob_rows.tolist())}
         prompt_logprobs, pooled = collect_prompt_logprobs(result, step.scored), collect_vectors(result, step.samples)
-        finished = ended_with_prompts(prompt_logprobs, pooled)
+        finished, deferred = ended_with_prompts(prompt_logprobs, pooled), result.deferred.tolist()
         for ended in finished:
             self._end(*ended)
         for row, ((state, epoch, draft), token) in enumerate(zip(step.samples, result.token_ids.tolist(), strict=True)):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
             if token < 0:
+                if row in deferred:
+                    state.sample_again()
+                    continue
                 state.failure = result.failures.get(row, "")
                 finished.append((state, FinishReason.GRAMMAR if state.failure else FinishReason.ERROR))
                 self._end(*finished[-1])
@@ -390,7 +396,7 @@ class Scheduler:
 
     def _commit_steps(self, step: StepInFlight, result: StepResult) -> StepOutput:
         """`commit` of a plan that was run several times: a row's tokens up to its end are taken in at once."""
-        output, count = StepOutput([], [], [], {}, []), step.num_steps
+        output, count, deferred = StepOutput([], [], [], {}, []), step.num_steps, result.deferred.tolist()
         for row, (state, epoch, _) in enumerate(step.samples):
             if state.epoch != epoch:
                 continue  # ended or preempted meanwhile (C3)
@@ -406,6 +412,9 @@ class Scheduler:
                 reason = FinishReason.STOP
             elif len(state.tokens) >= state.max_len:
                 reason = FinishReason.LENGTH
+            elif row * count + len(token_ids) in deferred:
+                state.sample_again()
+                continue
             elif len(token_ids) < count:
                 state.failure = result.failures.get(row * count + len(token_ids), "")
                 reason = FinishReason.GRAMMAR if state.failure else FinishReason.ERROR
@@ -433,16 +442,8 @@ class Scheduler:
             state.epoch += 1  # what the row sampled further on is stale
             self.speculation.record(state, False)
 
-    # ---- integrity ------------------------------------------------------------------------------------------------
-
     def find_faults(self) -> list[str]:
         """One sentence for each block or slot that is not where its bookkeeping says; empty if all is well. It looks
         at every block, and changes nothing."""
         faults = self.slots.find_faults([state.slot for state in self.running])
-        faults += self.kv_cache.find_faults(self.running)
-        for state in self.requests.values():
-            if state.slot is None and state.num_blocks:
-                faults.append(f"Request {state.request.request_id!r} waits, but holds {state.num_blocks} blocks.")
-        if (num_live := len(self.running) + len(self.waiting)) != len(self.requests):
-            faults.append(f"{num_live} requests run or wait, but {len(self.requests)} are live.")
-        return faults
+        return faults + self.kv_cache.find_faults(self.running) + self.waiting.find_faults(self.requests, self.running)

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, overload
 from runtime.core.sampling_fields import Effect, sampling, table_of
 
 _LEAST_TEMPERATURE = 1e-5
+TOKEN_BYTES = 4  # of a token in a message
 NOT_FINITE = "The model gave logits that are not finite for this request."  # with FinishReason.ERROR
 
 
@@ -54,6 +55,11 @@ class Grammar:
     lark: str  # llguidance's form
     expression: str  # the same as one regular expression; "" if there is none of a reasonable length
     ignored: tuple[str, ...] = ()  # paths of keywords that are not enforced
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its texts."""
+        return sum(len(text) if text.isascii() else len(text.encode()) for text in (self.lark, self.expression))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,20 @@ class SamplingParams:
     include_stop_str_in_output: bool = sampling(False, Effect.TEXT)
     skip_special_tokens: bool = sampling(True, Effect.TEXT)
 
+    @property
+    def list_bytes(self) -> int:
+        """Bytes that its lists take in a message, about; its grammar is not counted."""
+        num_ids = len(self.allowed_token_ids) + len(self.stop_token_ids) + len(self.logprob_token_ids)
+        return 5 * num_ids + 14 * len(self.logit_bias) + 4 * sum(map(len, self.stop))
+
+    def with_grammar(self, grammar: Grammar) -> SamplingParams:
+        """The same with another grammar: a copy without the checks that `self` has passed."""
+        copy = object.__new__(SamplingParams)
+        for name in self.__slots__:
+            object.__setattr__(copy, name, getattr(self, name))
+        object.__setattr__(copy, "grammar", grammar)
+        return copy
+
     def __post_init__(self) -> None:
         if (f := table_of(type(self)).out_of_bounds(self)) is not None:
             raise CallboardError(f"{f.name} is {getattr(self, f.name)}; it must be {f.bounds}.")
@@ -130,6 +150,13 @@ class Request:
     cache_salt: str = ""  # requests share cached blocks only under the same salt (C5)
     adapter: str = ""  # digest of the adapter that its rows are computed with (adapters.py); "": none
     prediction: tuple[int, ...] = ()  # what a client expects the output to be: n-gram lookup guesses from it
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in a message, about, with its grammar."""
+        grammar = self.params.grammar
+        num_tokens = len(self.token_ids) + len(self.prediction)
+        return TOKEN_BYTES * num_tokens + self.params.list_bytes + (0 if grammar is None else grammar.num_bytes)
 
 
 class TokenLogprobs(NamedTuple):

@@ -26,20 +26,31 @@ from runtime.structured.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 _MEMORY = 4 << 30  # address space of a build
+_PROTOTYPE_BYTES, _BYTES_PER_BYTE = 256 << 10, 8  # of a matcher, and for each byte of its grammar's text
 
 
 @dataclass(slots=True)
 class _Entry:
     prototype: LazyMatcher
+    prototype_bytes: int  # about
     host_s: float = 0.0  # spent on masks
     is_tried: bool = False  # an automaton is being built, or was
     automaton: Automaton | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if an output gets its matcher in microseconds."""
+        return self.automaton is not None or self.prototype.may_be_copied
+
+    @property
+    def nbytes(self) -> int:
+        return self.prototype_bytes + (0 if self.automaton is None else self.automaton.nbytes)
 
 
 class Engines:
     """Matchers for one vocabulary. Any thread may call it; what is built eagerly, a child builds in the background.
 
-    Grammars are kept by what they allow: at most `max_entries`, whose automata have `max_bytes` in all."""
+    Grammars are kept by what they allow: at most `max_entries`, whose matchers and automata have `max_bytes` in all."""
 
     def __init__(
         self,
@@ -59,31 +70,43 @@ class Engines:
         self._builder = ThreadPoolExecutor(1, "automaton")
         self._child = ChildPool(1, _MEMORY, 10, load, vocabulary)
 
-    def matcher(self, grammar: Grammar | None, thinking: ThinkingBudget | None = None) -> Matcher:
-        """For one output, at its beginning, with a grammar or a budget of its reasoning at least: 10 us for a known
-        grammar, else about 1 ms. Raises CallboardError if the grammar is too complex."""
-        inner = None if grammar is None else self._matcher(grammar)
+    def is_ready(self, grammar: Grammar | None) -> bool:
+        """True if `matcher` takes microseconds: the grammar is known, or there is none."""
+        with self._lock:
+            return grammar is None or ((entry := self._entries.get(grammar.key)) is not None and entry.is_ready)
+
+    def matcher(self, grammar: Grammar | None, thinking: ThinkingBudget | None = None, alone: bool = False) -> Matcher:
+        """For one output, at its beginning, with a grammar or a budget of its reasoning at least. It takes 10 us for a
+        grammar that is ready, else 1 to some 30 ms. With `alone`, no other output uses its lexer. Raises CallboardError
+        if the grammar is too complex."""
+        inner = None if grammar is None else self._matcher(grammar, alone)
         if thinking is not None:
             return ThinkingMatcher(thinking, self.vocabulary, inner)
         assert inner is not None
         return inner
 
-    def _matcher(self, grammar: Grammar) -> Matcher:
+    def _matcher(self, grammar: Grammar, alone: bool) -> Matcher:
+        if alone:
+            return self._lazy.matcher(grammar.lark)
         with self._lock:
             entry = self._entries.get(grammar.key)
-            known = entry is not None and (entry.automaton is not None or entry.prototype.may_be_copied)
-        if entry is None or not known:
+            is_ready = entry is not None and entry.is_ready
+        if entry is None or not is_ready:
             prototype = self._lazy.matcher(grammar.lark)
         with self._lock:
-            entry = self._entries.setdefault(grammar.key, entry or _Entry(prototype))
+            num_entries = len(self._entries)
+            entry = self._entries.setdefault(
+                grammar.key, entry or _Entry(prototype, _PROTOTYPE_BYTES + _BYTES_PER_BYTE * len(grammar.lark))
+            )
             self._entries.move_to_end(grammar.key)
-            if not known:
+            if not is_ready:
                 entry.prototype = prototype
             if self.policy is not None and grammar.expression and not entry.is_tried:
                 entry.is_tried = self.policy.pays(entry.host_s, grammar.expression)
                 if entry.is_tried:
                     self._builder.submit(self._build, grammar, entry, self.policy)
-            self._trim()
+            if len(self._entries) > num_entries:
+                self._trim()
             return EagerMatcher(entry.automaton) if entry.automaton else entry.prototype.copy()
 
     def fill(
@@ -115,10 +138,9 @@ class Engines:
             self._trim()
 
     def _trim(self) -> None:
-        held = sum(e.automaton.nbytes for e in self._entries.values() if e.automaton is not None)
+        held = sum(entry.nbytes for entry in self._entries.values())
         while len(self._entries) > self._max_entries or (held > self._max_bytes and len(self._entries) > 1):
-            _, gone = self._entries.popitem(last=False)
-            held -= gone.automaton.nbytes if gone.automaton is not None else 0
+            held -= self._entries.popitem(last=False)[1].nbytes
 
 
 # ---- in the child ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The lazy engine: llguidance works a grammar out as far as an output goes, on the host.
 
-A matcher is ready in about a millisecond at any vocabulary. What a mask may cost is bounded by fuel, not by a clock, so
-that it is the same everywhere: at most some 15 ms, in hostile grammars.
+A matcher is ready in about a millisecond at any vocabulary; the largest grammars take some 30. Fuel bounds what a mask
+may cost, and not a clock, so that it is the same everywhere: at most some 15 ms, in hostile grammars.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ _IN_STRING = r"[^\"\\\x00-\x1F\x7F\x{2028}\x{2029}\x{10FFFF}]"
 _SLICES = [r"[\x20\x0A\x0D\x09]+", _IN_STRING + "{1,10}", _IN_STRING + "{1,30}", _IN_STRING + "+"]
 
 
+class SharedLimit(CallboardError):
+    """The lexer that a matcher shares with its copies came to a limit; one with its own lexer may go on."""
+
+
 class LazyEngine:
     """Makes matchers for one vocabulary. Setting it up takes about a second for 128k tokens; threads may share it."""
 
@@ -61,22 +65,12 @@ class LazyEngine:
             self._executor.unsafe_compute_mask_ptr(open_, masks.ctypes.data, masks.shape[1] * 4, len(masks))
         for matcher, number in ended:
             matcher.fill(masks[number])
-        errors = [matcher.error() for matcher in matchers]
-        for i, error in enumerate(errors):
-            if error is not None:
-                try:
-                    matchers[i].fill(masks[numbers[i]])  # it goes on with its own lexer if another output was at fault
-                    errors[i] = None
-                except CallboardError as e:
-                    errors[i] = e
-        return errors
+        return [matcher.error() for matcher in matchers]
 
     def matcher(self, lark: str) -> LazyMatcher:
         """At the beginning of an output; raises CallboardError if a limit is in the way of the grammar."""
-        return LazyMatcher(self, lark, self.inner(lark), _Lexer())
-
-    def inner(self, lark: str) -> llguidance.LLMatcher:
-        return llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
+        inner = llguidance.LLMatcher(self._tokenizer, lark, log_level=0, limits=LIMITS)
+        return LazyMatcher(self.vocabulary.eos_ids, inner, _Lexer())
 
 
 @dataclass(slots=True)
@@ -90,18 +84,16 @@ class _Lexer:
 
 
 class LazyMatcher(Matcher):
-    """A matcher over llguidance's, which gives the GIL up while it computes a mask.
+    """A matcher over llguidance's, which releases the GIL while it is made and while it computes a mask.
 
-    The lexer that it shares with its copies may come to a limit through them. The matcher then goes on with a lexer of
-    its own, and fails only if that comes to a limit too."""
+    The lexer that it shares with its copies may come to a limit through them. It then raises SharedLimit: a matcher
+    with a lexer of its own may go on where it stood."""
 
     engine = "lazy"
 
-    def __init__(self, engine: LazyEngine, lark: str, inner: llguidance.LLMatcher, lexer: _Lexer) -> None:
-        super().__init__(engine.vocabulary.eos_ids)
-        self.inner = inner
-        self._engine, self._lark, self._lexer = engine, lark, lexer
-        self._tokens: list[int] = []  # taken, without EOS
+    def __init__(self, eos_ids: tuple[int, ...], inner: llguidance.LLMatcher, lexer: _Lexer) -> None:
+        super().__init__(eos_ids)
+        self.inner, self._lexer = inner, lexer
         self._has_gone_back = False  # and made no mask since
         self._check()
 
@@ -113,8 +105,8 @@ class LazyMatcher(Matcher):
     def copy(self) -> LazyMatcher:
         """A matcher at the same position, for another output; the two share the lexer states."""
         self._lexer.num_copies += 1
-        copy = LazyMatcher(self._engine, self._lark, self.inner.deep_copy(), self._lexer)
-        copy._tokens[:], copy._has_gone_back = self._tokens, self._has_gone_back
+        copy = LazyMatcher(self._eos_ids, self.inner.deep_copy(), self._lexer)
+        copy._has_gone_back = self._has_gone_back
         return copy
 
     @property
@@ -127,10 +119,7 @@ class LazyMatcher(Matcher):
     def _fill(self, mask: NDArray[np.int32]) -> None:
         self._has_gone_back = False
         self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self.error() is not None:
-            self._go_on_alone()
-            self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            self._check()
+        self._check()
 
     def _step(self, token: int) -> bool:
         if self._has_gone_back:
@@ -138,31 +127,15 @@ class LazyMatcher(Matcher):
             # follows another token that one of the same terminals fits. Making a mask drops it.
             self._has_gone_back = False
             self.inner.compute_bitmask()
-        if not self.inner.try_consume_tokens([token]):
-            return False
-        self._tokens.append(token)
-        return True
+        return bool(self.inner.try_consume_tokens([token]))
 
     def _back(self, num_tokens: int) -> None:
-        del self._tokens[-num_tokens:]
         self.inner.rollback(num_tokens)
         self._has_gone_back = True
-        if self.error() is not None:
-            self._go_on_alone()
+        self._check()
 
-    def _recover(self) -> bool:
+    def _check_limit(self) -> None:
         self.inner.compute_bitmask()  # a lexer at its limit refuses tokens silently; computing a mask sets its error
-        if self.error() is None:
-            return False
-        self._go_on_alone()
-        return True
-
-    def _go_on_alone(self) -> None:
-        """Goes on with a lexer that no other output has used; raises the error if it has such a one already."""
-        if self._lexer.num_copies <= 1:
-            self._check()
-        self._lexer, self.inner, self._has_gone_back = _Lexer(), self._engine.inner(self._lark), False
-        self.inner.consume_tokens(self._tokens)
         self._check()
 
     def error(self) -> CallboardError | None:
@@ -172,7 +145,8 @@ class LazyMatcher(Matcher):
             return None
         self._lexer.has_failed = True
         reason = inner.get_error().partition("\n")[0][:200] or str(inner.stop_reason())
-        return CallboardError(f"This request's grammar is too complex to go on here ({reason}); ask for a simpler one.")
+        kind = SharedLimit if self._lexer.num_copies > 1 else CallboardError
+        return kind(f"This request's grammar is too complex to go on here ({reason}); ask for a simpler one.")
 
     def _check(self) -> None:
         if (error := self.error()) is not None:

@@ -67,9 +67,8 @@ class Matcher(ABC):
     def advance(self, tokens: Sequence[int]) -> None:
         """Raises CallboardError if one of them is not allowed, or a limit is in the way."""
         taken = self._walk(tokens)
-        if taken < len(tokens) and self._recover():
-            taken += self._walk(tokens[taken:])
         if taken < len(tokens):
+            self._check_limit()
             raise CallboardError(f"The token {tokens[taken]} is not what this request's grammar allows there.")
 
     def allowed(self, tokens: Sequence[int]) -> int:
@@ -96,9 +95,9 @@ class Matcher(ABC):
                 return i
         return len(tokens)
 
-    def _recover(self) -> bool:
-        """True if a limit, and not the grammar, refused a token, and the matcher can go on without that limit now."""
-        return False
+    def _check_limit(self) -> None:
+        """Raises CallboardError if a limit, and not the grammar, refused the last token."""
+        return
 
     @abstractmethod
     def _is_complete(self) -> bool: ...

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from runtime.structured.pattern import GrammarError
 
-MAX_LARK_BYTES = 4 << 20
+MAX_LARK_BYTES = 256 << 10  # of a compiled grammar: its matcher is ready after some 30 ms
 _MAX_EXPRESSION_CHARS = 32_768
 
 
@@ -183,9 +183,10 @@ def lark(rules: Mapping[str, Rule]) -> str:
         parts = [*(f"/{e}/" for e in each.all_of), *(f"~/{e}/" for e in each.none_of)]
         lines.append(f"{name}: " + " & ".join(parts))
     lines += (f"{name}[lazy]: /{each.expression}/" for each, name in lazy.items())
-    if (size := sum(map(len, lines))) > MAX_LARK_BYTES:
-        raise GrammarError(f"makes a grammar of {size} bytes; the limit is {MAX_LARK_BYTES} bytes")
-    return "\n".join(lines)
+    text = "\n".join(lines)
+    if (size := len(text.encode())) > MAX_LARK_BYTES:
+        raise GrammarError(f"makes a grammar of {size} bytes; the limit is {MAX_LARK_BYTES} bytes; make it smaller")
+    return text
 
 
 class _NoExpression(Exception):

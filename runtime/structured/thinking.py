@@ -103,5 +103,6 @@ class ThinkingMatcher(Matcher):
         if self.inner is not None:
             self.inner.rollback(num_tokens)
 
-    def _recover(self) -> bool:
-        return self.inner is not None and self.inner._recover()
+    def _check_limit(self) -> None:
+        if self.inner is not None:
+            self.inner._check_limit()

@@ -7,68 +7,29 @@ while it computes. Outputs whose grammar is an automaton leave the host after th
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
 
 from runtime.core.plan import Int32s, NewSlot, StepPlan
 from runtime.core.sharding import ALONE, Shard
-from runtime.core.types import CallboardError, Grammar, ThinkingBudget
+from runtime.core.types import CallboardError
 from runtime.kernels.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.structured.automaton import EagerMatcher
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.engines import Engines
 from runtime.structured.lazy import LazyMatcher
-from runtime.structured.matcher import Matcher
 from runtime.structured.thinking import ThinkingMatcher
 from runtime.structured.vocabulary import Vocabulary
 from runtime.worker.device_automata import DeviceAutomata
+from runtime.worker.grammar_output import GrammarOutput, made_engines
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Output:
-    """The output of the request in a slot."""
-
-    grammar: Grammar | None
-    thinking: ThinkingBudget | None
-    prompt_len: int
-    untaken: list[int]  # its last tokens, which the matcher has not advanced by
-    num_taken: int = 0
-    matcher: Matcher | None = None  # made with the first mask
-    failed: bool = False
-    failure: str = ""  # why
-    host_s: float = 0.0  # spent on its masks
-    on_device: bool = False  # it follows an automaton there, and its matcher stays behind
-
-    def fail(self, why: object) -> None:
-        """Its request ends, and others go on (C9)."""
-        logger.info("a request fails: %s", why)
-        self.failed, self.failure = True, " ".join(str(why).split())
-
-    def take(self) -> None:
-        """Advance the matcher by what it has not seen."""
-        assert self.matcher is not None
-        self.matcher.advance(self.untaken)
-        self.num_taken += len(self.untaken)
-        self.untaken = []
-
-    def rewrite(self, at: int, tokens: list[int]) -> None:
-        """From position `at` on it has these tokens."""
-        at -= self.prompt_len
-        if self.matcher is not None and at < self.num_taken:
-            try:
-                self.matcher.rollback(self.num_taken - at)
-            except CallboardError as e:
-                self.fail(e)
-            self.num_taken = at
-        self.untaken[at - self.num_taken :] = tokens
+_MAKING_S = 0.002  # a step waits for the matchers of new outputs, in all: a small grammar's takes half of it
+_IDLE_S = 0.01  # a step whose rows all wait for their matchers
 
 
 @dataclass(slots=True)
@@ -76,9 +37,11 @@ class _Row:
     """A row of a step: samples follow its last known token and each of its guesses."""
 
     slot: int
-    output: _Output
+    output: GrammarOutput
     first: int  # of its samples, in the step
+    position: int  # of the token that this one is
     guesses: list[int]
+    waits: bool = False  # for its matcher: it is not sampled in this step
 
 
 @dataclass(slots=True)
@@ -87,12 +50,13 @@ class Masks:
 
     numbers: Int32s  # [n] of samples of the step, rising
     words: Int32s  # [n, num_words], as Matcher.fill has them
-    failed: Int32s  # numbers of the samples whose grammar cannot go on: their requests fail (C9)
-    rows: list[_Row]  # the rows that have these samples
+    failed: Int32s  # numbers of the samples that are not drawn: the grammar cannot go on, or its matcher is not there
+    rows: list[_Row]  # the rows whose samples are drawn
     tracked: Int32s  # [n, GUESSES + most guesses], rows of outputs on the device, as kernels/automata.py has them
     automata: DeviceAutomata | None
     begun: tuple[int, int]  # outputs for the first time here, by the engine that serves them: lazy, eager
-    failures: dict[int, str]  # why, by the number of the first sample of each row that fails
+    failures: dict[int, str]  # why a request fails (C9), by the number of the first sample of its row
+    deferred: Int32s  # numbers of the first samples of rows that wait for a matcher
 
 
 class GrammarState:
@@ -107,18 +71,18 @@ class GrammarState:
         self.step_us = math.inf  # a decode step of many rows, once a device's was measured
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._engines: Future[Engines] | None = None
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[int, GrammarOutput] = {}
         self._last: tuple[Masks, Callable[[], Int32s]] | None = None
         self._automata: DeviceAutomata | None = None
 
     def serve(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Make engines for the model's vocabulary, which takes about a second: a target's in the background, unless
-        other ranks would wait for it in a step. Until this is called, no output that has a grammar can be served."""
+        """Make engines for the model's vocabulary, which takes about a second: a target's in the background, where the
+        first outputs wait for it. Until this is called, no output that has a grammar can be served."""
         if self._shard.rank:
             return
         self._engines = self._thread.submit(lambda: self._make_engines(vocabulary()))
-        if self._is_draft or self._shard.size > 1:
-            self._engines.exception()  # waits: nobody needs a draft that starts, all wait for one that answers
+        if self._is_draft:
+            self._engines.exception()  # waits, since its engine decodes plainly meanwhile
 
     def _make_engines(self, vocabulary: Vocabulary) -> Engines:
         policy = None if self._is_draft else AutomatonPolicy(self.step_us, len(vocabulary.tokens))
@@ -135,15 +99,19 @@ class GrammarState:
         self.remove(new.slot)
         grammar, thinking = new.params.grammar, new.params.thinking
         if (grammar or thinking) and not self._shard.rank:
-            output = _Output(grammar, thinking, new.prompt_len, new.token_ids[new.prompt_len :].tolist())
+            output = GrammarOutput(grammar, thinking, new.prompt_len, new.token_ids[new.prompt_len :].tolist())
             if self._engines is None:
                 output.failed, output.failure = True, "This model runner serves no structured output."
+            else:
+                output.begin(self._thread, self._engines)  # while the prompt is computed
             self._outputs[new.slot] = output
 
     def remove(self, slot: int) -> None:
         """A request leaves its slot."""
-        output = self._outputs.pop(slot, None)
-        if output is not None and output.matcher is not None and output.grammar is not None:
+        if (output := self._outputs.pop(slot, None)) is None:
+            return
+        output.cancel()
+        if output.matcher is not None and output.grammar is not None:
             self._made_engines().spent(output.grammar, output.host_s)
 
     def masks(self, plan: StepPlan) -> Masks | None:
@@ -158,7 +126,9 @@ class GrammarState:
         rows = [row for row in all_rows if not row.output.on_device]
         if rows:
             self._take_last()
-        new = [row for row in rows if row.output.matcher is None]
+        without = [row for row in rows if row.output.matcher is None]
+        self._find_matchers(rows, len(plan.slots))
+        new = [row for row in without if row.output.matcher is not None]
         numbers = [number for row in rows for number in range(row.first, row.first + len(row.guesses) + 1)]
         words = np.empty((len(numbers), self._num_words), np.int32)
         self._fill(rows, words)
@@ -169,14 +139,16 @@ class GrammarState:
             all_rows = rows = [row for row in rows if not row.output.failed]
         for row in new + self._left_thinking(rows):
             row.output.on_device = self._moves(row.slot, row.output)
-        failed = [row.first + i for row in rows if row.output.failed for i in range(len(row.guesses) + 1)]
+        failed = [row.first + i for row in rows if row.output.failed or row.waits for i in range(len(row.guesses) + 1)]
         failures = {row.first: row.output.failure for row in rows if row.output.failed}
-        engines = [row.output.matcher.engine for row in new if row.output.matcher is not None]
+        deferred = np.array([row.first for row in rows if row.waits], np.int32)
+        engines = [row.output.matcher.engine for row in new if row.output.matcher and not row.output.alone]
         begun = engines.count("lazy"), engines.count("eager")
         # Failed ones too, whatever their slots' states are, so that the warm-up's row has all kernels compiled.
         tracked = _tracked([row for row in all_rows if row.output.on_device or row.output.failed])
         as_arrays = np.array(numbers, np.int32), words, np.array(failed, np.int32)
-        return Masks(*as_arrays, rows, tracked, self._automata, begun, failures)
+        drawn = [row for row in rows if not row.waits]
+        return Masks(*as_arrays, drawn, tracked, self._automata, begun, failures, deferred)
 
     def sampled(self, masks: Masks, tokens: Callable[[], Int32s]) -> None:
         """`tokens()` waits for the samples of the step that had these masks, [num_sampled]."""
@@ -204,13 +176,48 @@ class GrammarState:
         rows = []
         sizes, ends = plan.num_samples.tolist(), np.cumsum(plan.num_samples).tolist()
         given_ends = np.cumsum(plan.draft_lens).tolist() or ends
-        for slot, size, end, given_end in zip(plan.slots.tolist(), sizes, ends, given_ends, strict=True):
+        positions = (plan.ends - plan.num_samples + 1).tolist()
+        columns = plan.slots.tolist(), sizes, ends, positions, given_ends
+        for slot, size, end, position, given_end in zip(*columns, strict=True):
             if size and (output := self._outputs.get(slot)) is not None:
                 guesses = plan.draft_token_ids[given_end - size + 1 : given_end].tolist() if size > 1 else []
-                rows.append(_Row(slot, output, end - size, guesses))
+                rows.append(_Row(slot, output, end - size, position, guesses))
         return rows
 
-    def _moves(self, slot: int, output: _Output) -> bool:
+    def _find_matchers(self, rows: list[_Row], num_rows: int) -> None:
+        """Note which rows wait: for a matcher, or for a token before them that was not sampled. In all, a step of
+        `num_rows` waits for the matchers of new outputs as long as for one small grammar, and longer if no row has
+        anything else to do."""
+        begun, waiting = time.perf_counter(), []
+        for row in rows:
+            row.waits = row.position > row.output.end and not row.output.failed
+            if not row.waits and not self._has_matcher(row.output, begun + _MAKING_S):
+                row.waits = True
+                waiting.append(row)
+        if waiting and len(waiting) == num_rows and self._engines is not None:
+            making = [m for row in waiting if (m := row.output.begin(self._thread, self._engines)) is not None]
+            wait(making, _IDLE_S, FIRST_COMPLETED)
+            for row in waiting:
+                row.waits = not self._has_matcher(row.output, math.inf)
+
+    def _has_matcher(self, output: GrammarOutput, until: float) -> bool:
+        """False if its matcher is not there, and cannot be until this time; one that fails needs none."""
+        if output.matcher is not None or output.failed:
+            return True
+        assert self._engines is not None
+        making = output.begin(self._thread, self._engines)
+        if making is not None and output.is_new:
+            wait((making,), max(0.0, until - time.perf_counter()))
+        output.is_new = False
+        if time.perf_counter() >= until if making is None else not making.done():
+            return False
+        try:
+            output.adopt(self._engines)
+        except CallboardError as e:
+            output.fail(e)
+        return True
+
+    def _moves(self, slot: int, output: GrammarOutput) -> bool:
         """Move the output to the device, if an automaton there can follow it; True if it goes on there."""
         matcher = output.matcher
         if self._automata is None or output.failed or not isinstance(matcher, EagerMatcher) or matcher.is_finished:
@@ -238,56 +245,57 @@ class GrammarState:
             for token, guess in zip(samples[row.first :], [*row.guesses, -1], strict=False):
                 if token < 0 and not row.output.failed:
                     row.output.fail("its logits are not finite")
-                row.output.untaken.append(token)
+                row.output.tokens.append(token)
                 if token != guess:
                     break
 
     def _made_engines(self) -> Engines:
         """Waits for them. A vocabulary that they cannot be made for fails the outputs that need them, not the step."""
         assert self._engines is not None
-        try:
-            return self._engines.result()
-        except Exception as e:  # whatever llguidance, or the reader of the tokenizer, does not like
-            raise CallboardError(f"Structured output does not work with this model's tokenizer: {e}") from e
+        return made_engines(self._engines.result)
 
     def _fill(self, rows: list[_Row], words: Int32s) -> None:
         """A mask after a guess that is not allowed stays open: no sample equals that guess, so none there counts."""
         started, begin, spans = time.perf_counter(), 0, []
-        together: list[tuple[_Output, LazyMatcher, int]] = []
+        together: list[tuple[_Row, LazyMatcher, int]] = []
         for row in rows:
             output, span = row.output, slice(begin, begin + len(row.guesses) + 1)
             begin = span.stop
             spans.append(span)
             try:
-                if output.matcher is None and not output.failed:
-                    asked = time.perf_counter()
-                    output.matcher = self._made_engines().matcher(output.grammar, output.thinking)
-                    started += time.perf_counter() - asked  # masks alone count
-                if output.matcher is not None and not output.failed:
+                if output.matcher is not None and not output.failed and not row.waits:
                     output.take()
                     if not row.guesses and isinstance(output.matcher, LazyMatcher):
-                        together.append((output, output.matcher, span.start))
+                        together.append((row, output.matcher, span.start))
                     else:
                         words[span] = -1
                         output.matcher.fill_ahead(words[span], row.guesses)
             except CallboardError as e:
-                output.fail(e)
+                self._stop(row, e)
         if together:
-            outputs, matchers, numbers = zip(*together, strict=True)
+            stepping, matchers, numbers = zip(*together, strict=True)
             errors = self._made_engines().fill(matchers, words, numbers)
-            for output, error in zip(outputs, errors, strict=True):
+            for row, error in zip(stepping, errors, strict=True):
                 if error is not None:
-                    output.fail(error)
+                    self._stop(row, error)
         allowed = np.asarray(words.any(1))
         all_go_on = bool(allowed.all())
         share = (time.perf_counter() - started) / max(1, len(rows))
         for row, span in zip(rows, spans, strict=True):
             output = row.output
             output.host_s += share
-            if not all_go_on and not output.failed and not allowed[span].all():
+            if not all_go_on and not output.failed and not row.waits and not allowed[span].all():
                 output.fail("No token of this model continues what this request's grammar allows there.")
-            if output.failed:
+            if output.failed or row.waits:
                 words[span] = -1
+
+    def _stop(self, row: _Row, why: CallboardError) -> None:
+        """The row's matcher cannot go on: its output fails, or waits for another one."""
+        row.output.stop(why)
+        if not row.output.failed:
+            row.waits = True
+            assert self._engines is not None
+            row.output.begin(self._thread, self._engines)
 
 
 def _tracked(rows: list[_Row]) -> Int32s:

@@ -51,5 +51,5 @@ def make_result(
         result.top_logprobs = logprobs.top_logprobs.numpy()
         result.num_best = logprobs.num_best
     if masks is not None:
-        result.begun, result.failures = masks.begun, masks.failures
+        result.begun, result.failures, result.deferred = masks.begun, masks.failures, masks.deferred
     return result

@@ -3,6 +3,8 @@
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.isolation import MAX_LOSSES
@@ -51,6 +53,8 @@ class PoisonedRunner(FakeRunner):
 class Engine:
     """An EngineCore that gets new runners whenever it loses them."""
 
+    max_tokens = 60
+
     def __init__(self, *poisons: int, num: int = 10, **kw) -> None:
         runner = {name: kw.pop(name) for name in ("kills", "period", "at_once") if name in kw}
         self.config = EngineConfig(**{"block_size": 4, "max_num_seqs": 12, "max_num_batched_tokens": 64, **kw})
@@ -61,7 +65,7 @@ class Engine:
             self.add(f"r{i}", [POISON if i in poisons else 1 + i, 2, 3 + i % 3, *range(i)])
 
     def add(self, name: str, prompt: list[int]) -> None:
-        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
         self.requests[name] = Request(name, prompt, len(prompt), params)
         self.outputs[name] = []
         self.core.add(self.requests[name])
@@ -147,6 +151,73 @@ def test_losses_that_are_nobodys_fault_end_nobody(depth):
     assert engine.num_losses >= MAX_LOSSES
     assert engine.culprits == []
     engine.finish()
+
+
+class CrowdedRunner(FakeRunner):
+    """Dies of a plan in which so many requests are new, or of a step with so many rows."""
+
+    def __init__(self, config, most_new: int = 99, most_rows: int = 99, never_beside: int | None = None) -> None:
+        super().__init__(config, INFO)
+        self.most_new, self.most_rows, self.never_beside = most_new, most_rows, never_beside
+        self.loners: set[int] = set()
+
+    def submit(self, plan) -> None:
+        self.loners -= set(plan.freed.tolist())
+        self.loners |= {new.slot for new in plan.new if new.token_ids[0] == self.never_beside}
+        is_spoilt = len(plan.slots) > 1 and bool(self.loners & set(plan.slots.tolist()))
+        if len(plan.new) > self.most_new or len(plan.slots) > self.most_rows or is_spoilt:
+            raise CallboardError("a frame exceeds the limit")
+        super().submit(plan)
+
+
+class Crowd(Engine):
+    """Requests that kill the runners only together."""
+
+    max_tokens = 12
+
+    def __init__(self, num: int, num_late: int = 0, max_num_seqs: int = 16, **runner) -> None:
+        super().__init__(num=num, max_num_seqs=max_num_seqs, max_num_batched_tokens=256)
+        self.start = lambda: CrowdedRunner(self.config, **runner)
+        self.core.recover(self.start())
+        self.num_late = num_late
+
+    def step(self) -> None:
+        if self.num_late:
+            self.num_late -= 1
+            self.add(f"late{self.num_late}", [1 + self.num_late % 20, 5, 6])
+        super().step()
+
+
+@pytest.mark.parametrize("num_late", [0, 9])
+def test_requests_that_kill_by_their_number_return_one_by_one(num_late):
+    """They pass their trials, and would come back in one plan again and again: 2 losses for 4 tokens of each."""
+    engine = Crowd(10, num_late, most_new=6)
+    engine.finish()
+    assert engine.culprits == []
+    assert engine.num_losses <= (MAX_LOSSES - 1) * (2 if num_late else 1)  # late ones pile up during the trials
+
+
+@pytest.mark.parametrize("most_rows", [1, 5])
+def test_only_so_many_run_together_as_the_runners_bear(most_rows):
+    engine = Crowd(9, most_rows=most_rows)
+    engine.finish()
+    assert engine.culprits == []
+    assert engine.num_losses <= MAX_LOSSES + 1
+
+
+def test_one_that_kills_beside_any_other_ends():
+    engine = Crowd(7, num_late=10, never_beside=4)  # the fourth request's first token
+    engine.finish()
+    assert set(engine.culprits) <= {"r3", "late3"}
+    assert engine.num_losses <= 4 * MAX_LOSSES
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(2, 7), st.integers(0, 5), st.integers(1, 6), st.integers(1, 6), st.integers(0, 9))
+def test_any_crowd_comes_to_its_end(num, num_late, most_new, most_rows, loner):
+    engine = Crowd(num, num_late, most_new=most_new, most_rows=most_rows, never_beside=loner or None)
+    engine.finish()
+    assert engine.num_losses <= 3 * (num + num_late)
 
 
 def test_a_suspect_may_leave_during_its_trial():

@@ -1,7 +1,13 @@
 """Runners that have parts of the vocabulary, step by step beside one that has all of it."""
 
+import threading
+
+import numpy as np
+
+from runtime.core.plan import EMPTY, EMPTY_TABLE, NewSlot, StepPlan
 from runtime.core.sharding import Shard
 from runtime.core.types import FinishReason, Grammar, SamplingParams
+from runtime.structured.vocabulary import Vocabulary
 from runtime.worker.grammar_state import GrammarState
 from tests.grammar.test_structured_walks import SMALL
 from tests.support.split_runners import SplitRunner
@@ -34,7 +40,16 @@ def test_every_rank_samples_what_one_rank_does():
 
 def test_no_rank_waits_in_a_step_until_grammars_can_be_served():
     states = [GrammarState(len(SMALL.tokens), shard=Shard(rank, 2)) for rank in range(2)]
+    is_read = threading.Event()
+
+    def read() -> Vocabulary:
+        assert is_read.wait(60)
+        return SMALL
+
     for state in states:
-        state.serve(lambda: SMALL)
-    assert states[0]._engines.done()
+        state.serve(read)
+        state.add(NewSlot(0, np.array([1, 2], np.int32), 2, 0, hot(regex("ab"))))
+    row = [np.array([n], np.int32) for n in (0, 0, 2, 1)]
+    assert states[0].masks(StepPlan(1, EMPTY, [], EMPTY_TABLE, *row)).deferred.tolist() == [0]
     assert states[1]._engines is None, "rank 0 alone follows grammars"
+    is_read.set()

@@ -91,6 +91,8 @@ async def test_text_is_no_structure_and_a_grammar_travels_in_its_frame():
 
 
 NESTED = {"type": "json_schema", "json_schema": {"name": "x"}}
+# Each of its values stands in its grammar 33 times, for all orders that they may have.
+PERMUTED = {"type": "array", "uniqueItems": True, "items": {"enum": [f"{i}" * 2000 for i in range(6)]}}
 
 
 @pytest.mark.parametrize(
@@ -125,6 +127,7 @@ NESTED = {"type": "json_schema", "json_schema": {"name": "x"}}
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "no JSON"),
         ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "looks ahead"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", '"not"'),
+        ({"structured_outputs": {"json": PERMUTED}}, "structured_outputs.json", "the limit is 262144 bytes; make it"),
         ({**FORMS[0][0], "structured_outputs": {"regex": "a"}}, "structured_outputs", "one of them"),
         ({**FORMS[0][0], "ignore_eos": True}, "ignore_eos", "ends"),
         ({**FORMS[0][0], "min_tokens": 1}, "min_tokens", "ends"),

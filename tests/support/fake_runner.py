@@ -15,7 +15,8 @@ from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.engine import EngineCore
 from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.output_length import OutputLengthEstimator
-from runtime.core.plan import StepResult, decode_plan, decode_result, encode_plan, encode_result
+from runtime.core.plan import StepResult, decode_result, encode_result
+from runtime.core.plan_wire import PlanReader, PlanWriter
 from runtime.core.speculation import Drafter
 from runtime.core.step_pacing import StepPacing
 from runtime.core.types import FinishReason, Request, StepOutput, TokenLogprobs
@@ -185,6 +186,7 @@ class FakeRunner:
             (config.max_num_batched_tokens or info.max_num_batched_tokens) if config.chunked_prefill else 1 << 30
         )
         self.queue: list[bytes] = []
+        self.writer, self.reader = PlanWriter(), PlanReader()
         self.rows = Counter()
         self.fails: int | None = None  # a sample of the next step that is not finite
 
@@ -195,7 +197,7 @@ class FakeRunner:
             of_slots.clear()
 
     def submit(self, plan) -> None:
-        self.queue.append(encode_plan(plan))
+        self.queue.append(self.writer.encode(plan))
 
     def close(self) -> None:
         self.queue.clear()
@@ -210,7 +212,7 @@ class FakeRunner:
         """What other groups of the KV cache store and read at a position."""
 
     def collect(self) -> StepResult:
-        plan = decode_plan(self.queue.pop(0))
+        plan = self.reader.decode(self.queue.pop(0))
         for slot in plan.freed.tolist():
             del self.tokens[slot], self.tables[slot]
             self.prompts.pop(slot, None)

@@ -10,6 +10,7 @@ from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner
 from runtime.worker.step_rows import StepShape
+from tests.grammar.test_deferred_grammars import SLOW, both
 from tests.support.split_runners import SplitRunner
 from tests.support.structured_cases import regex
 from tests.support.structured_engine import Answers, answers, hot, recorded, small_runner
@@ -77,3 +78,9 @@ def test_ranks_with_parts_of_the_vocabulary_sample_what_one_does():
 
     found = answers(SplitRunner(2, partial(small_runner, "triton"), add_graphs), params)
     assert all(len(tokens) == 2 for tokens, _, _ in found.values())
+
+
+def test_a_row_waits_for_its_matcher_and_others_go_on(monkeypatch):
+    """Within captured steps of two rows, of which one is not sampled."""
+    params = [hot(SLOW[0], max_tokens=3), hot(None, max_tokens=5)]
+    both(small_runner("triton", (1,)), monkeypatch, params, {"1"})
