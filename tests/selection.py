@@ -12,6 +12,7 @@ take each other's cores.
 from __future__ import annotations
 
 import os
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "thorough", "ra
 # The order of a session: quick ones first. Real processes wait much and compute little, so they begin early enough that
 # another worker's computing ends with them.
 ORDER = ("fast", "processes", "ray", "browser", "compile", "triton", "model", "long", "thorough", "gpu")
+_WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
 _ONE_WORKER = ("tests/processes/", "tests/browser/")
 # Mark -> what a session without --all leaves out.
 LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
@@ -47,7 +49,20 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if any(not Path(argument).is_dir() for argument in config.args):
         config.option.dist = "no"
         return 0
-    return len(os.sched_getaffinity(0))
+    most = len(os.sched_getaffinity(0))
+    if (gpu_gib := _gpu_gib()) is not None:
+        most = min(most, max(1, gpu_gib // _WORKER_GIB))
+    return most
+
+
+def _gpu_gib() -> int | None:
+    """The memory of the smallest GPU, in GiB; None without one."""
+    try:
+        command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return min((int(line) >> 10 for line in done.stdout.split()), default=None) if done.returncode == 0 else None
 
 
 @pytest.hookimpl(optionalhook=True)
