@@ -4,9 +4,9 @@
     pytest --all           everything, as CI runs it
     pytest FILE, -m MARK   what is named, whatever it costs
 
-All cores are used, a process each (pytest-xdist), unless a few files or tests are named. Quick tests come first. A
-file's tests share their fixtures, so they stay on one worker; so do all tests that start Ray or servers, which would
-take each other's cores.
+All cores are used, a process each (pytest-xdist), unless a few files or tests are named. A file's tests share their
+fixtures, so they stay on one worker. So do all tests that start Ray or servers, which would take each other's cores; they
+take longest, and one worker begins with them. All others begin with quick tests.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ TESTS = Path(__file__).parent
 # What a test needs beyond a second of one core, by its folder and by its fixtures.
 RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
 RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "thorough", "ray_session": "ray"}
-# The order of a session: quick ones first. Real processes wait much and compute little, so they begin early enough that
-# another worker's computing ends with them.
+# The order of a session: quick ones first.
 ORDER = ("fast", "processes", "ray", "browser", "compile", "triton", "model", "long", "thorough", "gpu")
 _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
-_ONE_WORKER = ("tests/processes/", "tests/browser/")
+_ONE_WORKER = "tests/processes/"
 # Mark -> what a session without --all leaves out.
 LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels on a CUDA device"}
 
@@ -104,8 +103,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(name)
     if not _is_everything(config):
         _leave_out(config, items)
+    has_others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1  # that begin with the quick tests
     for item in items:
-        ranks[item.path] = max(ranks.get(item.path, 0), *map(ORDER.index, marks[item]))
+        is_first = has_others and item.nodeid.startswith(_ONE_WORKER)
+        ranks[item.path] = -1 if is_first else max(ranks.get(item.path, 0), *map(ORDER.index, marks[item]))
     items.sort(key=lambda item: ranks[item.path])
 
 
