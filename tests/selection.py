@@ -5,8 +5,8 @@
     pytest FILE, -m MARK   what is named, whatever it costs
 
 All cores are used, a process each (pytest-xdist), unless a few files or tests are named. A file's tests share their
-fixtures, so they stay on one worker. So do all tests that start Ray or servers, which would take each other's cores; they
-take longest, and one worker begins with them. All others begin with quick tests.
+fixtures, so they stay on one worker. So do all tests that start Ray or servers, which would take each other's cores.
+They take longest, so one worker begins with them. All others begin with quick tests.
 """
 
 from __future__ import annotations
