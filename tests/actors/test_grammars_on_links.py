@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from actors.engine_client import EngineRefusal, Refusal
+from actors.held_requests import HeldRequests
 from actors.link import EngineLink
 from actors.messages import Submit, encode
 from actors.queue_limits import QueueLimits
@@ -127,5 +128,5 @@ async def test_the_queue_refuses_what_exceeds_its_bytes():
 
 def test_an_empty_queue_takes_a_request_of_any_size():
     config = EngineConfig(block_size=4, max_queued_bytes=10)
-    limits = QueueLimits(config, Scheduler(config, INFO))
+    limits = QueueLimits(config, Scheduler(config, INFO), HeldRequests(None))
     assert limits.refusal(Submit(1, bound(0, GRAMMARS[0]), False)) is None

@@ -95,6 +95,7 @@ def test_a_random_model_is_a_model(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_lines_become_a_report(tmp_path):
     out = tmp_path / "lines.jsonl"
     small = ["--out", str(out), "--set", "num_threads=1", "kv_cache_memory=0.1"]

@@ -88,6 +88,7 @@ def test_mutants_of_the_corpus():
 @pytest.mark.long
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SCHEMAS, st.integers(0, 1 << 30))
+@pytest.mark.thorough
 def test_mutants_of_random_answers(schema: dict[str, Any], seed: int):
     try:
         grammar = compiled(GrammarSpec("json", json.dumps(schema), strict=True))

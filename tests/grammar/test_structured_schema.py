@@ -66,6 +66,7 @@ def test_a_nullable_type_of_openapi_may_be_null():
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_the_eager_engine_allows_the_same():
     """Wherever a grammar has a small automaton: the same masks at every byte of every instance."""
     num_small, masks = 0, np.zeros((2, BYTES.num_words), np.int32)

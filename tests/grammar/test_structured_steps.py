@@ -85,6 +85,7 @@ def test_random_answers_fit_with_and_without_speculation():
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_many_random_answers_fit():
     assert check_many(90, 300, batch=32) > 225
     assert check_many(20, 30, batch=1) > 20
@@ -156,6 +157,7 @@ def test_a_draft_guesses_what_grammars_allow(plain, ahead):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.thorough
 def test_many_drafted_answers(noise):
     params = [hot(grammar, seed=i) for i, (_, grammar) in enumerate(schemas_with_grammars(30))]
     want = answers(RUNNER, params)

@@ -207,6 +207,7 @@ def test_random_schemas_and_weights():
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_many_random_schemas_and_weights():
     seen = [0]
 
@@ -220,6 +221,7 @@ def test_many_random_schemas_and_weights():
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_the_corpus_under_random_weights():
     schemas = [schema for schema, _, _ in CASES if "nullable" not in str(schema)]  # which is OpenAPI's alone
     finished = sum(check_walks(schema, [at, at + 1000]) for at, schema in enumerate(schemas))

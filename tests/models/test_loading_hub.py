@@ -130,6 +130,7 @@ def load(hub: str, tmp_path: Path):
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_a_sharded_model_by_revision_and_offline(load, tmp_path):
     models = [("org/model",), ("org/model", "v2")]
     (path, files, values, ends), second = load(*models)

@@ -25,6 +25,7 @@ async def generate_until_guessed(server, want):
         await asyncio.sleep(0.3)  # a new draft needs the cores, too
 
 
+@pytest.mark.thorough
 async def test_a_killed_or_stopped_draft_changes_no_token(tiny_path, undisturbed):
     """The draft is the model itself, so that every guess is right while it lives."""
     draft = {"draft": str(tiny_path), "num_draft_tokens": 3, "draft_kv_cache_memory": 0.1}

@@ -194,6 +194,7 @@ async def busy_engine() -> tuple[str, int]:
     raise AssertionError("no engine computes anything")
 
 
+@pytest.mark.thorough
 async def test_a_frozen_engine_process(url, undisturbed):
     async with Reading(url) as reading:
         name, pid = await busy_engine()

@@ -123,6 +123,7 @@ async def ask(name: str, what: str) -> Any:
         return None
 
 
+@pytest.mark.thorough
 async def test_engines_come_and_go_with_the_load(url, tiny_path):
     began = time.monotonic()
     say = lambda what: print(f"{time.monotonic() - began:5.1f} s  {what}")  # noqa: E731

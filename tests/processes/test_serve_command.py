@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import pytest
 import yaml
 
 from actors.environment import quiet_port
@@ -17,6 +18,7 @@ from actors.environment import quiet_port
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.thorough
 def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[str, str]):
     code = "from serve_app.app import *; print(type(build_app(AppArgs(device='cpu'))).__name__)"
     command = [sys.executable, "-c", code]
@@ -24,6 +26,7 @@ def test_the_builder_runs_before_ray_does_as_with_serve_run(private_ray: dict[st
     assert done.stdout == "Application\n", done.stderr
 
 
+@pytest.mark.thorough
 def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray: dict[str, str]):
     port = quiet_port()
     config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())

@@ -195,6 +195,7 @@ def test_sigterm_during_the_start(start, phase):
     assert end == "callboard: interrupted"
 
 
+@pytest.mark.thorough
 def test_a_stop_does_not_wait_for_an_engine_that_only_new_requests_need(start, tmp_path: Path):
     """An application that was scaled to zero loads its model again; who waits for it is told that the server stops."""
     gate = tmp_path / "gate"
@@ -277,6 +278,7 @@ with ThreadPoolExecutor(8) as pool:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.thorough
 def test_other_users_of_the_machine_run_nothing(start, tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as taken:  # by chance, the port of Serve's own proxy: it finds another
         server = start(RAY_SERVE_FALLBACK_PROXY_HTTP_PORT=str(taken.getsockname()[1]))

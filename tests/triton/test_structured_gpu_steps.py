@@ -80,6 +80,7 @@ def test_ranks_with_parts_of_the_vocabulary_sample_what_one_does():
     assert all(len(tokens) == 2 for tokens, _, _ in found.values())
 
 
+@pytest.mark.thorough
 def test_a_row_waits_for_its_matcher_and_others_go_on(monkeypatch):
     """Within captured steps of two rows, of which one is not sampled."""
     params = [hot(SLOW[0], max_tokens=3), hot(None, max_tokens=5)]
