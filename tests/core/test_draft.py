@@ -137,6 +137,24 @@ def test_only_final_tokens_are_hashed():
     assert core.scheduler.stats.prompt_tokens_cached == 4, "what was final in the first"
 
 
+def test_mirror_ends_where_the_drafts_context_does():
+    """Also one that waits for a slot, of an engine with a longer context."""
+    core = draft_core(seqs=1, max_len=64)
+    requests = [Request(str(i), [1, 2, i], 3, SamplingParams(max_tokens=200, ignore_eos=True), seed=0) for i in (1, 2)]
+    core.take("engine", Told(opened=[Open(i, request, 2) for i, request in enumerate(requests)]))
+    while core.step():
+        pass
+    core.outbox.clear()
+    core.take("engine", Told(committed=[Commit(1, 3, [7] * 61, 2)]))
+    assert core.outbox["engine"] == [Chain(1, 0, [])]
+    core.take("engine", Told(closed=[0]))
+    assert not core.step(), "no row of 64 tokens and another"
+    longer = Request("r", [*requests[1].token_ids, *[7] * 62], 3, requests[1].params, seed=0)
+    core.take("engine", Told(opened=[Open(2, longer, 2)]))
+    assert not core.step()
+    check_core(core)
+
+
 def check_core(core):
     assert len(core._streams) == len(core.scheduler.requests)
     check_integrity(core)
