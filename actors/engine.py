@@ -68,6 +68,10 @@ class EngineActor:
         same_node = node_id == ray.get_runtime_context().get_node_id()
         return self._loop.links.open(same_node, host_address()), self._loop.info
 
+    async def pid(self) -> int:
+        """The id of this process, also while the model is loaded."""
+        return os.getpid()
+
     async def health(self) -> str | None:
         """None when it takes requests, else one sentence that says why not."""
         return self._loop.health() if self._loaded.is_set() else "The engine is loading its model."
