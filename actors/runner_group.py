@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _STARTS = 2  # of a group that loses ranks while it starts
 _WATCH_S = 1.0  # between two looks at the ranks while they load
 _BEGIN_S = 300.0  # for a rank's process to say which it is: until then, one that is stopped looks like one that is slow
+_SLEEP_S = 300.0  # for a rank to sleep or wake, which copies its weights; one that takes longer hangs
 _CONNECT_S = 30.0  # for a draft that has loaded its model to connect
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between attempts to start a draft that does not start, doubling
 
@@ -203,7 +204,7 @@ class RunnerGroup:
             self._ranks = None
             ranks.kill()
         else:
-            ranks.ask("sleep" if level else "wake")
+            ranks.ask("sleep" if level else "wake", within_s=_SLEEP_S)
 
     def _make_runners(self) -> list[Any]:
         actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
