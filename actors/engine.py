@@ -20,6 +20,7 @@ from actors.runner_group import DraftKeeper, RunnerGroup, host_address
 from actors.transport import Address
 from runtime.core.config import EngineConfig, ModelInfo
 
+_CHECK_S = 1.0  # between two looks at the runners, the steps and the draft
 _LOADING_S = 1.0  # a front that waits for the model to be loaded hears this often how far it is
 
 
@@ -68,6 +69,10 @@ class EngineActor:
         same_node = node_id == ray.get_runtime_context().get_node_id()
         return self._loop.links.open(same_node, host_address()), self._loop.info
 
+    async def pid(self) -> int:
+        """The id of this process, also while the model is loaded."""
+        return os.getpid()
+
     async def health(self) -> str | None:
         """None when it takes requests, else one sentence that says why not."""
         return self._loop.health() if self._loaded.is_set() else "The engine is loading its model."
@@ -112,9 +117,10 @@ class EngineActor:
 
     async def _check_progress(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(_CHECK_S)
             self.runners.check()
             if not self._loop.check_progress():
                 os._exit(1)  # the supervisor starts another engine, and the links resubmit
             if self.draft is not None and self._loop.draft is not None and self._loop.draft.is_hung:
-                self.draft.kill()
+                # Ray's head node has to answer, and the next looks must not wait for it.
+                self._killing = asyncio.get_running_loop().run_in_executor(None, self.draft.kill)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -55,7 +55,22 @@ class FromZero:
 
     wake: Callable[[], Awaitable[object]]  # returns when there is an engine; CallboardError: there will be none
     max_requests: int  # that wait for it; more are refused
+    max_tokens: int  # of these requests; a request that waits alone may have more
     timeout_s: float | None  # how long each waits at most
+
+    def refusal(self, request: Request, waiting: Iterable[Request]) -> str:
+        """Why a request may not wait beside `waiting`; empty if it may."""
+        sizes, num_new = [_num_tokens(r) for r in waiting], _num_tokens(request)
+        if len(sizes) >= self.max_requests:
+            return f"{len(sizes)} requests wait for an engine, the limit (max_queued_requests); try again later."
+        if sizes and (total := sum(sizes)) + num_new > self.max_tokens:
+            limit = f"above the limit of {self.max_tokens} (max_queued_tokens)"
+            return f"{total} tokens wait for an engine and this request has {num_new}, {limit}; try again later."
+        return ""
+
+
+def _num_tokens(request: Request) -> int:
+    return len(request.token_ids) + len(request.prediction)
 
 
 class EngineGroup:
@@ -231,9 +246,8 @@ class EngineGroup:
             return
         zero = self._from_zero
         if zero is not None and not stream.accepted:
-            if len(self._waiting) >= zero.max_requests:
-                count = f"{len(self._waiting)} requests wait for an engine, the limit (max_queued_requests)"
-                stream.fail(EngineRefusal(f"{count}; try again later.", Refusal.BUSY, 1.0))
+            if text := zero.refusal(stream.request, (s.request for s in self._waiting)):
+                stream.fail(EngineRefusal(text, Refusal.BUSY, 1.0))
                 return
             if zero.timeout_s is not None:
                 asyncio.get_running_loop().call_later(zero.timeout_s, self._expire, stream)

@@ -104,8 +104,8 @@ class _ForkServer:
         command = self._listener.accept()[0]
         content, streams, _, _ = socket.recv_fds(command, _MAX_MESSAGE_BYTES, 3)
         arguments, directory, environment = json.loads(content or '["", "", {}]')  # nothing: it has ended already
-        is_suited = _suits(environment)
-        if is_suited and (pid := os.fork()) == 0:
+        pid = _fork() if _suits(environment) else None
+        if pid == 0:
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
             for each in (*streams, *self._forks, command.fileno()):
@@ -117,12 +117,13 @@ class _ForkServer:
             return list(arguments)
         for stream in streams:
             os.close(stream)
-        if is_suited:
+        if pid is not None:
             fork = _Fork(pid, os.pidfd_open(pid), command)
             for each in (fork.end, command.fileno()):
                 self._forks[each] = fork
                 self._poll.register(each, select.POLLIN)
-            command.send(b"+")
+            with suppress(OSError):  # the command has ended: the fork does next
+                command.send(b"+")
         return None
 
     def _end(self, fork: _Fork, descriptor: int) -> None:
@@ -137,6 +138,14 @@ class _ForkServer:
             fork.command.send(str(code % 256).encode())
         fork.command.close()
         os.close(fork.end)
+
+
+def _fork() -> int | None:
+    """As os.fork; None if the machine has no room for another process now. The command then tries it itself."""
+    try:
+        return os.fork()
+    except OSError:
+        return None
 
 
 def _suits(environment: dict[str, str]) -> bool:

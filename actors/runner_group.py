@@ -28,7 +28,7 @@ from actors.executor import RunnersLost, SocketExecutor
 from actors.names import NAMESPACE, living_actors, new_name
 from actors.placement import draft_options, runner_options
 from actors.runner import ModelRunnerActor
-from actors.transport import Listener
+from actors.transport import FrameSocket, Listener
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.executor import Executor
 from runtime.core.types import CallboardError
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _STARTS = 2  # of a group that loses ranks while it starts
 _WATCH_S = 1.0  # between two looks at the ranks while they load
 _BEGIN_S = 300.0  # for a rank's process to say which it is: until then, one that is stopped looks like one that is slow
+_SLEEP_S = 300.0  # for a rank to sleep or wake, which copies its weights; one that takes longer hangs
 _CONNECT_S = 30.0  # for a draft that has loaded its model to connect
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0  # between attempts to start a draft that does not start, doubling
 
@@ -208,7 +209,7 @@ class RunnerGroup:
             self._ranks = None
             ranks.kill()
         else:
-            ranks.ask("sleep" if level else "wake")
+            ranks.ask("sleep" if level else "wake", within_s=_SLEEP_S)
 
     def _make_runners(self) -> list[Any]:
         actor: Any = ray.remote(**ModelRunnerActor.REMOTE)(ModelRunnerActor)
@@ -238,11 +239,13 @@ def agreed_blocks(offers: list[ModelInfo]) -> int:
 
 
 class DraftKeeper:
-    """The draft of one engine, its own or one that several share, and another one whenever that is lost."""
+    """The draft of one engine, its own or one that several share, and another one whenever that is lost.
+
+    The end of the connection shows the loss. No call to the draft stays open: each would take one of its threads, also
+    after the death of the engine that made it."""
 
     def __init__(self, config: EngineConfig, group: PlacementGroup, gpu: bool, application: str) -> None:
         self._config, self._group, self._gpu, self._application = config, group, gpu, application
-        self._lost = threading.Event()
         self._attached: Any = None  # the actor that the step thread asks
         self._process: LocalProcess | None = None
 
@@ -263,8 +266,8 @@ class DraftKeeper:
 
     def keep(self, attach: Callable[[SocketDraft, StepTimes], None]) -> None:
         """Connect to the loaded draft, and to another one whenever it is gone; `attach` is given each connection."""
-        self._connect(attach)
-        threading.Thread(target=self._replace, args=(attach,), name="draft-keeper", daemon=True).start()
+        connection = self._connect(attach)
+        threading.Thread(target=self._replace, args=(attach, connection), name="draft-keeper", daemon=True).start()
 
     def kill(self) -> None:
         """Another draft takes the place of this one, which does not answer."""
@@ -274,7 +277,7 @@ class DraftKeeper:
             logger.error("the draft does not answer")
             _kill(hung, process)
 
-    def _connect(self, attach: Callable[[SocketDraft, StepTimes], None]) -> None:
+    def _connect(self, attach: Callable[[SocketDraft, StepTimes], None]) -> FrameSocket:
         try:
             (place,) = _all([self.draft.location.remote()])
         except RayError:
@@ -286,24 +289,33 @@ class DraftKeeper:
             accepted = listener.accept(_CONNECT_S)
         if accepted is None:
             raise CallboardError(f"The draft did not connect within {_CONNECT_S:.0f} s.")
-        self.draft.wait_for_exit.remote().future().add_done_callback(lambda _: self._lost.set())
-        attach(SocketDraft(accepted[1]), self._step_us)
+        connection = accepted[1]
+        attach(SocketDraft(connection), self._step_us)
         self._attached, self._process = self.draft, process
+        return connection
 
-    def _replace(self, attach: Callable[[SocketDraft, StepTimes], None]) -> None:
+    def _replace(self, attach: Callable[[SocketDraft, StepTimes], None], connection: FrameSocket) -> None:
+        while True:
+            _wait_for_end(connection)
+            logger.warning("the draft is gone; starting another")
+            connection = self._connect_again(attach)
+
+    def _connect_again(self, attach: Callable[[SocketDraft, StepTimes], None]) -> FrameSocket:
         pause = _RETRY_S
         while True:
-            self._lost.wait()
-            self._lost.clear()
-            logger.warning("the draft is gone; starting another")
             try:
-                self._connect(attach)
-                pause = _RETRY_S
+                return self._connect(attach)
             except Exception as e:  # whatever it is: the engine goes on without a draft
                 logger.warning("the draft did not start: %s", e)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_RETRY_S)
-                self._lost.set()
+
+
+def _wait_for_end(connection: FrameSocket) -> None:
+    """Until the other end is gone. Another thread reads what comes."""
+    end = select.poll()
+    end.register(connection.sock, select.POLLRDHUP)
+    end.poll()
 
 
 def host_address() -> str:
@@ -323,9 +335,9 @@ def _reach(node: str, pid: int) -> tuple[str, LocalProcess | None]:
 def _kill(actor: Any, process: LocalProcess | None) -> None:
     """End an actor. A process that is stopped or hangs does not hear what Ray tells it, and for some ten seconds would
     keep its place, which the next one needs."""
-    ray.kill(actor)
     if process is not None:
         process.kill()
+    ray.kill(actor)
 
 
 def _all(refs: list[Any]) -> list[Any]:

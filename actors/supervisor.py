@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import ray
@@ -33,6 +34,7 @@ _PAUSE_S = 1.0  # between attempts to start an engine
 _DRAIN_POLL_S = 0.1
 _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 10.0  # an engine that does not answer for so long is frozen; its streams left it long before
+_START_TIMEOUT_S = 60.0  # so is one that loads its model, which leaves less of a busy machine for answers
 _FIGURES_TIMEOUT_S = 1.0
 DRAINING = "The server is shutting down and takes no new requests; try again later."
 
@@ -90,11 +92,14 @@ class Supervisor:
         # In a thread: a name is registered with Ray's head node, and this waits for as long as that is away.
         engine = await asyncio.to_thread(lambda: actor.options(**options).remote(*start))
         try:
-            await engine.start.remote()
-            self._pid = int((await engine.stats.remote())["pid"])
+            self._pid = await engine.pid.remote()
+            await self._while_answering(engine, engine.start.remote(), _START_TIMEOUT_S)
         except RayError as e:
-            ray.kill(engine)
+            await _kill(engine)
             raise plain_error(e) from e
+        except CallboardError:
+            await _kill(engine)
+            raise
         return engine
 
     def _unwatched(self, watch: asyncio.Task[None]) -> None:
@@ -102,29 +107,37 @@ class Supervisor:
             logger.error("engine %s is watched no more", self._name, exc_info=error)
             self.failed = f"The engine's supervisor failed: {type(error).__name__}: {error}"
 
-    async def _loss(self) -> str:
-        """Why the engine has to be replaced, when that is known."""
-        end = asyncio.ensure_future(self._engine.wait_for_exit.remote())
+    async def _while_answering(self, engine: Any, call: Awaitable[object], timeout_s: float) -> None:
+        """Wait for a call to an engine. Raises RayError as the call does, and CallboardError once the engine's process
+        has not answered others for `timeout_s`."""
+        end = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait((end,), timeout=_HEALTH_PERIOD_S))[0]:
-                await asyncio.wait_for(self._engine.health.remote(), _HEALTH_TIMEOUT_S)
-            await end
+                await asyncio.wait_for(engine.health.remote(), timeout_s)
         except TimeoutError:
             # A stopped process would never hear of its end from Ray. Supervisor and engine share a bundle, so a node.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)
-            return f"its process has not answered for {_HEALTH_TIMEOUT_S:g} s"
-        except RayError as e:
-            return str(plain_error(e))
+            raise CallboardError(f"The engine's process has not answered for {timeout_s:g} s.") from None
         finally:
             end.cancel()
+        await end
+
+    async def _loss(self) -> str:
+        """Why the engine has to be replaced, when that is known."""
+        try:
+            await self._while_answering(self._engine, self._engine.wait_for_exit.remote(), _HEALTH_TIMEOUT_S)
+        except RayError as e:
+            return str(plain_error(e))
+        except CallboardError as e:
+            return str(e)
         return "its step thread ended"
 
     async def _keep_alive(self) -> None:
         while True:
             why = await self._loss()
             logger.warning("engine %s is gone: %s; starting another", self._name, why)
-            ray.kill(self._engine)
+            await _kill(self._engine)
             self.num_restarts += 1
             for failures in range(1, _MAX_FAILURES + 1):
                 try:
@@ -137,3 +150,8 @@ class Supervisor:
             else:
                 self.failed = f"The engine could not be restarted: {reason}"
                 return
+
+
+async def _kill(engine: Any) -> None:
+    """End an actor, in a thread: Ray's head node has to answer."""
+    await asyncio.to_thread(ray.kill, engine)

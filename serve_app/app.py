@@ -155,7 +155,9 @@ class Front:
         app_name = serve.get_replica_context().app_name
         self._engines = EngineGroup(
             RayDirectory(engines_of(app_name, config)),
-            FromZero(lambda: _wake(engines), config.max_queued_requests, config.queue_timeout_s)
+            FromZero(
+                lambda: _wake(engines), config.max_queued_requests, config.max_queued_tokens, config.queue_timeout_s
+            )
             if may_be_none
             else None,
             settings.routing_policy,

@@ -227,15 +227,19 @@ class ServiceMetrics:
     async def run(self, ray_metrics: RayMetrics, publishes_engines: Callable[[], bool]) -> None:
         """Report for as long as the replica lives, and publish through Ray: its own figures, and, where
         `publishes_engines()`, those that only engines know."""
-        self._ray = ray_metrics
+        self._ray, last = ray_metrics, ""
         while True:
             await asyncio.sleep(_REPORT_PERIOD_S)
-            if publishes_engines():
-                for engine, snapshot in (await self.report()).items():
-                    await ray_metrics.publish_engine(engine, snapshot)
-                ray_metrics.clear_gauges(self._client.engines())
-            elif self._pending:
-                await self.report()
+            try:
+                if publishes_engines():
+                    for engine, snapshot in (await self.report()).items():
+                        await ray_metrics.publish_engine(engine, snapshot)
+                    ray_metrics.clear_gauges(self._client.engines())
+                elif self._pending:
+                    await self.report()
+            except Exception as e:  # counts of one second may be lost, those of the next ones are not
+                if last != (last := f"{type(e).__name__}: {e}"):
+                    logger.exception("metrics could not be reported")
 
     def _log(self, request_id: str, context: RequestContext, choices: list[ChoiceStats], status: int) -> None:
         """One line: never a prompt nor a text, which may be private."""

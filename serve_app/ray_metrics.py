@@ -16,6 +16,7 @@ from ray.util import metrics as ray_metrics
 from actors.metrics import ENGINE_METRICS, METRICS, Histogram, MetricValues, Snapshot
 
 _AT_ONCE = 200  # observations
+_MAX_GONE = 64  # engines whose last figures are kept after them: they may come back
 _LABELS = ("model_name", "engine", "ReplicaId")
 
 
@@ -26,6 +27,7 @@ class RayMetrics:
         self._tags = {"model_name": model, "ReplicaId": replica_id}
         self._metrics: dict[str, Any] = {}
         self._last: dict[str, MetricValues] = {}  # by engine: its own figures when they were last published
+        self._gone: dict[str, None] = {}  # engines of these whose gauges are at zero, in the order of their ends
 
     async def publish(self, engine: str, new: MetricValues) -> None:
         """Publishes new counts."""
@@ -58,6 +60,7 @@ class RayMetrics:
             {name: h for name, h in snapshot.figures.histograms.items() if name in ENGINE_METRICS},
         )
         last, self._last[engine] = self._last.get(engine), own
+        self._gone.pop(engine, None)
         new = MetricValues()
         if last is not None:
             new.add(own)
@@ -72,10 +75,13 @@ class RayMetrics:
 
     def clear_gauges(self, engines: Collection[str]) -> None:
         """All but these are gone and run nothing; Ray shows a last value for as long as this process lives."""
-        for engine in self._last.keys() - engines:
+        for engine in self._last.keys() - engines - self._gone.keys():
             for name, metric in METRICS.items():
                 if metric.kind == "gauge":
                     self._metric(name).set(0, {**self._tags, "engine": engine})
+            self._gone[engine] = None
+        while len(self._gone) > _MAX_GONE:
+            del self._last[oldest := next(iter(self._gone))], self._gone[oldest]
 
     def _metric(self, name: str, histogram: Histogram | None = None, labels: tuple[str, ...] = ()) -> Any:
         if (found := self._metrics.get(name)) is None:

@@ -188,8 +188,10 @@ class DraftCore:
             return
         mirror: _Mirror = state.owner
         new = commit.token_ids[state.num_final - commit.base_len :] if commit.base_len <= state.num_final else []
-        if new and max(new) >= self.scheduler.info.vocab_size:
+        # Padding of the target's vocabulary, or beyond the draft's context: no slot has room for such a mirror.
+        if new and (max(new) >= self.scheduler.info.vocab_size or state.num_final + len(new) >= state.max_len):
             self._close(owner, commit.stream)
+            self._say(owner, Chain(commit.stream, 0, []))
             return
         at = state.num_final
         for token in new:

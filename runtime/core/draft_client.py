@@ -21,6 +21,7 @@ from runtime.core.types import Request
 
 _PATIENCE, _PATIENCE_US = 6.0, 1000.0  # an answer is late after so many times what a round should take, and so much
 _BEHIND_S, _MAX_BEHIND_S = 0.5, 5.0  # before a stream that is behind is asked again, doubling: each time it begins anew
+_MOST_OPENED = 1 << 16  # tokens of the requests that a frame opens: a step waits until it is encoded and sent
 _HUNG_S = 10.0  # silence after which a draft is thought to be stuck
 _OVERHEAD_WEIGHT = 0.1  # of the newest answer in the estimate of what they take beyond the draft's steps
 _FIRST_OVERHEAD_US = 300.0
@@ -100,6 +101,7 @@ class DraftClient(Drafter):
         self._unanswered: set[_Stream] = set()  # those that are OPENED, DUE or BEHIND
         self._num_streams = 0
         self._told = Told()  # not sent yet
+        self._num_told = 0  # tokens of the requests that it opens
         self._asked_at = self._steps_us = 0.0  # when the last round began, and what the draft's steps for it take
         self._overhead_us = _FIRST_OVERHEAD_US
         self._silent_since: float | None = None  # since when the draft has not answered what it was told
@@ -133,6 +135,10 @@ class DraftClient(Drafter):
         return stream.state is not _State.OPENED
 
     def _open(self, state: RequestState, wanted: int) -> None:
+        """Let the draft mirror a request, unless the next frame is full; then a later step does."""
+        if self._num_told and self._num_told + len(state.tokens) > _MOST_OPENED:
+            return
+        self._num_told += len(state.tokens)
         self._num_streams += 1
         origin, tokens = state.request, state.tokens.tolist()
         stream = _Stream(origin.request_id, self._num_streams, self._clock() + _BEHIND_S)
@@ -162,7 +168,7 @@ class DraftClient(Drafter):
         """Say what there is to say, hear what there is to hear. True: some answers should be waited for."""
         told, now = self._told, self._clock()
         if told.opened or told.committed or told.closed:
-            self._told = Told()
+            self._told, self._num_told = Told(), 0
             if told.committed:
                 self._begin_round(told, now)
             if self._silent_since is None and (told.opened or told.committed):

@@ -101,7 +101,11 @@ class Segments:
             call("cuMemMap", at, length, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
         finally:
             call("cuMemRelease", handle)  # the memory is there for as long as it is mapped
-        call("cuMemSetAccess", at, length, ctypes.byref(access), ctypes.c_size_t(1))
+        try:
+            call("cuMemSetAccess", at, length, ctypes.byref(access), ctypes.c_size_t(1))
+        except OSError:
+            call("cuMemUnmap", at, length)  # else nothing could ever be mapped there again
+            raise
 
 
 class MappedMemory:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -103,6 +104,21 @@ def test_without_the_server_workers_start_all_the_same(python: Python):
     out, _ = waiting.communicate("hello\n", timeout=60)
     assert not json.loads(out)[IS_FORK]
     assert not python.run()[IS_FORK]
+
+
+def test_a_command_that_ends_unanswered_leaves_the_server(python: Python, tmp_path: Path):
+    """Ray gives up a worker that starts late. The fork that was on its way ends, too."""
+    os.kill(python.server, signal.SIGSTOP)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as command:
+        command.connect(str(tmp_path / "fork-server"))
+        environment = os.environ | {"SERVER": str(python.server), "RAY_JOB_ID": "01000000"}
+        socket.send_fds(command, [json.dumps([[str(python.worker), "60"], "/", environment]).encode()], [0, 1, 2])
+    os.kill(python.server, signal.SIGCONT)
+    assert python.run()[IS_FORK]
+    end = time.monotonic() + 10
+    while Path(f"/proc/{python.server}/task/{python.server}/children").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_command_and_fork_end_together(python: Python):

@@ -17,12 +17,12 @@ from tests.support.fake_runner import sequential
 class Zero:
     """An engine that is there when it was asked for, and the group that asks."""
 
-    def __init__(self, max_requests=100, timeout_s=None):
+    def __init__(self, max_requests=100, timeout_s=None, max_tokens=1000):
         self.engine, self.num_asked, self.may_start = Engine(delay_s=0.005), 0, asyncio.Event()
         self.may_start.set()
         self.error = None
         self.engine.die()
-        self.group = EngineGroup(Engines(self.engine), FromZero(self.wake, max_requests, timeout_s))
+        self.group = EngineGroup(Engines(self.engine), FromZero(self.wake, max_requests, max_tokens, timeout_s))
 
     async def wake(self):
         self.num_asked += 1
@@ -123,6 +123,17 @@ async def test_so_many_wait_and_so_long():
         found = await asyncio.gather(*(read(zero.group, request(i)) for i in range(3)), return_exceptions=True)
         assert [error.reason for error in found] == [Refusal.LATE, Refusal.LATE, Refusal.BUSY]
         assert zero.group.num_streams == 0
+
+
+async def test_prompts_that_wait_for_an_engine_have_a_limit():
+    size = len(request(0).token_ids)
+    async with Zero(max_tokens=2 * size, timeout_s=0.2) as zero:
+        zero.engine.die()
+        await eventually(lambda: not zero.group.engines())
+        zero.may_start.clear()
+        found = await asyncio.gather(*(read(zero.group, request(i)) for i in [0, 0, 0]), return_exceptions=True)
+        assert [error.reason for error in found] == [Refusal.LATE, Refusal.LATE, Refusal.BUSY]
+        assert "max_queued_tokens" in str(found[2])
 
 
 async def test_requests_fail_when_no_engine_can_be_started():

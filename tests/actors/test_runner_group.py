@@ -288,3 +288,12 @@ def test_ranks_sleep_and_wake_together_and_end_to_sleep_deeper(make):
         group.set_sleep(0)
     group.start()  # as is asked for to wake them
     assert len(group.starts) == 2
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_rank_that_hangs_as_it_sleeps_or_wakes_is_lost(make, monkeypatch, level):
+    monkeypatch.setattr(runner_group, "_SLEEP_S", 0.1)
+    group = make(**{"sleep" if level else "wake": lambda rank: threading.Event().wait()})
+    group.start()
+    with pytest.raises(RunnersLost, match="Rank 1 has not answered within"):
+        group.set_sleep(level)

@@ -11,6 +11,7 @@ from actors import supervisor as supervisor_module
 from actors.autoscaling import EngineFigures
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
+from runtime.core.types import CallboardError
 from tests.actors.test_link import eventually
 
 FIGURES = EngineFigures(0, 0, 0, 1, 0, 1, 0)
@@ -75,14 +76,54 @@ async def test_a_frozen_engine_is_killed_and_replaced(watched):
     assert (supervisor.num_restarts, supervisor.failed) == (1, None)
 
 
+def as_started(monkeypatch, engine):
+    """What Ray makes of the next actors: `engine`."""
+    actor = Mock()
+    actor.options.return_value.remote.return_value = engine
+    monkeypatch.setattr(supervisor_module.ray, "remote", lambda **_: lambda _: actor)
+    monkeypatch.setattr(supervisor_module, "engine_options", lambda group: {})
+    return actor
+
+
+async def test_an_engine_that_freezes_as_it_loads_is_killed(monkeypatch):
+    engine, killed = FakeActor(), []
+    engine.frozen = True
+    engine.start, engine.pid = Method(asyncio.Event().wait), Method(AsyncMock(return_value=12345))
+    as_started(monkeypatch, engine)
+    monkeypatch.setattr(supervisor_module, "_HEALTH_PERIOD_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "_START_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(supervisor_module.ray, "kill", lambda actor: killed.append("ray"))
+    monkeypatch.setattr(supervisor_module.os, "kill", lambda pid, number: killed.append((pid, number)))
+    with pytest.raises(CallboardError, match=r"^The engine's process has not answered for 0\.05 s\.$"):
+        await asyncio.wait_for(Supervisor(EngineConfig(), "app/engine/x", None, False).start(), 5)
+    assert killed == [(12345, 9), "ray"]
+
+
+async def test_an_engine_may_load_for_longer_than_it_may_freeze(monkeypatch):
+    engine = FakeActor()
+    engine.start, engine.pid = Method(lambda: asyncio.sleep(0.1)), Method(AsyncMock(return_value=12345))
+    as_started(monkeypatch, engine)
+    monkeypatch.setattr(supervisor_module, "_HEALTH_PERIOD_S", 0.01)
+    monkeypatch.setattr(supervisor_module, "_START_TIMEOUT_S", 0.05)
+    assert await Supervisor(EngineConfig(), "app/engine/x", None, False)._start_engine() is engine
+
+
+async def test_ray_ends_an_engine_on_no_event_loop(watched, monkeypatch):
+    """Its head node may be away, and the replica answers Serve meanwhile."""
+    _, actors, _ = watched
+    threads = []
+    monkeypatch.setattr(supervisor_module.ray, "kill", lambda actor: threads.append(threading.current_thread()))
+    actors[0].ended.set_result(None)
+    await eventually(lambda: len(actors) == 2)
+    assert threads != [threading.current_thread()]
+
+
 async def test_a_head_that_is_away_stops_the_start_of_an_engine_and_nothing_else(monkeypatch):
     """Ray's call that makes an actor of a name blocks until the head answers; the replica answers Serve meanwhile."""
     is_back, engine = threading.Event(), FakeActor()
-    engine.start, engine.stats = Method(AsyncMock()), Method(AsyncMock(return_value={"pid": 12345}))
-    actor = Mock()
+    engine.start, engine.pid = Method(AsyncMock()), Method(AsyncMock(return_value=12345))
+    actor = as_started(monkeypatch, engine)
     actor.options.return_value.remote.side_effect = lambda *_: is_back.wait(10) and engine
-    monkeypatch.setattr(supervisor_module.ray, "remote", lambda **_: lambda _: actor)
-    monkeypatch.setattr(supervisor_module, "engine_options", lambda group: {})
     starting = asyncio.create_task(Supervisor(EngineConfig(), "app/engine/x", None, False)._start_engine())
     await eventually(lambda: actor.options.return_value.remote.called)
     assert not starting.done()

@@ -39,7 +39,7 @@ PARAGRAPH = (
 PERPLEXITIES = {"smollm2": 49.14, "gemma3": 40.73}  # of this paragraph, in float32
 
 
-@pytest.fixture(scope="module", params=TEXTS)
+@pytest.fixture(scope="module", params=["smollm2", pytest.param("gemma3", marks=pytest.mark.thorough)])
 def model(request) -> tuple[str, Path]:
     return request.param, request.getfixturevalue(f"{request.param}_path")
 

@@ -88,7 +88,7 @@ MODELS = ((1, 0.0, 0), (2, 0.3, 1), (5, 2.0, 9), (6, 0.0, 1), (8, 0.3, 9), (None
 @pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLING)
 def test_tokens_are_those_without_guesses(name):
-    """Half of the eleven drafters with each way of sampling. By turns the prompts are answered alone or 32 at a time."""
+    """Half of the drafters with each way of sampling, by turns one prompt at a time or 32."""
     turn = list(SAMPLING).index(name) % 2
     batch, count = ((1, 3), (32, 24))[turn]
     params, config = SAMPLING[name], {"max_num_seqs": batch}

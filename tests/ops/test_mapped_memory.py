@@ -13,6 +13,7 @@ class Driver:
 
     def __init__(self, room):
         self.room, self.reserved, self.mapped, self.next = room, {}, {}, 64 * MIB
+        self.gives_access = True
 
     def call(self, name, *arguments):
         values = [getattr(getattr(a, "_obj", a), "value", None) for a in arguments]
@@ -44,6 +45,8 @@ class Driver:
         assert handle == 7
 
     def cuMemSetAccess(self, _, address, size, *rest):
+        if not self.gives_access:
+            raise OSError(2, "cuMemSetAccess says CUDA_ERROR_OUT_OF_MEMORY")
         assert self.mapped[address] == size
 
     def cuCtxSynchronize(self, _):
@@ -84,3 +87,17 @@ def test_too_little_memory_leaves_nothing_behind(driver):
     with pytest.raises(OSError, match="OUT_OF_MEMORY"):
         segments.map(held, segments.all[held])
     assert not segments.all[held].is_mapped
+
+
+def test_a_segment_without_access_can_be_mapped_later(driver):
+    segments = Segments(0)
+    held = segments.allocate(8 * MIB, 0, None)
+    segments.unmap(held, segments.all[held])
+    driver.gives_access = False
+    with pytest.raises(OSError, match="cuMemSetAccess"):
+        segments.map(held, segments.all[held])
+    assert segments.allocate(4 * MIB, 0, None) == 0
+    assert list(driver.reserved) == [held]
+    driver.gives_access = True
+    segments.map(held, segments.all[held])
+    assert driver.mapped == {held: 8 * MIB}

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors.metrics import METRICS, Histogram, MetricValues
+from actors.metrics import METRICS, Histogram, MetricValues, Snapshot, all_at_zero
 from runtime.core.types import Request, SamplingParams
+from serve_app import ray_metrics as ray_metrics_module
 from serve_app.http import build_http_app
 from serve_app.metrics import ChoiceStats
+from serve_app.ray_metrics import RayMetrics
 from serve_app.service import Service
 from tests.actors import test_link
 from tests.actors.test_link import Engine, eventually, link_to
@@ -372,3 +374,49 @@ def test_lengths_have_vllms_buckets():
     assert bounds[:7] == (1, 2, 5, 10, 20, 50, 100)
     assert bounds[-4:] == (100_000, 200_000, 500_000, 1_000_000)
     assert not MetricValues()
+
+
+class RayMetric:
+    """A metric of Ray, which counts what it is told."""
+
+    def __init__(self, *about, **keys):
+        self.num_told = 0
+
+    def set(self, value, tags):
+        self.num_told += 1
+
+    inc = observe = set
+
+
+@pytest.fixture
+def ray_figures(monkeypatch):
+    for kind in ("Gauge", "Counter", "Histogram"):
+        monkeypatch.setattr(ray_metrics_module.ray_metrics, kind, RayMetric)
+    return RayMetrics(MODEL, "r1")
+
+
+async def test_engines_that_are_gone_cost_nothing_more(ray_figures):
+    """Scaling from zero makes an engine with a new id each time."""
+    for i in range(200):
+        await ray_figures.publish_engine(str(i), Snapshot(all_at_zero(), {}))
+        ray_figures.clear_gauges([str(i)])
+    gauge = ray_figures._metric("vllm:num_requests_running")
+    assert gauge.num_told == 200 + 199, "once while it lives, once at its end"
+    assert len(ray_figures._last) <= 1 + ray_metrics_module._MAX_GONE
+
+
+async def test_reports_go_on_after_one_failed(monkeypatch, caplog, fronts, ray_figures):
+    monkeypatch.setattr("serve_app.metrics._REPORT_PERIOD_S", 0.01)
+    metrics, results = fronts.services[0].metrics, []
+
+    def publishes_engines():
+        results.append(len(results))
+        if len(results) == 1:
+            raise ValueError("no rank yet")
+        return True
+
+    task = asyncio.create_task(metrics.run(ray_figures, publishes_engines))
+    await eventually(lambda: ray_figures._last or task.done())
+    assert not task.done()
+    assert "metrics could not be reported" in caplog.text
+    task.cancel()

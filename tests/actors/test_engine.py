@@ -1,0 +1,31 @@
+"""The engine's actor without Ray: its watch over steps, runners and draft."""
+
+import asyncio
+import sys
+import threading
+from unittest.mock import Mock
+
+import pytest
+
+from actors import engine as engine_module
+from actors.engine import EngineActor
+from runtime.core.config import EngineConfig
+from tests.actors.test_link import eventually
+
+
+async def test_a_hung_drafts_end_stops_no_look_at_the_steps(monkeypatch: pytest.MonkeyPatch):
+    """Ray's head node may be away: to end an actor waits for it."""
+    interval, is_back = sys.getswitchinterval(), threading.Event()
+    engine = EngineActor(EngineConfig(draft="x"), None, False, 0, "app")
+    sys.setswitchinterval(interval)
+    monkeypatch.setattr(engine_module, "_CHECK_S", 0.01)
+    engine.runners, engine.draft, engine._loop = Mock(), Mock(), Mock()
+    engine.draft.kill = lambda: is_back.wait(6)
+    looks = engine._loop.check_progress
+    watch = asyncio.create_task(engine._check_progress())
+    await eventually(lambda: looks.call_count)
+    num_looks = looks.call_count
+    await eventually(lambda: looks.call_count > num_looks + 1)
+    assert not is_back.is_set()
+    is_back.set()
+    watch.cancel()
