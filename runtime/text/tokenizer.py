@@ -68,7 +68,8 @@ class Tokenizer:
         `add_special_tokens` adds what the model wants around a text (often a BOS); leave it off for a rendered chat,
         which has them already."""
         # A batch, even of one text, is encoded without the GIL: other threads go on, however long the text is.
-        return _encoded(self._backend.encode_batch_fast, text, add_special_tokens).ids
+        ids: list[int] = _encoded(self._backend.encode_batch_fast, text, add_special_tokens).ids
+        return ids
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The index of the character of `text` at which each token of `encode(text)` begins. Tokens that share a

@@ -241,6 +241,14 @@ def test_malformed_wheel_names(model):
         resolve(model)
 
 
+@pytest.mark.parametrize(
+    ("model", "says"), [("x" * 300, "File name too long"), ("~no-such-user/x", "home directory"), ("a\0b", "no model")]
+)
+def test_names_that_no_file_can_have(model, says):
+    with pytest.raises(CallboardError, match=f"no model at .*{says}|{says}"):
+        resolve(model)
+
+
 def test_local_forms(tmp_path):
     gguf_file = tmp_path / "model.gguf"
     gguf_file.write_bytes(_GGUF)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -107,6 +108,15 @@ def test_what_cannot_be_replayed_is_told(server: TestClient, tmp_path: Path):
         file.write_text(text)
         with pytest.raises(CallboardError, match="must have both"):
             replay(str(file), URL, "one", None)
+
+
+def test_file_cannot_lead_to_another_host(tmp_path: Path, monkeypatch):
+    """The client's API key would go there."""
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"path": "@127.0.0.2:9/", "seed": 1, "request": {}, "answer": {}}))
+    monkeypatch.setattr("serve_app.replay.httpx.request", Mock(side_effect=AssertionError("it was sent")))
+    with pytest.raises(CallboardError, match=r"has the path '@127\.0\.0\.2:9/'; it must be one of /v1/completions"):
+        replay(str(file), URL, "one", None)
 
 
 @pytest.mark.parametrize("stream", [False, True])
