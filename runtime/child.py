@@ -96,7 +96,10 @@ class ChildPool:
         with self._lock:
             if self._idle.empty() and self._num_children < self._max_children and not self._closed:
                 self._num_children += 1
-                threading.Thread(target=self._add, daemon=True).start()
+                try:
+                    threading.Thread(target=self._add, daemon=True).start()
+                except RuntimeError:  # the system has no more threads
+                    self._lose_child()
 
     def run(self, deadline_s: float, function: Callable[..., _T], *args: Any) -> _T:
         """As Child.run, in any thread: the deadline counts from when a child is free."""
@@ -136,11 +139,15 @@ class ChildPool:
             if child is not None:
                 child.kill()
             with self._lock:
-                self._num_children -= 1
-                if not self._num_children:
-                    self._idle.put(None)  # no other child will take the work that waits for this one
+                self._lose_child()
         else:
             self._give_back(child)
+
+    def _lose_child(self) -> None:
+        """Count a child less that did not start. With the lock."""
+        self._num_children -= 1
+        if not self._num_children:
+            self._idle.put(None)  # no other child will take the work that waits for this one
 
     def _give_back(self, child: Child) -> None:
         if child.is_alive and not self._closed:

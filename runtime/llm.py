@@ -85,13 +85,12 @@ class _Choice:
         self.reason = FinishReason.NONE
         self.error = ""
 
-    def take(self, output: RequestOutput) -> str:
-        """Adds what a step gave; returns the new text."""
+    def take(self, output: RequestOutput) -> None:
+        """Adds the output of a step."""
         new = self._processor.process(output)
         self.sum.add(new)
         ended_by_text = new.finish_reason is not None and not output.finish_reason
         self.reason, self.error = FinishReason.STOP if ended_by_text else output.finish_reason, output.error
-        return new.text
 
     def completion(self) -> Completion:
         done = self.sum
@@ -114,15 +113,15 @@ class _Choice:
 class _Vector:
     """The vector of a prompt that is being pooled."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.pooled = b""
         self.reason = FinishReason.NONE
         self.error = ""
 
-    def take(self, output: RequestOutput) -> str:
-        """Adds what a step gave, which is no text."""
+    def take(self, output: RequestOutput) -> None:
+        """Adds the output of a step."""
         self.pooled, self.reason, self.error = output.pooled or b"", output.finish_reason, output.error
-        return ""
 
 
 _Owner = TypeVar("_Owner", _Choice, _Vector)  # of a request
@@ -145,12 +144,14 @@ class LLM:
         path = resolve(model, self.config.revision)
         self.tokenizer = load_tokenizer(path, self.config.chat_template, self.config.tool_call_parser)
         self.defaults = SamplingDefaults.load(path, self.config.generation_config)
-        draft = load_draft(self.config) if self.config.has_draft_model else None  # it takes less memory than is free
+        # It takes less memory than is free.
+        self._draft = load_draft(self.config) if self.config.has_draft_model else None
         self.runner = ModelRunner(self.config, CheckpointSource(path))
         speculation = speculation_of(self.config, self.runner.info, time.monotonic)
         self.engine = EngineCore(self.config, self.runner.info, InProcess(self.runner), speculation)
-        if draft is not None and speculation is not None and isinstance(speculation.drafter, DraftClient):
-            speculation.drafter.attach(LocalWire(draft), draft.scheduler.info.step_us)
+        self._attach_draft()
+        self._in_step = False
+        self._unwanted: list[str] = []  # ids of requests to end before the next step
         self._names = map(str, count(1))
         self._chats = ChatPrompter(self.tokenizer) if self.tokenizer.chat_template is not None else None
 
@@ -201,16 +202,23 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: str = ""
     ) -> Generator[str, None, None]:
-        """The text of one completion, piece by piece; closing the iterator ends the request."""
+        """The text of one completion, piece by piece; closing the iterator ends the request.
+
+        Several streams may be open at once, and other calls may come between their pieces. Raises CallboardError if
+        the request fails."""
         (choice,) = self._add((self._encode(prompt), None, None), params or self.defaults.params(), 1, adapter)
+        num_read = 0
         try:
-            while not choice.reason:
-                for _, text in self._step():
-                    if text:
-                        yield text
+            while not choice.reason or num_read < len(choice.sum.text):
+                if num_read == len(choice.sum.text):
+                    self._step()
+                    continue
+                text, num_read = choice.sum.text[num_read:], len(choice.sum.text)
+                yield text
         finally:
-            if not choice.reason:
-                self._abort_all()
+            self._end([choice])
+        if choice.error:
+            raise CallboardError(choice.error)
 
     def embed(
         self,
@@ -261,7 +269,7 @@ class LLM:
             index = adapters.reserve(adapter.digest)
             try:
                 self.runner.load_adapter(index, path, adapter.digest)
-            except CallboardError:
+            except BaseException:
                 adapters.release(adapter.digest)
                 raise
             adapters.open(adapter.digest)
@@ -313,20 +321,23 @@ class LLM:
         return [vector.pooled for vector in done]
 
     def _add_pooled(self, ids: list[int], adapter: str) -> _Vector:
-        vector = _Vector()
-        self.engine.add(Request(next(self._names), ids, len(ids), POOLED, adapter=adapter), vector)
+        vector = _Vector(Request(next(self._names), ids, len(ids), POOLED, adapter=adapter))
+        self.engine.add(vector.request, vector)
         return vector
 
     def _finish(self, added: Iterable[_Owner], unit: str, show: bool) -> list[_Owner]:
         """Serve the requests that going through `added` adds, to their ends."""
+        owners: list[_Owner] = []
         try:
-            owners = list(added)
+            owners.extend(added)
             with tqdm(total=len(owners), desc=unit, disable=None if show else True) as bar:
-                while self.engine.has_work:
-                    bar.update(sum(bool(owner.reason) for owner, _ in self._step()))
-        except BaseException:  # also Ctrl-C: nothing of this call may run on in the next
-            self._abort_all()
-            raise
+                left: set[_Choice | _Vector] = set(owners)
+                while left and self.engine.has_work:
+                    num_before = len(left)
+                    left.difference_update(self._step())
+                    bar.update(num_before - len(left))
+        finally:  # also after Ctrl-C: no request of this call runs on in the next
+            self._end(owners)
         return owners
 
     def _add(self, prompt: _Prompt, params: SamplingParams, num_choices: int, adapter: str) -> list[_Choice]:
@@ -346,23 +357,59 @@ class LLM:
             self.engine.add(request, choices[-1])
         return choices
 
-    def _abort_all(self) -> None:
-        for request_id in list(self.engine.scheduler.requests):
-            self.engine.abort(request_id)
-        while self.engine.has_work:
-            self.engine.step()
+    def _end(self, owners: Sequence[_Choice | _Vector]) -> None:
+        """End the requests of `owners` that have not ended, and wait for the steps in flight if no other is left.
 
-    def _step(self) -> list[tuple[_Choice | _Vector, str]]:
-        """One step; returns the owners of requests that gained something, with their new text."""
-        output = self.engine.step()
-        self.engine.submit()  # the next steps compute while this one's tokens become text
-        gained = []
+        Within a step, when the garbage collector closes a stream, the next step ends them."""
+        self._unwanted += [owner.request.request_id for owner in owners if not owner.reason]
+        if self._in_step:
+            return
+        self._abort_unwanted()
+        while self.engine.has_work and not self.engine.scheduler.requests:
+            self._step()
+
+    def _abort_unwanted(self) -> None:
+        while self._unwanted:
+            self.engine.abort(self._unwanted.pop())
+
+    def _step(self) -> list[_Choice | _Vector]:
+        """One step, whose output goes to the owners of its requests; returns those that ended. After an exception the
+        engine is as new, and computes the live requests again (C8)."""
+        self._abort_unwanted()
+        self._in_step = True
+        try:
+            output = self.engine.step()
+            self.engine.submit()  # the next steps compute while this one's tokens become text
+        except BaseException:  # also Ctrl-C: the step may be half done
+            self._recover()
+            raise
+        finally:
+            self._in_step = False
+        ended = []
         for state, new in _by_request(output).items() if output is not None else ():
             owner: _Choice | _Vector = state.owner
-            gained.append((owner, owner.take(new)))
+            owner.take(new)
             if owner.reason and not new.finish_reason:  # its text ended it
                 self.engine.abort(state.request.request_id)
-        return gained
+            if owner.reason:
+                ended.append(owner)
+        return ended
+
+    def _recover(self) -> None:
+        executor = InProcess(self.runner)
+        executor.reset()
+        if (culprit := self.engine.lose()) is not None:
+            culprit.owner.reason = FinishReason.ERROR
+            culprit.owner.error = f"{culprit.num_losses} steps with this request ended with an exception."
+        self.engine.recover(executor)
+        if self._draft is not None:
+            self._draft.recover()
+            self._attach_draft()
+
+    def _attach_draft(self) -> None:
+        speculation = self.engine.scheduler.speculation
+        if self._draft is not None and speculation is not None and isinstance(speculation.drafter, DraftClient):
+            speculation.drafter.attach(LocalWire(self._draft), self._draft.scheduler.info.step_us)
 
 
 def _by_request(step: StepOutput) -> dict[RequestState, RequestOutput]:

@@ -103,13 +103,20 @@ class RemoteModel:
                     data = line.removeprefix("data: ")
                     if data == line or data == "[DONE]":
                         continue
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise CallboardError(event["error"]["message"])
-                    for choice in event["choices"]:
-                        yield choice["delta"].get("content") or ""
+                    yield from _texts(data)
         except httpx.HTTPError as e:
             raise CallboardError(f"The connection to {self._base} failed: {e or type(e).__name__}.") from e
+
+
+def _texts(data: str) -> list[str]:
+    """The texts of one event; raises CallboardError if it is an error, or none of a chat."""
+    try:
+        event = json.loads(data)
+        if "error" not in event:
+            return [str(choice["delta"].get("content") or "") for choice in event["choices"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CallboardError(f"The server sent an event that is none of a chat: {data[:200]}") from e
+    raise CallboardError(_error_message(data))
 
 
 def _error_message(body: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from contextlib import closing
@@ -40,6 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except BrokenPipeError:  # `callboard generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as e:  # of a file or a connection that the user named
+        where = "" if e.filename is None else f" ({e.filename})"
+        print(f"callboard: {e.strerror or e}{where}; check the path, its permissions and its disk.", file=sys.stderr)
+        return 1
+    except UnicodeDecodeError as e:
+        print(f"callboard: The input is not UTF-8 at byte {e.start}; convert it.", file=sys.stderr)
         return 1
 
 
@@ -91,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("url", help="of a server of yours on this machine, such as http://127.0.0.1:8000")
     what = "what to kill, one after another, with commas between: engine, runner, draft, supervisor, front"
     chaos.add_argument("--kill", metavar="NAMES", type=_roles, default=(), help=f"{what}; default: keys say so")
-    chaos.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two kills")
+    chaos.add_argument("--every", type=_seconds, default=5.0, metavar="SECONDS", help="between two kills")
     chaos.add_argument("--streams", type=_positive, default=100, metavar="N", help="conversations at once")
     chaos.add_argument("--max-tokens", type=_positive, default=200, metavar="N", help="tokens of each answer")
     chaos.add_argument("--application", metavar="NAME", help="which one, if several run on the same Ray")
@@ -191,6 +199,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds above 0")
+    return value
 
 
 def _roles(text: str) -> tuple[str, ...]:

@@ -96,11 +96,13 @@ def _read(file: Path) -> dict[str, Any]:
         request, answer = exchange["request"], exchange["answer"]
         path = exchange.get("path") or _PATHS[answer.get("object") or answer.get("type")]
         seed = exchange.get("seed", answer.get("seed", request.get("seed")))
+        if seed is None and (choices := answer.get("choices")):
+            seeds = [choice.get("seed") for choice in choices][:: request.get("n") or 1]
+            seed = seeds[0] if len(set(seeds)) == 1 else seeds
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CallboardError(f"{file} holds no JSON object of a request and its answer; it must have both.") from e
-    if seed is None and (choices := answer.get("choices")):
-        seeds = [choice.get("seed") for choice in choices][:: request.get("n") or 1]
-        seed = seeds[0] if len(set(seeds)) == 1 else seeds
+    if path not in _PATHS.values():  # appended to a URL, another one may lead to another host, with the API key
+        raise CallboardError(f"{file} has the path {str(path)[:60]!r}; it must be one of {', '.join(_PATHS.values())}.")
     return {"path": path, "seed": seed, "request": request, "answer": answer}
 
 

@@ -74,7 +74,7 @@ class Server(NamedTuple):
         return reader, writer
 
 
-class _Refused(Exception):
+class _Refused(CallboardError):
     """An answer with another status than 200."""
 
     def __init__(self, status: int, text: str) -> None:

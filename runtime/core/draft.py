@@ -21,7 +21,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from runtime.core.config import EngineConfig, ModelInfo
-from runtime.core.executor import Executor
+from runtime.core.executor import Executor, InProcess
 from runtime.core.grammar_store import GrammarSender, GrammarStore, GrammarUpdate, request_by_key
 from runtime.core.plan import MAX_STEPS
 from runtime.core.request_state import RequestState
@@ -139,6 +139,15 @@ class DraftCore:
         for _, stream in [key for key in self._streams if key[0] == owner]:
             self._close(owner, stream)
         self.outbox.pop(owner, None)
+
+    def recover(self) -> None:
+        """Forget all streams and the steps in flight, after a step in this process that raised."""
+        assert isinstance(self.executor, InProcess)
+        for owner, stream in list(self._streams):
+            self._close(owner, stream)
+        self.outbox.clear()
+        self.scheduler.requeue_all()
+        self.executor.reset()
 
     def step(self) -> bool:
         """Launch steps as far as mirrors want guesses, and wait for the oldest. False: there is nothing to compute.

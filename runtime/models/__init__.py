@@ -108,7 +108,8 @@ def load_spec(config: Mapping[str, Any], tensors: Collection[str] = ()) -> tuple
     """The spec of a config.json, and how its checkpoint, which has these tensors if they are known, stores it.
 
     Raises CallboardError if the architecture, or a variant that the config asks for, is not supported."""
-    stored = str((config.get("architectures") or [None])[0])
+    named = config.get("architectures")
+    stored = str(named[0] if isinstance(named, list) and named else None)
     name = stored if stored in FAMILIES else _WITHOUT_HEAD.sub("ForCausalLM", stored)  # GPT2LMHeadModel ends so, too
     if name not in FAMILIES:
         raise CallboardError(f"The model's architecture is {stored}; supported are {', '.join(sorted(FAMILIES))}.")

@@ -27,7 +27,7 @@ _DEADLINE_S = 5.0  # until it is killed, if it cannot be interrupted
 _MAX_CHILDREN = 8  # prompts that are rendered at a time
 _T = TypeVar("_T")
 # In a template: what the role of a message is compared with, a text or a list of them.
-_COMPARED_ROLE = re.compile(r"""\brole['")\]]*\s*(?:[!=]=|(?:not\s+)?in\b)\s*('[^']*'|"[^"]*"|[\[(][^\])]*[\])])""")
+_COMPARED_ROLE = re.compile(r"""\brole['")\]]*\s*(?:[!=]=|(?:not\s+)?in\b)\s*('[^']*'|"[^"]*"|[\[(][^\[(\])]*[\])])""")
 _QUOTED = re.compile(r"""'([^']*)'|"([^"]*)\"""")
 
 # Marks the end of the message that is to be continued. Its trailing space tells whether the template trims messages.

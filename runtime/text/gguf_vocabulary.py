@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
@@ -17,12 +17,15 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from runtime.core.types import CallboardError
 from runtime.loading.gguf import GgufFile
 
+_T = TypeVar("_T")
+
 # Token types (llama.h: llama_token_type); 2 is the unknown token, 6 a byte.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 _SPACE = "▁"  # what stands for a space in sentencepiece's vocabularies
 _SPACES_OF_PIECES = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
 _NEVER = -1e9  # the score of a piece that text must not become
+_MAX_PIECE_CHARS = 1024  # of sentencepiece's BPE, which looks at all splits of each piece; real ones are far shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,10 @@ def _strings(file: GgufFile, key: str) -> list[str]:
     return values
 
 
-def _made(file: GgufFile, model: Callable[..., models.Model], *parts: Any, **options: Any) -> models.Model:
-    """A model of the package; raises CallboardError if the parts do not fit together."""
+def _made(file: GgufFile, part: Callable[..., _T], *values: Any, **options: Any) -> _T:
+    """A part of a tokenizer; raises CallboardError if the values do not fit together."""
     try:
-        return model(*parts, **options)
+        return part(*values, **options)
     except Exception as e:  # the package raises nothing more specific
         reason = str(e).replace("\n", "\\n")  # a token that it names may be or have one
         raise CallboardError(f"{file.path}: the lists of its vocabulary do not fit together: {reason}.") from e
@@ -198,7 +201,7 @@ def _sentencepiece_bpe(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.To
             file,
             models.BPE,
             vocabulary.ids,
-            _merges(vocabulary),
+            _merges(file, vocabulary),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
@@ -218,9 +221,13 @@ def _unknown_id(file: GgufFile, vocabulary: _Vocabulary) -> int:
     return unknown
 
 
-def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+def _merges(file: GgufFile, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Every pair of pieces that make a third, the one of the highest score first: sentencepiece merges by that."""
     tokens, ids = vocabulary.tokens, vocabulary.ids
+    if (longest := max(map(len, tokens), default=0)) > _MAX_PIECE_CHARS:
+        raise CallboardError(
+            f"{file.path} has a token of {longest} characters; at most {_MAX_PIECE_CHARS} are read, convert it anew."
+        )
     splits = [
         (-score, -at, at - len(piece), i)
         for i, (piece, score, kind) in enumerate(zip(tokens, vocabulary.scores, vocabulary.types, strict=True))
@@ -242,7 +249,7 @@ def _unigram(file: GgufFile, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(_made(file, models.Unigram, pieces, unk_id=unknown, byte_fallback=has_bytes))
     steps: list[normalizers.Normalizer] = []
     if charsmap := file.value("tokenizer.ggml.precompiled_charsmap", list, []):
-        steps.append(normalizers.Precompiled(bytes(b & 0xFF for b in charsmap)))
+        steps.append(_made(file, lambda: normalizers.Precompiled(bytes(b & 0xFF for b in charsmap))))
     if file.value("tokenizer.ggml.remove_extra_whitespaces", bool, False):
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     _mark_spaces(backend, file.value("tokenizer.ggml.add_space_prefix", bool, True), steps)

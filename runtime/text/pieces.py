@@ -16,6 +16,7 @@ that a character can be sent as soon as it is whole.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -24,6 +25,7 @@ import tokenizers
 
 from runtime.core.types import CallboardError
 
+_MAX_GROWTH = 16  # of a token by the decoder's replacements, which only shorten the tokens of real models
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -70,6 +72,12 @@ class Pieces(dict[int, bytes]):
                         f"The tokenizer's decoder has the step {json.dumps(step)}, which cannot be streamed; "
                         "byte-level, byte-fallback and Metaspace decoders can."
                     )
+        growth = math.prod(max(1.0, len(new) / len(old) if old else math.inf) for old, new in self._replacements)
+        if growth > _MAX_GROWTH:
+            raise CallboardError(
+                f"The tokenizer's decoder makes tokens up to {growth:g} times as long; at most {_MAX_GROWTH} times is "
+                "supported."
+            )
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) if token_id >= 0 else None

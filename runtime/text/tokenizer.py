@@ -7,6 +7,7 @@ grammars stand.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,14 @@ class Tokenizer:
         `add_special_tokens` adds what the model wants around a text (often a BOS); leave it off for a rendered chat,
         which has them already."""
         # A batch, even of one text, is encoded without the GIL: other threads go on, however long the text is.
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        ids: list[int] = _encoded(self._backend.encode_batch_fast, text, add_special_tokens).ids
+        return ids
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The index of the character of `text` at which each token of `encode(text)` begins. Tokens that share a
         character begin at it; a token that stands for no text begins where the one before it ends."""
         starts, end = [], 0
-        encoding = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
-        for start, stop in encoding.offsets:
+        for start, stop in _encoded(self._backend.encode_batch, text, add_special_tokens).offsets:
             starts.append(min(start, end) if stop > start else end)  # some leave a space out, which is the token's too
             end = max(stop, end)
         return starts
@@ -96,14 +97,35 @@ class Tokenizer:
         return self.pieces[token_id]
 
 
+def _encoded(encode: Callable[..., Any], text: str, add_special_tokens: bool) -> Any:
+    """The encoding of one text. Raises CallboardError if the package fails, as with damaged tables of a normalizer."""
+    try:
+        return encode([text], add_special_tokens=add_special_tokens)[0]
+    except BaseException as e:
+        if not _is_of_package(e):
+            raise
+        raise CallboardError(f"The model's tokenizer cannot encode this text: {_sentence(e)}.") from e
+
+
+def _is_of_package(error: BaseException) -> bool:
+    """True for what the package raises: plain exceptions, and panics of its Rust code, which derive from none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _sentence(error: BaseException) -> str:
+    return str(error).replace("\n", "\\n").rstrip(".")
+
+
 def _from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists():
         raise CallboardError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there.")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as e:  # the package raises nothing more specific
-        raise CallboardError(f"{path} is not a tokenizer that can be read: {e}.") from e
+    except BaseException as e:
+        if not _is_of_package(e):
+            raise
+        raise CallboardError(f"{path} is not a tokenizer that can be read: {_sentence(e)}.") from e
     # Settings for batches of training data that some files carry.
     backend.no_truncation()
     backend.no_padding()
@@ -118,7 +140,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     bos_token_id = backend.token_to_id(special_tokens.get("bos_token", ""))
     # Where the settings ask for a BOS and tokenizer.json forgets it (DeepSeek's do), the model was trained with one.
     wants_bos = settings.get("add_bos_token") is True and bos_token_id is not None
-    if wants_bos and bos_token_id not in backend.encode("").ids:
+    if wants_bos and bos_token_id not in _encoded(backend.encode_batch, "", True).ids:
         put_around(backend, special_tokens["bos_token"])
     eos_token_ids = folder_eos_token_ids(folder, config)
     if not eos_token_ids and (eos := backend.token_to_id(special_tokens.get("eos_token", ""))) is not None:
@@ -141,11 +163,17 @@ def _folder_chat_template(folder: Path, settings: dict[str, Any], name: str) -> 
     """The template called `name`: a file of its own, or one of tokenizer_config.json's; a single one is the default."""
     file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
     if (path := own_file(folder, file)) is not None:
-        return path.read_text("utf-8")
+        try:
+            return path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise CallboardError(f"The chat template {path} cannot be read: {e}.") from e
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        return {t.get("name"): t.get("template") for t in template}.get(name)
-    return template if name == "default" else None
+    named = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    found = [t.get("template") for t in named if isinstance(t, dict) and t.get("name") == name]
+    if found and not isinstance(found[-1], str | None):
+        kind = type(found[-1]).__name__
+        raise CallboardError(f"{folder / 'tokenizer_config.json'} has a chat template that is a {kind}, not a text.")
+    return found[-1] if found else None
 
 
 def _from_gguf(file: GgufFile) -> Tokenizer:

@@ -5,10 +5,12 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -219,6 +221,19 @@ def test_a_pool_goes_on_when_an_idle_child_was_killed_or_none_can_start():
         with pytest.raises(Overrun, match="no process to run in"):
             no_start.run(30.0, os.getpid)
     no_start.close()
+
+
+def test_pool_starts_children_once_there_are_threads_again(monkeypatch):
+    pool = ChildPool(2, 1 << 30, 0, os.getpid)
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        for _ in range(3):
+            with pytest.raises(Overrun, match="no process to run in"):
+                pool.run(30.0, os.getpid)
+    started = Mock()
+    monkeypatch.setattr(threading.Thread, "start", started)
+    pool.start()
+    assert started.call_count == 1
 
 
 @pytest.mark.long

@@ -116,6 +116,24 @@ def test_llama3_rope_scaling_is_found_in_its_table(write_tiny_gguf):
         open_checkpoint(write_tiny_gguf({"rope_freqs.weight": table}, llama__rope__freq_base=theta))
 
 
+def test_rope_table_is_compared_with_a_stated_size_first(write_tiny_gguf):
+    """The stated one would take gigabytes."""
+    table, size = np.full(8, 2, np.float32), 1 << 24
+    sizes = {"llama__attention__key_length": size, "llama__rope__dimension_count": size}
+    tracemalloc.start()
+    with pytest.raises(CallboardError, match=r"rope_freqs\.weight is not Llama 3's"):
+        read_gguf_model(GgufFile(write_tiny_gguf({"rope_freqs.weight": table}, **sizes)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < size
+
+
+@pytest.mark.parametrize("number", ["00", "9" * 5000, "\N{ARABIC-INDIC DIGIT ZERO}"])
+def test_layers_have_plain_numbers(write_tiny_gguf, number):
+    with pytest.raises(CallboardError, match="is not one that a 'llama' model has here"):
+        read_gguf_model(GgufFile(write_tiny_gguf({f"blk.{number}.attn_q.bias": np.ones(32, np.float32)})))
+
+
 def test_fingerprint_tells_weights_apart(write_tiny_gguf, tmp_path):
     path = write_tiny_gguf()
     first = open_checkpoint(path).fingerprint

@@ -1,6 +1,8 @@
 """Offline Python on a tiny random model: no toggle changes a token of deterministic mode (C6); texts, stops, seeds."""
 
+import itertools
 import json
+from unittest.mock import Mock
 
 import jsonschema
 import numpy as np
@@ -140,6 +142,99 @@ def test_closing_a_stream_ends_its_request(load):
     next(stream)
     stream.close()
     assert not llm.engine.has_work
+
+
+def test_interrupted_step_leaves_the_llm_usable(load):
+    """Also a stream that is half read goes on: its request is computed again."""
+    llm, params = load(), SamplingParams(max_tokens=30, seed=7, ignore_eos=True)
+    (expected,) = llm.generate("hell", params)
+    half_read = llm.stream("hell", params)
+    text = next(half_read)
+    execute, calls = llm.runner.steps._execute, itertools.count(1)
+
+    def interrupted(plan):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return execute(plan)
+
+    llm.runner.steps._execute = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("wor", params)
+    assert list(llm.engine.scheduler.requests) == ["2"]
+    assert llm.generate("hell", params)[0].token_ids == expected.token_ids
+    assert text + "".join(half_read) == expected.text
+    assert not llm.engine.has_work
+
+
+def test_interrupted_draft_step_leaves_the_llm_usable(load, write_tiny_gguf):
+    llm = load(draft=str(write_tiny_gguf()), num_draft_tokens=3, draft_kv_cache_memory=0.01)
+    params = SamplingParams(max_tokens=30, seed=7, ignore_eos=True)
+    (expected,) = llm.generate("hell", params)
+    steps = llm._draft.executor._runner.steps
+    execute = steps._execute
+    steps._execute = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("wor", params)
+    steps._execute = execute
+    before = llm.engine.stats()["accepted_draft_tokens"]
+    assert llm.generate("hell", params)[0].token_ids == expected.token_ids
+    assert llm.engine.stats()["accepted_draft_tokens"] > before
+
+
+def test_streams_and_other_calls_may_alternate(load):
+    llm, params = load(), SamplingParams(max_tokens=30, seed=7, ignore_eos=True)
+    expected = [llm.generate(prompt, params)[0].text for prompt in ("hell", "wor")]
+    streams = [llm.stream(prompt, params) for prompt in ("hell", "wor")]
+    texts = [next(stream) for stream in streams]
+    assert llm.generate("wor", params)[0].text == expected[1]
+    llm.stream("hello", params).close()
+    closed = llm.stream("hello", params)
+    next(closed)
+    closed.close()
+    for i, stream in enumerate(streams):
+        texts[i] += "".join(stream)
+    assert texts == expected
+
+
+def test_stream_collected_within_a_step_ends_after_it(load):
+    """The garbage collector closes an abandoned stream wherever it runs."""
+    llm, params = load(), SamplingParams(max_tokens=30, seed=7, ignore_eos=True)
+    (expected,) = llm.generate("hell", params)
+    abandoned = llm.stream("wor", params)
+    next(abandoned)
+    execute, calls = llm.runner.steps._execute, itertools.count(1)
+
+    def collecting(plan):
+        if next(calls) == 3:
+            abandoned.close()
+        return execute(plan)
+
+    llm.runner.steps._execute = collecting
+    assert llm.generate("hell", params)[0].token_ids == expected.token_ids
+    assert not llm.engine.has_work
+
+
+def test_stream_of_a_failed_request_raises(load):
+    llm, params = load(num_kv_blocks=30), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    prompt = list(range(2, 20))
+    llm.generate([prompt], params)
+    cached = sorted(llm.engine.scheduler.kv_cache.cache._hash_of)
+    for layer in llm.runner.steps.cache.layers:
+        layer.values[:, :, cached[0], 1] = float("nan")
+    with pytest.raises(CallboardError, match="not finite"):
+        "".join(llm.stream(prompt, params))
+
+
+def test_interrupted_adapter_load_gives_its_index_back(load, tmp_path):
+    llm = load(max_loras=1)
+    save_adapter(tmp_path / "a", modules_of(llm.runner.spec), 2)
+    load_adapter = llm.runner.load_adapter
+    llm.runner.load_adapter = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.load_adapter(str(tmp_path / "a"))
+    llm.runner.load_adapter = load_adapter
+    adapter = llm.load_adapter(str(tmp_path / "a"))
+    assert len(llm.generate("hell", SamplingParams(max_tokens=2), adapter=adapter)[0].token_ids) == 2
 
 
 def test_chat_takes_one_conversation_or_several(load):

@@ -13,6 +13,9 @@ from safetensors.torch import save_file
 
 from runtime.core.types import CallboardError
 from runtime.loading.checkpoint import open_checkpoint
+from runtime.loading.folder import folder_eos_token_ids, weight_files
+from runtime.models import load_spec
+from runtime.text.sampling_defaults import SamplingDefaults
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn]
 
@@ -210,3 +213,23 @@ def test_flipped_header_bytes(tmp_path, data):
         return
     total = sum(checkpoint.tensor(name, torch.float64).numel() for name in checkpoint.names())
     assert total <= len(content)
+
+
+@pytest.mark.parametrize("names", [{"a": []}, {"a": ""}])
+def test_index_with_odd_names_is_refused(tmp_path, names):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CallboardError, match="has no 'weight_map' from tensors to files"):
+        weight_files(tmp_path)
+
+
+def test_odd_parts_of_a_config_name_nothing(tmp_path):
+    assert folder_eos_token_ids(tmp_path, {"text_config": "x"}) == ()
+    for architectures in (5, {"a": 1}):
+        with pytest.raises(CallboardError, match="architecture is None"):
+            load_spec({"architectures": architectures})
+
+
+def test_top_k_of_a_model_fits_what_runners_keep(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"top_k": 2147483648}')
+    with pytest.raises(CallboardError, match="top_k is 2147483648; it must be between 0 and 2147483647"):
+        SamplingDefaults.load(tmp_path)

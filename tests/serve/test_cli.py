@@ -9,6 +9,7 @@ from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import uvicorn
@@ -16,7 +17,7 @@ from ray.exceptions import RayError
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
-from serve_app import cli
+from serve_app import chat, cli
 from serve_app.http import build_http_app
 from serve_app.port import port_of_its_own
 from serve_app.service import Service
@@ -160,6 +161,7 @@ def test_without_keys_the_server_answers_to_its_own_names_only():
         (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
         (["generate"], "prompt"),
         (["chat", "--top-p", "0"], "top_p is 0.0"),
+        (["chaos", "http://127.0.0.1:8000", "--every", "nan"], "'nan' must be a number of seconds above 0"),
     ],
 )
 def test_usage_errors(argv: list[str], says: str):
@@ -241,6 +243,25 @@ def test_runtime_errors_are_one_sentence(argv: list[str], says: str):
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(28, "No space left on device", "/x"), "No space left on device (/x); check the path"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "The input is not UTF-8 at byte 0"),
+    ],
+)
+def test_errors_of_files_are_one_sentence(error, says, monkeypatch, capsys):
+    monkeypatch.setattr("serve_app.replay.replay", Mock(side_effect=error))
+    assert cli.main(["replay", "x"]) == 1
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("event", ["{", "[]", '{"choices": [{}]}', '{"choices": 1}', '{"error": "busy"}'])
+def test_odd_events_of_a_server_are_one_sentence(event):
+    with pytest.raises(CallboardError, match=r"^The server"):
+        chat._texts(event)
 
 
 def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_started(write_tiny_gguf):

@@ -6,6 +6,7 @@ import json
 import re
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -146,6 +147,15 @@ def test_recorded_requests_hold_what_they_count(running: bool):
     assert recorded._num_bytes <= most
     assert len(recorded._kept) > 5
     assert held < 1.3 * most + 100_000
+
+
+def test_file_cannot_lead_to_another_host(tmp_path: Path, monkeypatch):
+    """The client's API key would go there."""
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"path": "@127.0.0.2:9/", "seed": 1, "request": {}, "answer": {}}))
+    monkeypatch.setattr("serve_app.replay.httpx.request", Mock(side_effect=AssertionError("it was sent")))
+    with pytest.raises(CallboardError, match=r"has the path '@127\.0\.0\.2:9/'; it must be one of /v1/completions"):
+        replay(str(file), URL, "one", None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

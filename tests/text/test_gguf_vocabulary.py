@@ -175,7 +175,35 @@ def test_ends_of_turns_end_a_text(write_tiny_gguf):
 )
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_sentencepiece_vocabularies_that_are_refused(write_tiny_gguf, kind, metadata, message):
-    lists = {"tokenizer__ggml__tokens": ["<unk>", "<s>", "a"], "tokenizer__ggml__scores": [0.0, 0.0, -1.0],
-             "tokenizer__ggml__token_type": [2, 3, 1]}  # fmt: skip
     with pytest.raises(CallboardError, match=message):
-        Tokenizer.load(write_tiny_gguf(**lists | {"tokenizer__ggml__model": kind} | metadata))
+        Tokenizer.load(write_tiny_gguf(**_PIECES | {"tokenizer__ggml__model": kind} | metadata))
+
+
+def test_long_pieces_are_refused_before_they_are_split(write_tiny_gguf):
+    pieces = {"tokenizer__ggml__tokens": ["<unk>", "<s>", "a" * 1025], "tokenizer__ggml__model": "llama"}
+    with pytest.raises(CallboardError, match="a token of 1025 characters; at most 1024"):
+        Tokenizer.load(write_tiny_gguf(**_PIECES | pieces))
+
+
+@pytest.mark.parametrize("charsmap", [[0, 0, 0], ["x"]])
+def test_damaged_charsmap_is_refused(write_tiny_gguf, charsmap):
+    metadata = {"tokenizer__ggml__model": "t5", "tokenizer__ggml__precompiled_charsmap": charsmap}
+    with pytest.raises(CallboardError, match="do not fit together"):
+        Tokenizer.load(write_tiny_gguf(**_PIECES | metadata))
+
+
+def test_panic_of_a_tokenizer_is_one_sentence(write_tiny_gguf):
+    """A normalizer's table that leads out of itself is found only by a text."""
+    table = list(b"\x10\0\0\0" + b"\xff" * 16 + b"ab")
+    metadata = {"tokenizer__ggml__model": "t5", "tokenizer__ggml__precompiled_charsmap": table}
+    tokenizer = Tokenizer.load(write_tiny_gguf(**_PIECES | metadata))
+    for encode in (tokenizer.encode, tokenizer.offsets):
+        with pytest.raises(CallboardError, match="tokenizer cannot encode this text: index out of bounds"):
+            encode("ab")
+
+
+_PIECES = {
+    "tokenizer__ggml__tokens": ["<unk>", "<s>", "a"],
+    "tokenizer__ggml__scores": [0.0, 0.0, -1.0],
+    "tokenizer__ggml__token_type": [2, 3, 1],
+}

@@ -1,11 +1,14 @@
 """What a chat template may compute, and that all else of it is as in `transformers`."""
 
+import time
+
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from runtime.core.types import CallboardError
-from runtime.text import chat
+from runtime.text import chat, sandbox
 from runtime.text.chat import ChatTemplate
+from tests.support.cpu_time import reference_s
 
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
 # The limits: of memory, of time, of time for what cannot be interrupted, of the prompt's length.
@@ -151,3 +154,12 @@ def test_a_small_value_is_the_one_of_transformers(expression: str):
 def test_a_template_that_cannot_be_compiled(source: str, reason: str):
     with pytest.raises(CallboardError, match=f"cannot be compiled: .*{reason}"):
         ChatTemplate(source, {})
+
+
+def test_roles_are_found_in_linear_time():
+    """Lists that are never closed: each was read to the end of the source."""
+    source = "{# " + "role == [" * (sandbox.MAX_SOURCE_CHARS // 9 - 10) + " #}{{ role == 'user' or role != 'judge' }}"
+    template = ChatTemplate(source, {})
+    started = time.thread_time()
+    assert template.roles == {"user", "judge"}
+    assert time.thread_time() - started < 100 * reference_s()

@@ -157,6 +157,31 @@ def test_folders_that_are_refused(tmp_path):
         Tokenizer.load(_write_folder(tmp_path, backend))
 
 
+@pytest.mark.parametrize("replacements", [[("a", "aa")] * 40, [("", "a")]])
+def test_decoder_that_makes_tokens_long_is_refused(tmp_path, replacements):
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a"))
+    backend.decoder = decoders.Sequence([decoders.Replace(old, new) for old, new in replacements])
+    with pytest.raises(CallboardError, match="times as long; at most 16 times"):
+        Tokenizer.load(_write_folder(tmp_path, backend))
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer_config__json": {"chat_template": {"a": 1}}}, "a chat template that is a dict, not a text"),
+        ({"tokenizer_config__json": {"chat_template": [1, {"name": "default", "template": 7}]}}, "that is a int"),
+        ({"chat_template__jinja": "\udcff"}, r"chat_template\.jinja cannot be read"),
+    ],
+)
+def test_templates_of_a_folder_that_are_refused(tmp_path, tiny, files, message):
+    template = files.pop("chat_template__jinja", None)
+    folder = _write_folder(tmp_path, tiny._backend, **files)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, errors="surrogateescape")
+    with pytest.raises(CallboardError, match=message):
+        Tokenizer.load(folder)
+
+
 def test_token_bytes_of_a_byte_level_vocabulary(tiny):
     assert tiny.token_bytes(tiny.token_to_id("Ġhell")) == b" hell"
     assert {tiny.token_bytes(i) for i in range(2, 258)} == {bytes([b]) for b in range(256)}
