@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.metrics import METRICS
-from serve_app import doctor
+from serve_app import doctor, server
 from serve_app.http import build_http_app
 from serve_app.service import Service
 from serve_app.tracing import Tracing
@@ -139,3 +139,19 @@ def test_the_doctor_on_gpus(rows, torch, level, words):
     last = list(doctor.gpus(rows, lambda: torch))[-1]
     assert last.level == level
     assert words in last.value
+
+
+def test_ray_has_time_to_register_its_node(monkeypatch):
+    answers = iter([RuntimeError("not yet"), RuntimeError("not yet"), "node"])
+
+    def get_node(address: str) -> str:
+        if isinstance(answer := next(answers), RuntimeError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("serve_app.server.time.sleep", lambda seconds: None)
+    assert server._patient(get_node)("address") == "node"
+    answers = iter([RuntimeError("never")])
+    monkeypatch.setattr("serve_app.server._RAYLET_START_S", -1.0)
+    with pytest.raises(RuntimeError, match="never"):
+        server._patient(get_node)("address")
