@@ -1,7 +1,7 @@
 """Which tests a session runs, in which order, and on which of its workers: a plugin of pytest.
 
     pytest                 what a change needs: minutes on two cores; it says what it leaves out
-    pytest --all           everything, as CI runs it
+    pytest --all           every test, as CI runs it; CALLBOARD_TESTS=all gives property tests more examples
     pytest FILE, -m MARK   what is named, whatever it costs
 
 All cores are used, a process each (pytest-xdist), unless a few files or tests are named. A file's tests share their
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 TESTS = Path(__file__).parent
 # What a test needs beyond a second of one core, by its folder and by its fixtures.
@@ -34,12 +33,6 @@ LEFT_OUT = {"thorough": "more cases of what other tests cover", "gpu": "kernels 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run everything: see tests/selection.py")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--all"):
-        os.environ["CALLBOARD_TESTS"] = "all"  # for processes that tests start
-        settings.load_profile("thorough")
 
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
