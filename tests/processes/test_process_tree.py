@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, signal, subprocess, sys, time
 from runtime.core.types import CallboardError
+from serve_app import process_tree
 from serve_app.process_tree import run
+
+process_tree._INTERRUPT_S = float(os.environ["INTERRUPT_S"])
 
 ORPHAN = "subprocess.Popen(['sleep', '60'], start_new_session=True)"
 
@@ -49,10 +52,10 @@ def processes_with(mark: str) -> list[str]:
 
 
 class Program:
-    def __init__(self, work: str, ignored: signal.Signals | None = None) -> None:
+    def __init__(self, work: str, ignored: signal.Signals | None, interrupt_s: float) -> None:
         self.mark = f"callboard-test-{uuid.uuid4()}"
         code = PROGRAM % textwrap.indent(textwrap.dedent(work), "    ")
-        environment = os.environ | {"MARK": self.mark}
+        environment = os.environ | {"MARK": self.mark, "INTERRUPT_S": str(interrupt_s)}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env=environment, preexec_fn=ignored and (lambda: signal.signal(ignored, signal.SIG_IGN)),
@@ -68,7 +71,7 @@ class Program:
 
     def rest(self) -> str:
         """What is printed until the program ends, of which nothing must be left."""
-        out, _ = self.process.communicate(timeout=20)
+        out, _ = self.process.communicate(timeout=120)
         assert processes_with(self.mark) == []
         return out
 
@@ -77,8 +80,8 @@ class Program:
 def program() -> Iterator[type[Program]]:
     started = []
 
-    def start(work: str, ignored: signal.Signals | None = None) -> Program:
-        started.append(Program(work, ignored))
+    def start(work: str, ignored: signal.Signals | None = None, interrupt_s: float = 60.0) -> Program:
+        started.append(Program(work, ignored, interrupt_s))
         return started[-1]
 
     yield start
@@ -162,7 +165,8 @@ def test_a_child_that_heeds_nothing_is_killed(program):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("on", flush=True)
         time.sleep(600)
-        """
+        """,
+        interrupt_s=0.5,
     )
     assert started.process.stdout.readline() == "on\n"
     started.process.send_signal(signal.SIGTERM)
