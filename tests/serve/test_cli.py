@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app import chat, cli
+from serve_app.commands.flags import engine_config, http_settings
 from serve_app.http import build_http_app
 from serve_app.port import port_of_its_own
 from serve_app.service import Service
@@ -69,11 +70,11 @@ def test_every_flag_reaches_its_field():
             continue
         for one in value if isinstance(value, tuple) else (value,):
             argv += [f"--{flag}", str(one)]
-    config = cli._engine_config(cli._parser().parse_args(argv))
+    config = engine_config(cli._parser().parse_args(argv))
     assert config == EngineConfig("some/model", **values)
     assert config.adapters == {"a": "/x", "b": "/y=z"}
     for argv in ([], ["--num-draft-tokens", "auto", "--max-model-len", "auto"]):
-        assert cli._engine_config(cli._parser().parse_args(["serve", *argv])) == EngineConfig()
+        assert engine_config(cli._parser().parse_args(["serve", *argv])) == EngineConfig()
 
 
 def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
@@ -95,10 +96,10 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
     for name, value in values.items():
         for v in value if isinstance(value, tuple) else (value,):
             argv += ["--" + name.replace("_", "-"), *([] if v is True else [str(v)])]
-    settings = cli._http_settings(cli._parser().parse_args(argv))
+    settings = http_settings(cli._parser().parse_args(argv))
     assert settings == HttpSettings(**values)
     assert settings.api_keys() == ("k0", "k1", "k2", "k3")
-    assert cli._http_settings(cli._parser().parse_args(["serve"])) == HttpSettings()
+    assert http_settings(cli._parser().parse_args(["serve"])) == HttpSettings()
 
 
 def test_the_number_of_replicas_is_fixed_or_has_bounds():
