@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from runtime.core.types import CallboardError
-from serve_app.commands import chaos, chat, doctor, generate, inspect, models, replay, serve
+from serve_app.commands import bench, chaos, chat, doctor, generate, inspect, models, replay, serve
 from serve_app.commands.flags import UsageError
 
-_COMMANDS = (serve, chat, generate, models, inspect, doctor, replay, chaos)  # in the order of --help
+_COMMANDS = (serve, chat, generate, models, inspect, doctor, replay, bench, chaos)  # in the order of --help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
