@@ -50,17 +50,22 @@ def prompts_of(length: int, shared: int, count: Count, rng: np.random.Generator)
 
 
 def single_tokens(words: list[str], count: Count) -> list[str]:
-    """The words that are one token each, at the start of a text and after a space. Halves the list until a part has
-    as many tokens as words."""
-    total = count(" ".join(words)) if words else None
-    if total is None:
+    """The words that are one token each, at the start of a text and after a space; none without a tokenizer."""
+    one, two = count("time"), count("time time")
+    if one is None or two is None:
         return []
-    if total == len(words):
+    extra = 2 * one - two  # tokens that the tokenizer adds to each text
+    return _single_tokens(words, lambda text: (count(text) or 0) - extra)
+
+
+def _single_tokens(words: list[str], count: Callable[[str], int]) -> list[str]:
+    """Halves the list until a part has as many tokens as words."""
+    if count(" ".join(words)) == len(words):
         return words
     if len(words) == 1:
         return []
     middle = len(words) // 2
-    return single_tokens(words[:middle], count) + single_tokens(words[middle:], count)
+    return _single_tokens(words[:middle], count) + _single_tokens(words[middle:], count)
 
 
 def _draw(words: list[str], length: int, rng: np.random.Generator) -> list[str]:
