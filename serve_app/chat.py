@@ -77,12 +77,13 @@ class LocalModel:
 class RemoteModel:
     """A model behind an OpenAI-compatible server."""
 
-    def __init__(self, url: str, given: dict[str, Any]) -> None:
+    def __init__(self, url: str, given: dict[str, Any], api_key: str | None = None) -> None:
         """`given` are fields of SamplingParams; the others are the server's to choose."""
         import httpx
 
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._http = httpx.Client(timeout=httpx.Timeout(10, read=None))
+        self._http = httpx.Client(timeout=httpx.Timeout(10, read=None), headers=headers)
         try:
             models = self._http.get(f"{self._base}/models").raise_for_status().json()
             model = models["data"][0]["id"]

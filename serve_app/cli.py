@@ -1,38 +1,39 @@
-"""The `callboard` command: serve a model, talk to one, complete a text, or tell what a model is.
+"""The `callboard` command: its commands, and what becomes of their errors.
 
-Nothing heavy is imported before a command needs it, so that --help and usage errors are immediate. Exit codes: 0 done,
-1 it failed, 2 the command line is wrong.
+Nothing heavy is imported before a command needs it, so that --help and usage errors are immediate, and nothing at all
+before Ctrl-C is caught. Exit codes: 0 done, 1 it failed, 2 the command line is wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
 
-from runtime.core.types import CallboardError
-from serve_app.commands import bench, chaos, chat, doctor, generate, inspect, models, replay, serve
-from serve_app.commands.flags import UsageError
-
-_COMMANDS = (serve, chat, generate, models, inspect, doctor, replay, bench, chaos)  # in the order of --help
+TYPE_CHECKING = False  # that of typing takes a fifth of the start
+if TYPE_CHECKING:
+    from serve_app.commands.parser import CommandParser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    args = _parser().parse_args(argv)
     try:
-        return int(args.run(args))
-    except UsageError as e:
-        print(f"callboard: {e}", file=sys.stderr)
-        return 2
-    except CallboardError as e:
-        print(f"callboard: {e}", file=sys.stderr)
-        return 1
+        return _run(argv)
     except KeyboardInterrupt:
         print("callboard: interrupted", file=sys.stderr)
         return 1
+
+
+def _run(argv: list[str] | None) -> int:
+    """The exit code of a command; each error is one sentence on stderr."""
+    from runtime.core.types import CallboardError
+    from serve_app.commands.parser import UsageError
+
+    args = parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except CallboardError as e:
+        print(f"callboard: {args.parser.with_flags(str(e))}", file=sys.stderr)
+        return 2 if isinstance(e, UsageError) else 1
     except BrokenPipeError:  # `callboard generate ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -45,23 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="callboard", description="An LLM inference runtime made of Ray actors.")
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
+def parser() -> CommandParser:
+    """The parser of all commands, which --help lists in this order."""
+    from serve_app.commands import bench, chaos, chat, doctor, generate, inspect, models, replay, serve
+    from serve_app.commands.parser import CommandParser, Version
+
+    found = CommandParser(prog="callboard", description="An LLM inference runtime made of Ray actors.")
+    found.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    commands = found.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
+    for command in (serve, chat, generate, models, inspect, doctor, replay, bench, chaos):
         command.add_parser(commands)
-    return parser
-
-
-class _Version(argparse.Action):
-    """Asks for the version only when it is wanted: that reads the metadata of installed packages."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
-        from importlib.metadata import version
-
-        print(f"callboard {version('callboard')}")
-        parser.exit()
+    return found
 
 
 if __name__ == "__main__":

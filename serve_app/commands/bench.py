@@ -8,20 +8,19 @@ import random
 from pathlib import Path
 from typing import Any
 
-from serve_app.commands.flags import Formatter, positive, seconds
+from serve_app.commands.flags import add_client_key, client_key, positive, seconds
 
+_CONCURRENCY = 4
 _SECONDS = 30.0  # where neither a number of requests nor of seconds is given
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "bench", help="measure the throughput and latencies of a running server", formatter_class=Formatter
-    )
+    parser = commands.add_parser("bench", help="measure the throughput and latencies of a running server")
     parser.add_argument("url", metavar="URL", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000")
     load = parser.add_argument_group("load", "several levels run one after another and make a table and a plot")
     level = load.add_mutually_exclusive_group()
     what = "requests that run at the same time"
-    level.add_argument("--concurrency", type=positive, nargs="+", default=[4], metavar="N", help=what)
+    level.add_argument("--concurrency", type=positive, nargs="+", metavar="N", help=f"{what}; default: {_CONCURRENCY}")
     what = "requests per second, at times of a Poisson process"
     level.add_argument("--rate", type=_rate, nargs="+", metavar="X", help=what)
     load.add_argument("--requests", type=positive, metavar="N", help="requests of each level")
@@ -36,9 +35,9 @@ def add_parser(commands: Any) -> None:
     what = "tokens before each prompt that all prompts have in common"
     asked.add_argument("--shared-prefix", type=_count, default=0, metavar="N", help=what)
     asked.add_argument("--seed", type=_count, metavar="N", help="same seed, same prompts; default: a random one")
-    what = "more fields of each request; null removes one, such as '{\"ignore_eos\": null}' for a strict server"
-    asked.add_argument("--fields", type=_fields, default={}, metavar="JSON", help=what)
-    asked.add_argument("--api-key", metavar="KEY", help="of the server, if it has any")
+    what = "more fields of each request as an object; null removes one, such as ignore_eos for a strict server"
+    asked.add_argument("--fields", type=_fields, metavar="JSON", help=what)
+    add_client_key(parser)
     files = parser.add_argument_group("files")
     files.add_argument("--output", type=Path, metavar="FILE.json", help="write all figures and times")
     files.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the latencies over the throughput")
@@ -52,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from serve_app.bench.client import Client
 
     plan = Plan(
-        levels=args.rate or args.concurrency,
+        levels=args.rate or args.concurrency or [_CONCURRENCY],
         is_rate=args.rate is not None,
         num_requests=args.requests,
         seconds=args.seconds if args.seconds or args.requests else _SECONDS,
@@ -62,9 +61,9 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         num_warmup=args.warmup,
         chat=args.api == "chat",
-        fields=args.fields,
+        fields=args.fields or {},
     )
-    client = Client(args.url, args.fields, chat=plan.chat, model=args.model, api_key=args.api_key)
+    client = Client(args.url, plan.fields, chat=plan.chat, model=args.model, api_key=client_key(args))
     return bench(client, plan, args.output, args.plot)
 
 

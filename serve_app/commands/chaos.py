@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from serve_app.commands.flags import Formatter, positive, seconds
+from serve_app.commands.flags import add_client_key, client_key, positive, seconds
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "chaos", help="kill processes of a running server while it streams, and count", formatter_class=Formatter
-    )
+    parser = commands.add_parser("chaos", help="kill processes of a running server while it streams, and count")
     parser.add_argument("url", help="of a server of yours on this machine, such as http://127.0.0.1:8000")
     what = "what to kill, one after another, with commas between: engine, runner, draft, supervisor, front"
     parser.add_argument("--kill", metavar="NAMES", type=_roles, default=(), help=f"{what}; default: keys say so")
@@ -19,14 +17,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--streams", type=positive, default=100, metavar="N", help="conversations at once")
     parser.add_argument("--max-tokens", type=positive, default=200, metavar="N", help="tokens of each answer")
     parser.add_argument("--application", metavar="NAME", help="which one, if several run on the same Ray")
-    parser.add_argument("--api-key", metavar="KEY", help="of the server, if it has any")
+    add_client_key(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from serve_app.chaos import Plan, chaos
 
-    plan = Plan(args.kill, args.every, args.streams, args.max_tokens, args.application, args.api_key)
+    plan = Plan(args.kill, args.every, args.streams, args.max_tokens, args.application, client_key(args))
     return chaos(args.url, plan)
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from serve_app.commands.flags import Formatter
-
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("doctor", help="check this machine, and tell what to fix", formatter_class=Formatter)
+    parser = commands.add_parser("doctor", help="check this machine, and tell what to fix")
     parser.add_argument("--address", metavar="HOST:PORT", help="a Ray cluster that must be reachable")
     parser.set_defaults(run=run)
 

@@ -6,23 +6,17 @@ import argparse
 import os
 import threading
 import types
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
+from serve_app.commands.gpu import missing_gpu
+from serve_app.commands.parser import UsageError
+from serve_app.commands.subjects import HOME, SUBJECTS
 from serve_app.settings import HttpSettings
 
-
-class UsageError(CallboardError):
-    """The command line asks for something that cannot be: exit code 2."""
-
-
-class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows each flag's default once."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+API_KEY = "CALLBOARD_API_KEY"
 
 
 def help_of(name: str) -> str:
@@ -33,43 +27,71 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=help_of("model"))
 
 
+def group_of(parser: argparse.ArgumentParser, subject: str) -> argparse._ArgumentGroup:
+    """The group of a subject's flags, made when its first flag comes."""
+    known = {group.title: group for group in parser._action_groups}
+    return known.get(subject) or parser.add_argument_group(subject, SUBJECTS[subject].about)
+
+
 def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
-    group = parser.add_argument_group("sampling")
+    group = group_of(parser, "sampling")
     what = "most tokens of output" + ("" if max_tokens else "; default: as many as fit")
     group.add_argument("--max-tokens", type=positive, default=max_tokens, metavar="N", help=what)
-    group.add_argument("--temperature", type=float, metavar="X", help="0 is greedy; default: the model's, or 0.7")
+    group.add_argument("--temperature", type=number, metavar="X", help="0 is greedy; default: the model's, or 0.7")
     what = "sample from this share of probability; default: the model's, or 1"
-    group.add_argument("--top-p", type=float, metavar="X", help=what)
-    group.add_argument("--seed", type=int, metavar="N", help="same seed, same output; default: a random one")
+    group.add_argument("--top-p", type=number, metavar="X", help=what)
+    group.add_argument("--seed", type=whole, metavar="N", help="same seed, same output; default: a random one")
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """A flag for every field of EngineConfig but the model."""
-    policies = "each from --device on is a policy: it changes speed or memory, and tokens at most by rounding"
-    add_flags(parser.add_argument_group("engine", policies), EngineConfig)
+def add_flags(parser: argparse.ArgumentParser, *classes: type) -> None:
+    """A flag for every field of dataclasses of settings but the model, each in the group of its subject."""
+    settings = {f.name: (f, kind, HOME[each]) for each in classes for f, kind in _typed_fields(each)}
+    listed = {name for subject in SUBJECTS.values() for name in subject.names}
+    for title, subject in SUBJECTS.items():
+        own = [name for name, (*_, home) in settings.items() if home == title and name not in listed]
+        for name in [name for name in subject.names if name in settings] + own:
+            f, kind, _ = settings[name]
+            _add_flag(group_of(parser, title), f, kind)
 
 
-def add_flags(group: argparse._ArgumentGroup, config: type) -> None:
-    """A flag for every field of a dataclass but the model."""
-    types_of = get_type_hints(config)
-    for f in fields(config):
-        if f.name == "model":
-            continue
-        flag, kind, text = "--" + f.name.replace("_", "-"), types_of[f.name], f.metadata["help"]
-        if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
-            continue
-        if kind == tuple[str, ...]:
-            group.add_argument(flag, action="append", metavar="TEXT", help=text)
-            continue
-        choices = get_args(kind) if get_origin(kind) is Literal else None
-        if choices:
-            kind = type(choices[0])
-        elif isinstance(kind, types.UnionType):  # X | None
-            kind = get_args(kind)[0]
-            kind = number_or_auto if kind is int else kind
-        metavar = None if choices else {int: "N", number_or_auto: "N|auto", float: "X", str: "NAME"}[kind]
-        group.add_argument(flag, type=kind, choices=choices, default=f.default, metavar=metavar, help=text)
+def _typed_fields(settings: type) -> list[tuple[Field[Any], Any]]:
+    types_of = get_type_hints(settings)
+    return [(f, types_of[f.name]) for f in fields(settings) if f.name != "model"]
+
+
+def _add_flag(group: argparse._ArgumentGroup, f: Field[Any], kind: Any) -> None:
+    flag, text = "--" + f.name.replace("_", "-"), f.metadata["help"]
+    if kind is bool:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+        return
+    if kind == tuple[str, ...]:
+        group.add_argument(flag, action="append", metavar="TEXT", help=text)
+        return
+    choices = get_args(kind) if get_origin(kind) is Literal else None
+    if choices:
+        kind = type(choices[0])
+    elif isinstance(kind, types.UnionType):  # X | None
+        kind = get_args(kind)[0]
+        kind = whole_or_auto if kind is int else kind
+    metavar = None if choices else {int: "N", whole_or_auto: "N|auto", float: "X", str: "NAME"}[kind]
+    read = {int: whole, float: number}.get(kind, kind)
+    group.add_argument(flag, type=read, choices=choices, default=f.default, metavar=metavar, help=text)
+
+
+def whole(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number") from None
+
+
+def number(text: str) -> float:
+    """Any number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number") from None
 
 
 def port(text: str) -> int:
@@ -94,15 +116,33 @@ def seconds(text: str) -> float:
     return value
 
 
-def number_or_auto(text: str) -> int | None:
-    """auto is the default of a number that has none: the engine finds what suits."""
+def whole_or_auto(text: str) -> int | None:
+    """A whole number, or None for auto: the engine finds what suits."""
     if text != "auto" and not text.removeprefix("-").isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number or auto")
     return None if text == "auto" else int(text)
 
 
+def keys_of_environment() -> tuple[str, ...]:
+    """The API keys of $CALLBOARD_API_KEY, with commas between them: other users see a command line, and not this."""
+    return tuple(key for text in os.environ.get(API_KEY, "").split(",") if (key := text.strip()))
+
+
+def add_client_key(parser: argparse.ArgumentParser) -> None:
+    """The flag of commands that talk to a server."""
+    parser.add_argument("--api-key", metavar="KEY", help=f"of the server, if it has any; default: ${API_KEY}")
+
+
+def client_key(args: argparse.Namespace) -> str | None:
+    """The key to send: the one given, or the first of the environment's."""
+    return args.api_key or next(iter(keys_of_environment()), None)
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Raises CallboardError if a value is out of range, or if a GPU is asked for that is not there."""
     config: EngineConfig = checked(EngineConfig, **values(args, EngineConfig))
+    if config.device == "cuda" and (missing := missing_gpu()) is not None:
+        raise CallboardError(f"device is cuda, but {missing}; use device=cpu, or see `callboard doctor`.")
     return config
 
 
@@ -114,7 +154,8 @@ def values(args: argparse.Namespace, settings: type) -> dict[str, Any]:
 
 def http_settings(args: argparse.Namespace) -> HttpSettings:
     """Raises CallboardError if a value is out of range or the file of keys cannot be read."""
-    settings: HttpSettings = checked(HttpSettings, **values(args, HttpSettings))
+    given = {"api_key": keys_of_environment()} | values(args, HttpSettings)
+    settings: HttpSettings = checked(HttpSettings, **given)
     for name in ("api_key_file", "lora_folder", "batch_folder"):
         if (path := getattr(settings, name)) is not None:  # the fronts have another working directory
             settings = replace(settings, **{name: os.path.abspath(path)})

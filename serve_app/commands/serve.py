@@ -7,36 +7,65 @@ import os
 from dataclasses import fields, replace
 from typing import Any
 
+from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from serve_app.commands.flags import (
-    Formatter,
-    UsageError,
-    add_engine_flags,
     add_flags,
     add_model,
     checked,
     engine_config,
+    group_of,
     http_settings,
     port,
     positive,
 )
+from serve_app.commands.parser import UsageError
 from serve_app.settings import HttpSettings, ScalingSettings
+
+_MOST_USED = {
+    "host": "address to listen on; 0.0.0.0 is every interface",
+    "port": "port to listen on",
+    "served-model-name": "names that clients use; default: MODEL",
+    "api-key KEY": "a key that lets clients in; or $CALLBOARD_API_KEY",
+    "max-model-len N": "longest prompt + output in tokens",
+    "quantization FORM": "weights in 8 or 4 bits: fp8, int8, int4 or nf4",
+    "lora NAME=FOLDER": "an adapter, which clients use as the model NAME",
+    "draft MODEL": "a small model, or ngram, that guesses tokens",
+    "tensor-parallel-size": "GPUs that share the model",
+    "device": "where the model runs",
+    "config": "a YAML or TOML file of flags",
+}
+_EXAMPLES = (
+    "callboard serve Qwen/Qwen3-0.6B --port 8080",
+    "callboard serve model.gguf --served-model-name small gpt-4o",
+    "callboard serve meta-llama/Llama-3.1-8B-Instruct --quantization fp8",
+)
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser("serve", help="serve a model over OpenAI-compatible HTTP", formatter_class=Formatter)
+    what = "serve a model over HTTP, with OpenAI's and Anthropic's APIs"
+    parser = commands.add_parser("serve", help=what, most_used=_MOST_USED, examples=_EXAMPLES)
     add_model(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every interface")
-    parser.add_argument("--port", type=port, default=8000, help="port to listen on")
-    parser.add_argument("--served-model-name", metavar="NAME", help="the name that clients use; default: MODEL")
+    parser.set_defaults(model=None)  # so that a MODEL that is not given is known
+    group_of(parser, "model").add_argument(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="the names that clients use; answers have the first one; default: MODEL",
+    )
+    http = group_of(parser, "http")
+    http.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every interface")
+    http.add_argument("-p", "--port", type=port, default=8000, metavar="N", help="port to listen on")
+    what = "YAML or TOML file with flags by their names, such as `port: 8001`; the command line wins"
+    parser.add_argument("--config", metavar="FILE", help=what)
     fronts = "front replicas that share the engines; default: one per 4 CPUs, at most 4"
-    parser.add_argument("--num-fronts", type=positive, metavar="N", help=fronts)
-    add_flags(parser.add_argument_group("scaling", "how many model replicas there are"), ScalingSettings)
-    add_flags(parser.add_argument_group("http", "what the front door allows"), HttpSettings)
-    add_engine_flags(parser)
+    group_of(parser, "scaling").add_argument("--num-fronts", type=positive, metavar="N", help=fronts)
+    add_flags(parser, EngineConfig, ScalingSettings, HttpSettings)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_names(args)
     config = engine_config(args)
     from serve_app.server import ServerSettings, serve
 
@@ -52,9 +81,21 @@ def run(args: argparse.Namespace) -> int:
             http,
             host=args.host,
             port=args.port,
-            served_model_name=args.served_model_name,
+            served_model_names=tuple(args.served_model_name or ()),
             scaling=checked(ScalingSettings, **{f.name: getattr(args, f.name) for f in fields(ScalingSettings)}),
             num_fronts=args.num_fronts,
         )
     )
     return 0
+
+
+def _check_names(args: argparse.Namespace) -> None:
+    """Refuses what looks like a MODEL among the names: `--served-model-name a MODEL` gives the model no place."""
+    names = args.served_model_name or ()
+    if args.model is None and len(names) > 1 and _looks_like_model(names[-1]):
+        text = f"--served-model-name has {names[-1]!r} as a name, and no MODEL is given"
+        raise UsageError(f"{text}; write MODEL first, or `-- MODEL` after the names ({DEFAULT_MODEL} is the default).")
+
+
+def _looks_like_model(name: str) -> bool:
+    return "/" in name or name.startswith("pypi:") or name.endswith(".gguf") or os.path.exists(name)
