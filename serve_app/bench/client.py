@@ -149,7 +149,8 @@ class _Connection(asyncio.Protocol):
             return data, b"", self._left <= 0
         if not self._chunked:
             return data, b"", False
-        parts, at = [], 0
+        parts: list[bytes] = []
+        at = 0
         while (mark := data.find(b"\r\n", at)) >= 0:
             size = int(data[at:mark].partition(b";")[0], 16)
             end = mark + 2 + size
