@@ -267,7 +267,7 @@ class Client:
             return
 
     def count_tokens(self, text: str, add_special_tokens: bool) -> int | None:
-        """The number of tokens of a text by the server's tokenizer; None if the server has no /tokenize."""
+        """The number of tokens of a text by the server's tokenizer; None without a /tokenize route."""
         body = {"model": self.model, "prompt": text, "content": text, "add_special_tokens": add_special_tokens}
         try:
             answer = self._json("/tokenize", body)

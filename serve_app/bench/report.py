@@ -116,8 +116,8 @@ def draw(about: dict[str, Any], levels: list[dict[str, Any]], path: Path) -> Non
             axis.plot(x, [level[name][statistic] for level in points], marker="o", label=statistic)
         for level in points:
             at = (level["output_tokens_per_s"], level[name]["p50"])
-            axis.annotate(f"{level['level']:g}", at, textcoords="offset points", xytext=(4, 4))
-        axis.set(title=f"{_LATENCIES[name]}, ms", xlabel="output tokens/s", ylim=(0, None))
+            axis.annotate(f"{level['level']:g}", at, textcoords="offset points", xytext=(0, -14), ha="center")
+        axis.set(title=f"{_LATENCIES[name]}, ms", xlabel="output tokens/s", xlim=(0, None), ylim=(0, None))
         axis.grid(alpha=0.3)
     axes[0].legend()
     kind = "requests/s" if about["is_rate"] else "concurrency"

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server whose answers keep a fixed pace: one word a token, sent at times set in advance.
+"""An OpenAI-compatible server that sends one word a token at fixed times after the request.
 
     python -m tests.support.paced_server --first-ms 200 --gap-ms 20    # prints its URL
 
