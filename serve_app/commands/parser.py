@@ -113,6 +113,7 @@ class CommandParser(argparse.ArgumentParser):
     def _given(self, words: list[str], source: str = "") -> argparse.Namespace:
         """What `words` say, without defaults."""
         defaults = [(action, action.default) for action in self._actions]
+        of_parser, self._defaults = self._defaults, {}
         self._source = source
         try:
             for action in self._actions:
@@ -121,7 +122,7 @@ class CommandParser(argparse.ArgumentParser):
         finally:
             for action, default in defaults:
                 action.default = default
-            self._source = ""
+            self._defaults, self._source = of_parser, ""
 
     def _explain(self, what: str) -> NoReturn:
         """Print the flags of a subject, one flag, or those with `what` in their names."""
@@ -145,7 +146,8 @@ class CommandParser(argparse.ArgumentParser):
         self.exit()
 
     def _full_help(self) -> str:
-        parts = [self.format_usage(), f"{self.description}\n" if self.description else "", self._described(self._action_groups)]
+        about = f"{self.description}\n" if self.description else ""
+        parts = [self.format_usage(), about, self._described(self._action_groups)]
         return "\n".join(part for part in [*parts, self._more()] if part)
 
     def _described(self, groups: Iterable[argparse._ArgumentGroup]) -> str:

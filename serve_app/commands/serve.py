@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_names(args: argparse.Namespace) -> None:
     """Refuses what looks like a MODEL among the names: `--served-model-name a MODEL` gives the model no place."""
-    names = args.served_model_name or ()
+    names: list[str] = args.served_model_name or []
     if args.model is None and len(names) > 1 and _looks_like_model(names[-1]):
         text = f"--served-model-name has {names[-1]!r} as a name, and no MODEL is given"
         raise UsageError(f"{text}; write MODEL first, or `-- MODEL` after the names ({DEFAULT_MODEL} is the default).")
