@@ -150,7 +150,7 @@ def _memory(architecture: str, family: Family) -> Iterator[str]:
     if not configs:
         yield _line("GPU memory", f"see `callboard inspect {family.example} --max-model-len {_CONTEXT}`")
         return
-    rows = [("GiB, with one context", "parameters", "context", *_FORMS)]
+    rows: list[tuple[str, ...]] = [("GiB, with one context", "parameters", "context", *_FORMS)]
     for name, config in configs.items():
         spec = load_spec(config)[0]
         context = min(_CONTEXT, spec.max_positions)
