@@ -1,4 +1,4 @@
-"""The reports of `callboard models`: a line for each family that runs, or the details of some."""
+"""The reports of `callboard models`: a line for each family, or the details of some."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from runtime.models.published import PUBLISHED
 from runtime.quant import METHODS
 
 _GIB = 1 << 30
-_CONTEXT = 8192  # tokens, of the memory that is told
-_FORMS = ("bfloat16", "int8", "int4")  # of the weights there
+_CONTEXT = 8192  # tokens in the KV cache, for the report of memory
+_FORMS = ("bfloat16", "int8", "int4")  # of the weights, for the same report
 _SIZE = r"(?:\d+x)?\d+(?:\.\d+)?[MB](?:-A\d+B)?"
 _LIMITS = re.compile(r", (?:without .*|text alone)")  # behind the models' names
 _LABEL_WIDTH = 14
 
 
 def family_table() -> str:
-    """A line for each family, and what the columns mean."""
+    """Return a line for each family, and the meaning of the columns."""
     head = ("family", "sizes", "tool calls", "reasoning", "files", "verified")
     rows = [head, *(_row(architecture, family) for architecture, family in FAMILIES.items())]
     methods = ", ".join(method for method in METHODS if method != "gguf")
@@ -44,7 +44,7 @@ def family_table() -> str:
 
 
 def family_details(name: str) -> str:
-    """All that is known of the families that `name` may mean; raises CallboardError if it is none's name."""
+    """Return the details of the families with this name. Raises CallboardError for an unknown name."""
     wanted = _plain(name)
     words = [(word, architecture) for architecture, family in FAMILIES.items() for word in _words(architecture, family)]
     found = [architecture for word, architecture in words if word == wanted]
@@ -62,7 +62,7 @@ def family_details(name: str) -> str:
 
 
 def _words(architecture: str, family: Family) -> Iterator[str]:
-    """What people may call a family, its letters and digits alone."""
+    """The names of a family and of its models, reduced to letters and digits."""
     yield _plain(architecture)
     yield _plain(family.models)
     yield _plain(family.example)
@@ -74,7 +74,7 @@ def _plain(text: str) -> str:
 
 
 def _published(architecture: str) -> list[str]:
-    """The models of known shape, small ones first."""
+    """Return the models of known shape, small ones first."""
     found = {name: config for name, config in PUBLISHED.items() if config["architectures"] == [architecture]}
     return sorted(found, key=lambda name: _num_parameters(load_spec(found[name])[0]))
 
@@ -100,7 +100,7 @@ def _row(architecture: str, family: Family) -> tuple[str, ...]:
 
 
 def _sizes(architecture: str, family: Family) -> list[str]:
-    """The sizes that the family's models, its example and its known shapes have, the smallest first."""
+    """Return the sizes of the family's models, of its example and of its known shapes, the smallest first."""
     texts = [family.models, family.example.rpartition("/")[2], *_published(architecture)]
     found = {
         size.upper().replace("X", "x")
@@ -111,7 +111,7 @@ def _sizes(architecture: str, family: Family) -> list[str]:
 
 
 def _num_of_size(size: str) -> float:
-    """The number of parameters that a size such as 8x7B says."""
+    """Return the number of parameters of a size such as 8x7B."""
     times, _, each = size.partition("-")[0].rpartition("x")
     return int(times or 1) * float(each[:-1]) * (1e9 if each[-1] == "B" else 1e6)
 
@@ -143,7 +143,7 @@ def _details(architecture: str, family: Family) -> Iterator[str]:
 
 
 def _memory(architecture: str, family: Family) -> Iterator[str]:
-    """GPU memory of each model whose shape is known, for one context."""
+    """Report the GPU memory of each model of known shape, with room for one context."""
     configs = {name: PUBLISHED[name] for name in _published(architecture)}
     if (config := _cached_config(family.example)) is not None:
         configs = {family.example: config, **configs}
@@ -161,7 +161,7 @@ def _memory(architecture: str, family: Family) -> Iterator[str]:
 
 
 def _cached_config(model: str) -> dict[str, object] | None:
-    """The config.json of a hub model that was fetched before."""
+    """Return the config.json of a hub model, or None unless the hub's cache has it."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(model, "config.json")
@@ -169,7 +169,7 @@ def _cached_config(model: str) -> dict[str, object] | None:
 
 
 def _gpu_bytes(spec: DecoderSpec, form: str, context: int) -> int:
-    """What an engine takes whose KV cache has room for one context: weights, cache, working memory and graphs."""
+    """Return the bytes of an engine with room for one context: weights, KV cache, working memory and CUDA graphs."""
     import torch
 
     from runtime.kernels.numerics import Numerics
@@ -189,7 +189,7 @@ def _gpu_bytes(spec: DecoderSpec, form: str, context: int) -> int:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The rows with their cells one below another."""
+    """Return the rows as lines with aligned cells."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -1,4 +1,4 @@
-"""`callboard models`: a line for each family, details of some, and that what they tell is so."""
+"""`callboard models`: a line for each family, details of some, and the truth of both."""
 
 import math
 from pathlib import Path

@@ -29,7 +29,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch):
 
 
 def shown(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
-    """The exit code of a command line that argparse answers, and what it printed."""
+    """The exit code and the output of a command line that argparse answers."""
     with pytest.raises(SystemExit) as end:
         cli.main(list(argv))
     out, err = capsys.readouterr()
