@@ -246,7 +246,7 @@ def _metavar(action: argparse.Action) -> str:
 
 def _entry(name: str, text: str) -> list[str]:
     """`name` with its text beside it, or below if it is long."""
-    lines = textwrap.wrap(text, _WIDTH - _COLUMN)
+    lines = textwrap.wrap(text, _WIDTH - _COLUMN, break_on_hyphens=False)
     head = f"  {name:<{_COLUMN - 4}}"
     if len(head) > _COLUMN - 2:
         return [head, *(" " * _COLUMN + line for line in lines)]
