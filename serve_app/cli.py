@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # that of typing takes a fifth of the start
+TYPE_CHECKING = False  # typing would be imported before Ctrl-C is caught
 if TYPE_CHECKING:
     from serve_app.commands.parser import CommandParser
 
