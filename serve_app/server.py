@@ -59,7 +59,7 @@ class ServerSettings:
     http: HttpSettings
     host: str
     port: int
-    served_model_name: str | None
+    served_model_names: tuple[str, ...]  # the first is that of answers; none: the model's own
     scaling: ScalingSettings
     num_fronts: int | None
 
@@ -176,7 +176,7 @@ def _deploy(settings: ServerSettings) -> None:
         AppArgs(
             **asdict(settings.config),
             **asdict(settings.http),
-            served_model_name=settings.served_model_name,
+            served_model_name=settings.served_model_names,
             **asdict(settings.scaling),
             num_fronts=settings.num_fronts,
         )
@@ -325,7 +325,7 @@ def _announce(settings: ServerSettings, console: Console) -> None:
     """How to use the server."""
     host = _reachable(settings.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
-    name = settings.served_model_name or settings.config.model
+    name = next(iter(settings.served_model_names), settings.config.model)
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     draft = f" (draft: {settings.config.draft})" if settings.config.draft else ""
     adapters = f" with the adapters {', '.join(settings.config.adapters)}" if settings.config.lora else ""
