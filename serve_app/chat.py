@@ -88,6 +88,9 @@ class RemoteModel:
             models = self._http.get(f"{self._base}/models").raise_for_status().json()
             model = models["data"][0]["id"]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as e:
+            if isinstance(e, httpx.HTTPStatusError) and e.response.status_code == 401:
+                which = "needs an API key" if api_key is None else "does not know the API key"
+                raise CallboardError(f"{self._base} {which}; pass --api-key or set CALLBOARD_API_KEY.") from e
             raise CallboardError(f"No OpenAI-compatible server answers at {self._base}: {e}; check --url.") from e
         self._fields = {"model": model, "stream": True, **given}
 
