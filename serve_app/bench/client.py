@@ -289,7 +289,9 @@ class Client:
             message = _error_message(e.read())
             raise CallboardError(f"{self.url}/v1/models answers {e.code}: {message}") from None
         except (OSError, ValueError, KeyError, IndexError, TypeError) as e:
-            raise CallboardError(f"No OpenAI-compatible server answers at {self.url}: {e}; check the URL.") from None
+            raise CallboardError(
+                f"No OpenAI-compatible server answers at {self.url}: {getattr(e, 'reason', e)}; check the URL."
+            ) from None
 
     def _json(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
