@@ -45,7 +45,10 @@ class Plan:
 
 
 def bench(client: Client, plan: Plan, output: Path | None, plot: Path | None) -> int:
-    """Run all levels, print the report and write the files; returns 1 if a request failed."""
+    """Run all levels, print the report and write the files; returns 1 if a request failed.
+
+    After Ctrl-C it reports the answers that are complete, and raises KeyboardInterrupt.
+    """
     if plot is not None:
         _check_matplotlib()
     for path in filter(None, (output, plot)):
@@ -54,7 +57,7 @@ def bench(client: Client, plan: Plan, output: Path | None, plot: Path | None) ->
     prompts, is_counted = prompts_of(
         plan.prompt_tokens, plan.shared_prefix, lambda text: client.count_tokens(text, not plan.chat), rng
     )
-    levels = asyncio.run(_run(client, plan, prompts))
+    levels, is_interrupted = asyncio.run(_run(client, plan, prompts))
     about = {
         "url": client.url, "model": client.model, "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "prompt_tokens_counted_by": "the server's tokenizer" if is_counted else "words", **asdict(plan),
@@ -62,11 +65,12 @@ def bench(client: Client, plan: Plan, output: Path | None, plot: Path | None) ->
     found = [{"level": level, "name": plan.name(level), **figures(turns)} for level, turns in levels]
     print(report(about, found))
     if output is not None:
-        requests = [[_times(turn, turns[0].sent) for turn in turns] for _, turns in levels]
-        rows = [row | {"answers": answers} for row, answers in zip(found, requests, strict=True)]
+        rows = [row | {"answers": _times(turns)} for row, (_, turns) in zip(found, levels, strict=True)]
         output.write_text(json.dumps(about | {"results": rows}, indent=1) + "\n")
     if plot is not None and any(row["requests"] for row in found):
         draw(about, found, plot)
+    if is_interrupted:
+        raise KeyboardInterrupt
     return int(any(row["errors"] for row in found))
 
 
@@ -77,33 +81,41 @@ def _check_matplotlib() -> None:
         raise CallboardError("--plot needs matplotlib; install it by: pip install 'callboard[bench]'.") from None
 
 
-def _times(turn: Turn, begin: float) -> dict[str, Any]:
-    """One request as a file has it: seconds from the first request of its level."""
-    return {
-        "sent_s": turn.sent - begin,
-        "events_s": [at - begin for at in turn.events],
-        "ended_s": turn.ended - begin if turn.ended else None,
-        "prompt_tokens": turn.num_prompt_tokens,
-        "cached_tokens": turn.num_cached_tokens,
-        "output_tokens": turn.num_tokens,
-        "error": turn.error,
-    }
+def _times(turns: list[Turn]) -> list[dict[str, Any]]:
+    """The requests of a level as a file has them: seconds from the first one."""
+    begin = min((turn.sent for turn in turns if turn.sent), default=0.0)
+    return [
+        {
+            "sent_s": turn.sent - begin if turn.sent else None,
+            "events_s": [at - begin for at in turn.events],
+            "ended_s": turn.ended - begin if turn.ended else None,
+            "prompt_tokens": turn.num_prompt_tokens,
+            "cached_tokens": turn.num_cached_tokens,
+            "output_tokens": turn.num_tokens,
+            "error": turn.error,
+        }
+        for turn in turns
+    ]
 
 
 # ---- the load -------------------------------------------------------------------------------------------------------
 
 
-async def _run(client: Client, plan: Plan, prompts: Prompts) -> list[tuple[float, list[Turn]]]:
-    levels = []
+async def _run(client: Client, plan: Plan, prompts: Prompts) -> tuple[list[tuple[float, list[Turn]]], bool]:
+    """The requests of each level, and whether Ctrl-C ended the last one."""
+    levels: list[tuple[float, list[Turn]]] = []
     for number, level in enumerate(plan.levels):
         rng = np.random.default_rng([plan.seed, number + 1])
         for _ in range(0 if number else plan.num_warmup):
             await client.ask(Turn(prompts.draw(rng), plan.output_tokens))
         seen: list[Turn] = []
-        async with _shown(plan, level, seen):
-            await _play(client, plan, level, prompts, rng, seen)
         levels.append((level, seen))
-    return levels
+        try:
+            async with _shown(plan, level, seen):
+                await _play(client, plan, level, prompts, rng, seen)
+        except asyncio.CancelledError:  # asyncio's answer to Ctrl-C
+            return levels, True
+    return levels, False
 
 
 async def _play(

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,8 @@ from serve_app.bench.load import Session, arrivals, play, play_streams
 from serve_app.bench.prompts import WORDS, prompts_of, single_tokens
 from serve_app.bench.report import draw, report
 from tests.support.paced_server import MODEL, PacedServer
+
+ROOT = Path(__file__).parents[2]
 
 
 async def ask(server: PacedServer, turn: Turn, **options) -> Client:
@@ -250,6 +254,33 @@ async def test_a_refused_warmup_ends_the_command(capsys):
     async with PacedServer(refusals=1) as server:
         assert await asyncio.to_thread(run, server, "--requests", "5") == 1
     assert capsys.readouterr().err == "callboard: 429: too many requests\n"
+
+
+def test_an_interrupted_load_reports_what_is_complete():
+    async def start() -> tuple[subprocess.Popen, str]:
+        async with PacedServer(gap_s=0.01) as server:
+            command = [
+                sys.executable,
+                "-m",
+                "serve_app.cli",
+                "bench",
+                server.url,
+                "--concurrency",
+                "1",
+                "--warmup",
+                "0",
+            ]
+            command += ["--prompt-tokens", "8", "--output-tokens", "4"]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            while len(server.requests) < 4:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            return process, await asyncio.to_thread(process.stdout.read)
+
+    process, out = asyncio.run(start())
+    assert (process.wait(), process.stderr.read()) == (1, "callboard: interrupted\n")
+    assert "concurrency 1: " in out
+    assert " 0 errors" in out
 
 
 async def test_a_plot_without_matplotlib_is_refused_first(capsys, monkeypatch, tmp_path: Path):
