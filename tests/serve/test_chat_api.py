@@ -26,6 +26,10 @@ THINKING = QWEN + (
     "{% if add_generation_prompt %}{{ '<think>\n' if thinking is not defined or thinking else '<think></think>' }}"
     "{% endif %}"
 )
+PLAIN = (  # which knows no tools
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 TOOLS = [
     {
         "type": "function",
