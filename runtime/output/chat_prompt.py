@@ -49,6 +49,11 @@ class ChatPrompter:
         return name_of(self._template.tool_format)
 
     @property
+    def thinks(self) -> bool:
+        """True if the model may write reasoning before its answer."""
+        return self._template.thinks or self._template.has_channels
+
+    @property
     def has_channels(self) -> bool:
         """True if the model reasons in channels, where `thinking_token_budget` is no limit."""
         return self._template.has_channels

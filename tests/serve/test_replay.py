@@ -57,6 +57,8 @@ ASKED = [
     ("/v1/chat/completions", chat(n=2, stream=True)),
     ("/v1/responses", {"input": "hi", "store": False, "stream": True}),
     ("/v1/messages", {"messages": chat()["messages"], "max_tokens": 20}),
+    ("/api/chat", {"model": MODEL, "messages": chat()["messages"]}),
+    ("/api/generate", {"model": MODEL, "prompt": "a", "stream": False, "options": {"seed": 3}}),
 ]
 
 
