@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
@@ -213,26 +214,45 @@ class OllamaGenerateRequest(OllamaRequest):
 def _chat_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """The messages of a chat, whose calls have ids by which results name them; Ollama's are in order, or named."""
     chat: list[dict[str, Any]] = []
-    waiting: list[tuple[str, str]] = []  # calls without a result so far: their ids and functions
+    waiting = _Waiting([])
     for at, message in enumerate(messages):
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.thinking is not None:
             fields["reasoning_content"] = message.thinking
         if message.tool_calls:
             named = [(call.id or f"call_{at}_{i}", call.function) for i, call in enumerate(message.tool_calls)]
-            waiting = [(call_id, function.name) for call_id, function in named]
+            waiting = _Waiting([(call_id, function.name) for call_id, function in named])
             fields["tool_calls"] = [
                 {"id": i, "function": {"name": f.name, "arguments": json.dumps(f.arguments, ensure_ascii=False)}}
                 for i, f in named
             ]
         if message.role == "tool":
-            wanted = message.tool_call_id, message.tool_name
-            fits = [call for call in waiting if wanted == (None, None) or call[0] == wanted[0] or call[1] == wanted[1]]
-            call = fits[0] if fits else (message.tool_call_id or f"call_{at}", message.tool_name)
-            waiting = [each for each in waiting if each is not call]
-            fields |= {"tool_call_id": call[0], "name": call[1]}
+            call_id = message.tool_call_id or waiting.next(message.tool_name) or f"call_{at}"
+            fields |= {"tool_call_id": call_id, "name": message.tool_name}
         chat.append(fields)
     return chat
+
+
+class _Waiting:
+    """The calls of one message that have no result so far."""
+
+    def __init__(self, calls: list[tuple[str, str]]) -> None:
+        """`calls` are their ids and the functions' names."""
+        self._done: set[str] = set()
+        self._of: dict[str | None, deque[str]] = defaultdict(deque)  # ids by function, and all of them by None
+        for call_id, name in calls:
+            self._of[None].append(call_id)
+            self._of[name].append(call_id)
+
+    def next(self, name: str | None) -> str | None:
+        """The first call of a function, or of any; None if all have their results."""
+        ids = self._of[name]
+        while ids and ids[0] in self._done:
+            ids.popleft()
+        if not ids:
+            return None
+        self._done.add(ids[0])
+        return ids.popleft()
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def with_tools_as_text(
 
     The tools stand at the head of the system message or, in a template without that role, of the first user message.
     Results of calls become text of the user, in one turn with what the user writes before and after them."""
-    plain: list[Mapping[str, Any]] = []
+    turns: list[tuple[Mapping[str, Any], list[str | list[Any]]]] = []  # a message, and the contents of its turn
     was_result = False
     for message in messages:
         is_result = message.get("role") == "tool"
@@ -48,10 +48,15 @@ def with_tools_as_text(
             message = {"role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
         elif message.get("tool_calls"):
             message = _with_calls_as_text(message)
-        if (is_result or was_result) and plain and plain[-1].get("role") == message.get("role") == "user":
-            message = {**message, "content": _joined(_content(plain.pop()), "\n", _content(message))}
-        plain.append(message)
+        if (is_result or was_result) and turns and turns[-1][0].get("role") == message.get("role") == "user":
+            turns[-1][1].append(message.get("content") or "")
+        else:
+            turns.append((message, [message.get("content") or ""]))
         was_result = is_result
+    plain = [
+        message if len(contents) == 1 else {**message, "content": _joined("\n", contents)}
+        for message, contents in turns
+    ]
     return _with_tools(plain, tools, "system" if has_system else "user") if tools else plain
 
 
@@ -65,7 +70,7 @@ def _with_tools(
     if at is None:
         return [{"role": role, "content": text}, *messages]
     content = messages[at].get("content")
-    first = {**messages[at], "content": _joined(text, "\n\n", content) if content else text}
+    first = {**messages[at], "content": _joined("\n\n", [text, content]) if content else text}
     return [*messages[:at], first, *messages[at + 1 :]]
 
 
@@ -78,21 +83,20 @@ def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, "content": f"{content}\n{written}" if content else written}
 
 
-def _content(message: Mapping[str, Any]) -> str | list[Any]:
-    return message.get("content") or ""
-
-
 def _text(message: Mapping[str, Any]) -> str:
-    content = _content(message)
+    content = message.get("content") or ""
     return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
 
 
-def _joined(first: str | list[Any], between: str, second: str | list[Any]) -> str | list[Any]:
-    """Two contents, each a text or a list of parts, as one."""
-    if isinstance(first, str) and isinstance(second, str):
-        return first + between + second
-    as_parts = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in (first, between, second))
-    return [part for parts in as_parts for part in parts]
+def _joined(between: str, contents: Sequence[str | list[Any]]) -> str | list[Any]:
+    """Contents, each a text or a list of parts, as one."""
+    if all(isinstance(content, str) for content in contents):
+        return between.join(str(content) for content in contents)
+    parts: list[Any] = []
+    for content in contents:
+        parts += [{"type": "text", "text": between}] if parts else []
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
 
 
 def _json(value: Any) -> str:
