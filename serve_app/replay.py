@@ -118,7 +118,8 @@ def _plain(path: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def _drawn(answer: dict[str, Any]) -> Any:
     """The part of an answer that the seed decides."""
-    return next((answer[name] for name in _DRAWN if name in answer), None)
+    drawn = next((answer[name] for name in _DRAWN if name in answer), None)
+    return drawn if isinstance(drawn, list) else [drawn]
 
 
 def _difference(before: Any, after: Any, at: str) -> str | None:
@@ -137,5 +138,5 @@ def _difference(before: Any, after: Any, at: str) -> str | None:
 
 def _size(choices: Any, answer: dict[str, Any]) -> str:
     usage = answer.get("usage") or {}
-    num_tokens = usage.get("completion_tokens", usage.get("output_tokens"))
+    num_tokens = usage.get("completion_tokens", usage.get("output_tokens", answer.get("eval_count")))
     return f"{num_tokens} tokens in {len(choices)} parts"

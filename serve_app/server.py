@@ -338,9 +338,10 @@ def _report_generic_tools(settings: ServerSettings, console: Console) -> None:
     """Print a line if the model's chat template has no format of tool calls, and the generic one is taken instead."""
     from ray import serve
     from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
 
     if settings.config.tool_call_parser == "auto":
-        with suppress(RayError, TimeoutError):
+        with suppress(RayError, RayServeException, TimeoutError):
             found = serve.get_app_handle(APP_NAME).tool_call_format.remote().result(timeout_s=_STATUS_POLL_S)
             if found == "generic":
                 console.say("Tools: the chat template has no known format of tool calls, so the generic one is used.")
