@@ -20,7 +20,7 @@ from runtime.models import load_spec
 from runtime.quant.at_load import quantized_at_load
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
-from runtime.text.tool_calls import FORMATS
+from runtime.text.tool_calls import name_of
 
 if TYPE_CHECKING:
     from runtime.kernels.numerics import Numerics
@@ -164,9 +164,10 @@ def _text(config: EngineConfig, path: Path) -> list[str]:
     lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config))))
     if tokenizer.chat_template is None:
         return [*lines, _line("chat template", "none: this model completes texts")]
-    form = ChatTemplate.of(tokenizer).tool_format
-    names = [name for name, each in FORMATS.items() if each is form]
-    tools = f"with tool calls ({names[0]})" if names else "without tool calls, or in a format that is not known here"
+    name = name_of(ChatTemplate.of(tokenizer).tool_format)
+    tools = f"with tool calls ({name})" if name else "without tool calls"
+    if name == "generic":
+        tools += "; it describes none in a known format, so the system message does"
     return [*lines, _line("chat template", f"{tools}:"), tokenizer.chat_template.rstrip()]
 
 

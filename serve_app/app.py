@@ -210,6 +210,15 @@ class Front:
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._app
 
+    async def tool_call_format(self) -> str | None:
+        """How tools are described and called, by the name that --tool-call-parser takes; None if they cannot be."""
+
+        def find() -> str | None:
+            chats = self._service.named(None).chats
+            return None if chats is None else chats.tool_call_format
+
+        return await asyncio.to_thread(find)  # a child process runs the template
+
     async def drain(self, reason: str) -> int:
         """Take no new requests from now on, for `reason`; the number of live ones, which go on. Those of batches end:
         whoever runs the batch next sends them again."""

@@ -96,6 +96,7 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> 
     _wait_until_up(settings, console, parent)
     _announce(settings, console)
     parent.tell(ready=True)
+    _report_generic_tools(settings, console)
     parent.wait_for_order()
     console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
     _drain(settings, folder, parent)
@@ -331,6 +332,19 @@ def _announce(settings: ServerSettings, console: Console) -> None:
     adapters = f" with the adapters {', '.join(settings.config.adapters)}" if settings.config.lora else ""
     console.announce(f"Callboard serves {name}{draft}{adapters} at {url}/v1")
     console.announce(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+
+
+def _report_generic_tools(settings: ServerSettings, console: Console) -> None:
+    """Print a line if the model's chat template has no format of tool calls, and the generic one is taken instead."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    if settings.config.tool_call_parser == "auto":
+        with suppress(RayError, RayServeException, TimeoutError):
+            found = serve.get_app_handle(APP_NAME).tool_call_format.remote().result(timeout_s=_STATUS_POLL_S)
+            if found == "generic":
+                console.say("Tools: the chat template has no known format of tool calls, so the generic one is used.")
 
 
 def _reachable(host: str) -> str:

@@ -44,6 +44,9 @@ def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
     assert "(99 blocks of 16 tokens" in told["memory plan"]
     assert told["KV cache"] == "float32, 128 bytes a token"
     assert told["tokenizer"] == "262 tokens; begin of text 1; ends 0 <|end|>"
+    assert told["chat template"] == (
+        "with tool calls (generic); it describes none in a known format, so the system message does:"
+    )
     assert report.endswith("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}\n")
 
 
