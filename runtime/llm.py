@@ -143,7 +143,7 @@ class LLM:
             raise CallboardError("tensor_parallel_size must be 1: one process holds the whole model; leave it out.")
         path = resolve(model, self.config.revision)
         self.tokenizer = load_tokenizer(path, self.config.chat_template, self.config.tool_call_parser)
-        self.defaults = SamplingDefaults.load(path, self.config.generation_config)
+        self.defaults = SamplingDefaults.load(path, self.config.generation_config, model)
         # It takes less memory than is free.
         self._draft = load_draft(self.config) if self.config.has_draft_model else None
         self.runner = ModelRunner(self.config, CheckpointSource(path))
