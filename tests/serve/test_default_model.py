@@ -35,12 +35,13 @@ async def test_every_name_of_the_default_model_is_accepted():
 
 
 def test_recommended_sampling_is_the_default_models_alone(write_tiny_gguf: Callable[..., Path]):
-    silent, outspoken = write_tiny_gguf(), write_tiny_gguf(general__sampling__temp=0.5)
+    silent = write_tiny_gguf()
     defaults = SamplingDefaults.load(silent, "auto", DEFAULT_MODEL)
     assert defaults.params() == SamplingParams(temperature=0)
     assert defaults.params(temperature=0.9, top_p=None) == SamplingParams(temperature=0.9)
     assert SamplingDefaults.load(silent, "auto", "other/model") == SamplingDefaults()
     assert SamplingDefaults.load(silent, "none", DEFAULT_MODEL) == SamplingDefaults()
+    outspoken = write_tiny_gguf(general__sampling__temp=0.5)
     assert SamplingDefaults.load(outspoken, "auto", DEFAULT_MODEL).params() == SamplingParams(temperature=0.5)
 
 
