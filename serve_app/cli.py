@@ -1,4 +1,4 @@
-"""The `callboard` command: its commands, and what becomes of their errors.
+"""The `callboard` command: its commands, and the sentences of their errors.
 
 Nothing heavy is imported before a command needs it, so that --help and usage errors are immediate, and nothing at all
 before Ctrl-C is caught. Exit codes: 0 done, 1 it failed, 2 the command line is wrong.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # that of typing takes a fifth of the start
+TYPE_CHECKING = False  # typing would be imported before Ctrl-C is caught
 if TYPE_CHECKING:
     from serve_app.commands.parser import CommandParser
 
@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str] | None) -> int:
-    """The exit code of a command; each error is one sentence on stderr."""
+    """Run a command and return its exit code; each error is one sentence on stderr."""
     from runtime.core.types import CallboardError
     from serve_app.commands.parser import UsageError
 
@@ -47,7 +47,7 @@ def _run(argv: list[str] | None) -> int:
 
 
 def parser() -> CommandParser:
-    """The parser of all commands, which --help lists in this order."""
+    """Return the parser of all commands; --help lists them in this order."""
     from serve_app.commands import chaos, chat, doctor, generate, inspect, models, replay, serve
     from serve_app.commands.parser import CommandParser, Version
 

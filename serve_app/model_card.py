@@ -1,4 +1,4 @@
-"""OpenAI's model object, which /v1/models lists for each name that a request may ask for."""
+"""OpenAI's model object: /v1/models lists one for each name of a model or adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PERMISSION = {  # as OpenAI's models once had it, and vLLM's have
 
 
 def model_card(name: str, base: str, model: ServedModel, adapter: AdapterEntry | None, created: int) -> dict[str, Any]:
-    """The object of `name`: the model itself, whose first name is `base`, or one of its adapters."""
+    """Return the object of `name`, for the model or for an adapter; `base` is the first name of the model."""
     return {
         "id": name,
         "object": "model",

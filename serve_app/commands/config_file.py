@@ -1,4 +1,4 @@
-"""`--config FILE`: the flags of a command in a YAML or TOML file, as the words that the command line would have."""
+"""`--config FILE`: read the flags of a command from a YAML or TOML file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 
 from runtime.core.types import CallboardError
 
-_MODEL = "model"  # the argument that is no flag
+_MODEL = "model"  # the positional argument
 _NOT_IN_FILES = ("config", "help")
 
 
 def read_words(path: str, flags: Mapping[str, argparse.Action]) -> list[str]:
-    """The words for the values of a file; `flags` are those of the command, by name. Raises CallboardError if the file
-    cannot be read, or if it has a name that is no flag."""
+    """Return the words of a command line with the values of a file.
+
+    `flags` are the flags of the command by name. Raises CallboardError if the file cannot be read, or if it has an
+    unknown name."""
     words, model = [], []
     for key, value in _read(path).items():
         name = str(key).replace("_", "-")

@@ -1,4 +1,4 @@
-"""Flags that several commands share, how their values are read, and what settings are made of them."""
+"""Flags that several commands share: their declarations, the reading of values, and the settings made of them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def help_of(name: str) -> str:
     return str(next(f.metadata["help"] for f in fields(EngineConfig) if f.name == name))
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=help_of("model"))
+def add_model(parser: argparse.ArgumentParser) -> argparse.Action:
+    return parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=help_of("model"))
 
 
 def group_of(parser: argparse.ArgumentParser, subject: str) -> argparse._ArgumentGroup:
-    """The group of a subject's flags, made when its first flag comes."""
+    """Return the group of a subject's flags; the first flag creates it."""
     known = {group.title: group for group in parser._action_groups}
     return known.get(subject) or parser.add_argument_group(subject, SUBJECTS[subject].about)
 
@@ -44,7 +44,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None) 
 
 
 def add_flags(parser: argparse.ArgumentParser, *classes: type) -> None:
-    """A flag for every field of dataclasses of settings but the model, each in the group of its subject."""
+    """Add a flag for each field of dataclasses of settings, except the model, to the group of its subject."""
     settings = {f.name: (f, kind, HOME[each]) for each in classes for f, kind in _typed_fields(each)}
     listed = {name for subject in SUBJECTS.values() for name in subject.names}
     for title, subject in SUBJECTS.items():
@@ -117,29 +117,31 @@ def seconds(text: str) -> float:
 
 
 def whole_or_auto(text: str) -> int | None:
-    """A whole number, or None for auto: the engine finds what suits."""
+    """A whole number, or None for auto: the engine chooses."""
     if text != "auto" and not text.removeprefix("-").isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number or auto")
     return None if text == "auto" else int(text)
 
 
 def keys_of_environment() -> tuple[str, ...]:
-    """The API keys of $CALLBOARD_API_KEY, with commas between them: other users see a command line, and not this."""
+    """Return the API keys of $CALLBOARD_API_KEY, separated by commas.
+
+    Other users can read the command line of a process, but not its environment."""
     return tuple(key for text in os.environ.get(API_KEY, "").split(",") if (key := text.strip()))
 
 
 def add_client_key(parser: argparse.ArgumentParser) -> None:
-    """The flag of commands that talk to a server."""
+    """Add the key of commands that send requests to a server."""
     parser.add_argument("--api-key", metavar="KEY", help=f"of the server, if it has any; default: ${API_KEY}")
 
 
 def client_key(args: argparse.Namespace) -> str | None:
-    """The key to send: the one given, or the first of the environment's."""
+    """Return the key to send: the one given, or the first of the environment."""
     return args.api_key or next(iter(keys_of_environment()), None)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Raises CallboardError if a value is out of range, or if a GPU is asked for that is not there."""
+    """Return the engine's settings. Raises CallboardError if a value is out of range, or for a missing GPU."""
     config: EngineConfig = checked(EngineConfig, **values(args, EngineConfig))
     if config.device == "cuda" and (missing := missing_gpu()) is not None:
         raise CallboardError(f"device is cuda, but {missing}; use device=cpu, or see `callboard doctor`.")
@@ -147,7 +149,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def values(args: argparse.Namespace, settings: type) -> dict[str, Any]:
-    """What is given for the fields of a dataclass of settings."""
+    """Return the given values of the fields of a dataclass of settings."""
     values = {f.name: getattr(args, f.name) for f in fields(settings)}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if v is not None}
 
@@ -172,7 +174,7 @@ def checked(make: type, **values: Any) -> Any:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of SamplingParams that are given; wrong ones are told before a model is loaded."""
+    """Return the given fields of SamplingParams; wrong values are refused before a model is loaded."""
     names = ("max_tokens", "temperature", "top_p", "seed")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     checked(SamplingParams, **given)

@@ -1,4 +1,4 @@
-"""Whether this machine lacks a GPU for certain: known within milliseconds, without torch and without a CUDA context."""
+"""Find out within milliseconds that torch can use no GPU here, without torch and without a CUDA context."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def missing_gpu() -> str | None:
-    """Why torch can use no GPU here, as a part of a sentence; None if there may be one.
+    """Return the reason why torch can use no GPU here, as a part of a sentence; None if there may be one.
 
-    The driver's management library counts them: a process that has called the driver itself must not fork."""
+    The driver's management library counts the GPUs: a process must not fork after it has called the driver itself."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return "CUDA_VISIBLE_DEVICES hides all GPUs"
     if _torch_has_no_cuda():
@@ -33,7 +33,7 @@ def missing_gpu() -> str | None:
 
 
 def _torch_has_no_cuda() -> bool:
-    """As its file of versions says; torch itself takes seconds to import."""
+    """Read this from torch's file of versions: an import of torch takes seconds."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return False

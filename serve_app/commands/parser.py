@@ -1,4 +1,4 @@
-"""The parser of each command: a short help with more by subject, and errors of two lines with the nearest name."""
+"""The parser of each command: a short help, more help by subject, and errors of two lines with the nearest name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OTHER_NAMES = {  # commands of other programs, with ours for the same thing
 
 
 class UsageError(CallboardError):
-    """The command line asks for something that cannot be: exit code 2."""
+    """The command line cannot be carried out: exit code 2."""
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -34,8 +34,10 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A command's flags. `most_used` has the flags of its short help, with the name of the value where that of the
-    flag is too general, and a few words for each; a command without them shows all its flags."""
+    """The flags of a command.
+
+    `most_used` has the flags of the short help, each with a few words. The name of its value may follow a flag. A
+    command without them shows all its flags."""
 
     def __init__(
         self, *args: Any, most_used: Mapping[str, str] | None = None, examples: Sequence[str] = (), **kwargs: Any
@@ -43,23 +45,30 @@ class CommandParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", Formatter)
         super().__init__(*args, **kwargs)
         self._most_used, self._examples = dict(most_used or {}), tuple(examples)
+        self._reads_file = False
         self._source = ""  # where the words stand, in an error
+
+    def add_config_file(self) -> None:
+        """Add `--config FILE`, which gives values to the other flags."""
+        what = "YAML or TOML file with flags by their names, such as `port: 8001`; the command line wins"
+        self.add_argument("--config", metavar="FILE", help=what)
+        self._reads_file = True
 
     # ---- help --------------------------------------------------------------------------------------------------------
 
     def format_usage(self) -> str:
-        """One line, however many flags there are."""
+        """Return one line for any number of flags."""
         names = [_metavar(action) for action in self._get_positional_actions()]
         return f"usage: {' '.join([self.prog, *names])} [options]\n"
 
     def format_help(self) -> str:
-        """The short help where there is one, else all of it."""
+        """Return the short help, or all of it for a command without one."""
         return self._short_help() if self._most_used else self._full_help()
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Shows what `--help=TEXT` asks for, and refuses what is left over with the nearest flag."""
+        """Print the help that `--help=TEXT` names, and refuse unknown words with the nearest flag."""
         words = list(sys.argv[1:] if args is None else args)
         flags = words[: words.index("--")] if "--" in words else words
         if not self._subparsers:
@@ -67,7 +76,7 @@ class CommandParser(argparse.ArgumentParser):
                 if word.startswith("--help="):
                     self._explain(word.removeprefix("--help="))
         found, unknown = super().parse_known_args(words, namespace)
-        if getattr(found, "config", None) is not None and not self._subparsers:
+        if self._reads_file and found.config is not None:
             found = self._with_file(found, words)
         if not self._subparsers:
             found.parser = self
@@ -79,7 +88,7 @@ class CommandParser(argparse.ArgumentParser):
         return found, unknown
 
     def flags(self) -> dict[str, argparse.Action]:
-        """Each flag by its long name without the dashes, such as `max-model-len`."""
+        """Return each flag by its long name without the dashes, such as `max-model-len`."""
         return {
             name.removeprefix("--"): action
             for action in self._get_optional_actions()
@@ -88,7 +97,7 @@ class CommandParser(argparse.ArgumentParser):
         }
 
     def with_flags(self, sentence: str) -> str:
-        """A sentence about settings with the flags in place of the fields: `max_model_len` is `--max-model-len`."""
+        """Return a sentence about settings with flags in place of fields: `--max-model-len` for `max_model_len`."""
         fields = {action.dest for action in self._get_optional_actions()}
 
         def flag(found: re.Match[str]) -> str:
@@ -103,7 +112,7 @@ class CommandParser(argparse.ArgumentParser):
         return re.sub(rf"(?=\w+_){name}(?P<value>)", flag, sentence)
 
     def _with_file(self, found: argparse.Namespace, words: list[str]) -> argparse.Namespace:
-        """The values of `--config FILE`, under those of the command line."""
+        """Return the values of the command line, then of `--config FILE`, then the defaults."""
         try:
             from_file = self._given(read_words(found.config, self.flags()), f", in {found.config}")
         except CallboardError as e:
@@ -111,7 +120,7 @@ class CommandParser(argparse.ArgumentParser):
         return argparse.Namespace(**{**vars(found), **vars(from_file), **vars(self._given(words))})
 
     def _given(self, words: list[str], source: str = "") -> argparse.Namespace:
-        """What `words` say, without defaults."""
+        """Return the values that `words` give, without defaults."""
         defaults = [(action, action.default) for action in self._actions]
         of_parser, self._defaults = self._defaults, {}
         self._source = source
@@ -163,7 +172,8 @@ class CommandParser(argparse.ArgumentParser):
     def _short_help(self) -> str:
         flags, lines = self.flags(), []
         for action in self._get_positional_actions():
-            lines += _entry(_metavar(action), str(action.help))
+            default = f" (default: {action.default})" if action.default else ""
+            lines += _entry(_metavar(action), f"{action.help}{default}")
         for named, text in self._most_used.items():
             name, _, value = named.partition(" ")
             action = flags[name]
@@ -188,7 +198,7 @@ class CommandParser(argparse.ArgumentParser):
     # ---- errors ------------------------------------------------------------------------------------------------------
 
     def error(self, message: str) -> NoReturn:
-        """Two lines: what is wrong, and where to read on."""
+        """Print two lines, the fault and the help to read, and exit."""
         about, message = "", re.sub(r"^argument (?:-\w/)?", "", message)
         if (flag := re.match(r"--([\w-]+)", message)) and flag[1] in self.flags():
             about = f"={flag[1]}"
@@ -197,7 +207,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{end}\nSee {self.prog} --help{about}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """A choice that is none, with the nearest one."""
+        """Refuse an unknown choice with the nearest one."""
         if action.choices is None or value in action.choices:
             return
         names = [str(choice) for choice in action.choices]
@@ -216,7 +226,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class Version(argparse.Action):
-    """Reads the version only when it is wanted: it is in the metadata of installed packages."""
+    """Print the version, which is read from the metadata of the package only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any) -> None:
         from importlib.metadata import version
@@ -236,7 +246,7 @@ def _metavar(action: argparse.Action) -> str:
 
 def _entry(name: str, text: str) -> list[str]:
     """`name` with its text beside it, or below if it is long."""
-    lines = textwrap.wrap(text, _WIDTH - _COLUMN)
+    lines = textwrap.wrap(text, _WIDTH - _COLUMN, break_on_hyphens=False)
     head = f"  {name:<{_COLUMN - 4}}"
     if len(head) > _COLUMN - 2:
         return [head, *(" " * _COLUMN + line for line in lines)]
@@ -244,5 +254,5 @@ def _entry(name: str, text: str) -> list[str]:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str | None:
-    """The name that a typing error may have made another of."""
+    """Return the name that a word with a typing error may mean."""
     return next(iter(difflib.get_close_matches(name, names, 1)), None)

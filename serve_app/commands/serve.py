@@ -44,8 +44,8 @@ _EXAMPLES = (
 def add_parser(commands: Any) -> None:
     what = "serve a model over HTTP, with OpenAI's and Anthropic's APIs"
     parser = commands.add_parser("serve", help=what, most_used=_MOST_USED, examples=_EXAMPLES)
-    add_model(parser)
-    parser.set_defaults(model=None)  # so that a MODEL that is not given is known
+    model = add_model(parser)
+    model.help, model.default = f"{model.help} (default: {DEFAULT_MODEL})", None  # None: it is not given
     group_of(parser, "model").add_argument(
         "--served-model-name",
         nargs="+",
@@ -56,8 +56,7 @@ def add_parser(commands: Any) -> None:
     http = group_of(parser, "http")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every interface")
     http.add_argument("-p", "--port", type=port, default=8000, metavar="N", help="port to listen on")
-    what = "YAML or TOML file with flags by their names, such as `port: 8001`; the command line wins"
-    parser.add_argument("--config", metavar="FILE", help=what)
+    parser.add_config_file()
     fronts = "front replicas that share the engines; default: one per 4 CPUs, at most 4"
     group_of(parser, "scaling").add_argument("--num-fronts", type=positive, metavar="N", help=fronts)
     add_flags(parser, EngineConfig, ScalingSettings, HttpSettings)
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_names(args: argparse.Namespace) -> None:
-    """Refuses what looks like a MODEL among the names: `--served-model-name a MODEL` gives the model no place."""
+    """Refuse a MODEL among the names: `--served-model-name a MODEL` reads it as a name."""
     names: list[str] = args.served_model_name or []
     if args.model is None and len(names) > 1 and _looks_like_model(names[-1]):
         text = f"--served-model-name has {names[-1]!r} as a name, and no MODEL is given"

@@ -1,6 +1,6 @@
-"""The subjects of flags, as `--help=SUBJECT` shows them: what each is about, and the settings that belong to it.
+"""The subjects of flags, as `--help=SUBJECT` shows them, with the settings of each.
 
-A setting that is in no list belongs to the subject of its class, which `HOME` names."""
+A setting without a subject in this table belongs to the one of its class in `HOME`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_app.settings import HttpSettings, ScalingSettings
 
 
 class Subject(NamedTuple):
-    """What flags are about, and the names of the settings."""
+    """The description of a subject, and the names of its settings."""
 
     about: str
     names: tuple[str, ...] = ()
@@ -72,4 +72,4 @@ SUBJECTS = {
     "sampling": Subject("how tokens are chosen"),
 }  # fmt: skip
 
-HOME = {EngineConfig: "engine", ScalingSettings: "scaling", HttpSettings: "http"}  # of the settings in no list
+HOME = {EngineConfig: "engine", ScalingSettings: "scaling", HttpSettings: "http"}  # of the other settings

@@ -66,6 +66,9 @@ class RemoteModel:
             model = models["data"][0]["id"]
             own = self._own_sampling(root)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as e:
+            if isinstance(e, httpx.HTTPStatusError) and e.response.status_code == 401:
+                which = "needs an API key" if api_key is None else "does not know the API key"
+                raise CallboardError(f"{self._base} {which}; pass --api-key or set CALLBOARD_API_KEY.") from e
             raise CallboardError(f"No OpenAI-compatible server answers at {self._base}: {e}; check --url.") from e
         sampling = given if own is None else TERMINAL_DEFAULTS | own | given
         self._fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **sampling}

@@ -29,7 +29,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch):
 
 
 def shown(capsys: pytest.CaptureFixture, *argv: str) -> tuple[int, str, str]:
-    """The exit code of a command line that argparse answers, and what it printed."""
+    """The exit code and the output of a command line that argparse answers."""
     with pytest.raises(SystemExit) as end:
         cli.main(list(argv))
     out, err = capsys.readouterr()
@@ -184,6 +184,27 @@ def test_keys_come_from_the_environment_unless_they_are_given(monkeypatch):
     for command in (["chat"], ["chaos", "http://x"], ["replay", "id"]):
         assert client_key(cli.parser().parse_args(command)) == "one"
         assert client_key(cli.parser().parse_args([*command, "--api-key", "three"])) == "three"
+
+
+def test_chat_sends_the_key_and_says_if_it_is_refused(monkeypatch, capsys):
+    import httpx
+
+    sent = []
+
+    def get(client: httpx.Client, url: str) -> httpx.Response:
+        sent.append(client.headers.get("authorization"))
+        return httpx.Response(401, request=httpx.Request("GET", url))
+
+    monkeypatch.setattr(httpx.Client, "get", get)
+    says = []
+    for key in ((), ("--api-key", "mine")):
+        assert cli.main(["chat", "--url", "http://there", *key]) == 1
+        says.append(capsys.readouterr().err)
+    assert sent == [None, "Bearer mine"]
+    end = "; pass --api-key or set CALLBOARD_API_KEY.\n"
+    assert says == [
+        f"callboard: http://there/v1 {what}{end}" for what in ("needs an API key", "does not know the API key")
+    ]
 
 
 # ---- files of flags -------------------------------------------------------------------------------------------------
