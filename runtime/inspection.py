@@ -67,7 +67,7 @@ def check_model(config: EngineConfig) -> None:
     spec.check(config)
     quantized_at_load(spec, config)
     load_tokenizer(path, config.chat_template, config.tool_call_parser)
-    SamplingDefaults.load(path, config.generation_config)
+    SamplingDefaults.load(path, config.generation_config, config.model)
     for adapter in config.adapters.values():
         read_adapter(adapter).check_rank(config.max_lora_rank)
 
@@ -148,7 +148,7 @@ def _text(config: EngineConfig, path: Path) -> list[str]:
     ends = ", ".join(f"{i} {tokenizer.id_to_token(i)}" for i in tokenizer.eos_token_ids) or "none"
     begin = "none" if tokenizer.bos_token_id is None else f"{tokenizer.bos_token_id}"
     lines = [_line("tokenizer", f"{tokenizer.vocab_size} tokens; begin of text {begin}; ends {ends}")]
-    lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config))))
+    lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config, config.model))))
     if tokenizer.chat_template is None:
         return [*lines, _line("chat template", "none: this model completes texts")]
     name = name_of(ChatTemplate.of(tokenizer).tool_format)

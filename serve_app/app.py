@@ -28,7 +28,7 @@ from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
 from actors.process import freeze_garbage, lose_what_no_log_takes
 from actors.supervisor import Supervisor
-from runtime.core.config import EngineConfig
+from runtime.core.config import EngineConfig, names_of
 from runtime.core.types import CallboardError
 from runtime.loading.resolve import resolve
 from runtime.text.chat import load_tokenizer
@@ -191,7 +191,7 @@ class Front:
     async def _connect(self, config: EngineConfig) -> None:
         path = await asyncio.to_thread(resolve, config.model, config.revision)
         tokenizer = await asyncio.to_thread(load_tokenizer, path, config.chat_template, config.tool_call_parser)
-        defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config)
+        defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config, config.model)
         await self._engines.start()
         await asyncio.to_thread(self._service.start, tokenizer, defaults)  # the chat template is compiled
         self._service.grammars.start()
@@ -289,7 +289,7 @@ def build_app(args: AppArgs) -> serve.Application:
 
     Raises CallboardError if a value is out of range or the cluster lacks what is asked for."""
     config, settings, scaling = args.engine_config(), args.http_settings(), args.scaling()
-    names = args.served_model_name or (config.model,)
+    names = args.served_model_name or names_of(config.model)
     if twice := [name for name in names if name in config.adapters]:
         raise CallboardError(f"An adapter of lora is called {twice[0]!r}, as the model is; give it another name.")
     if not ray.is_initialized():

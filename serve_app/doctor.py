@@ -263,7 +263,7 @@ def network() -> Iterator[Finding]:
     answers: dict[str, str | None] = dict.fromkeys(places, f"no answer within {_NETWORK_S:g} s")
 
     def ask(name: str) -> None:
-        answers[name] = _unreachable(places[name])
+        answers[name] = unreachable(places[name])
 
     threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in places]
     for thread in threads:
@@ -278,7 +278,7 @@ def network() -> Iterator[Finding]:
         yield _checked(answers[name] is None, name, text, fix, "warn")
 
 
-def _unreachable(url: str) -> str | None:
+def unreachable(url: str) -> str | None:
     """Return the reason why a web address does not answer, or None if it answers."""
     import httpx
 

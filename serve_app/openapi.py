@@ -53,7 +53,15 @@ Health = _answer("Health", status=Literal["ok"], phase=(str | None, None))  # on
 Ready = _answer("Ready", status=Literal["ready"], phase=(str | None, None))
 Sleeping = _answer("Sleeping", is_sleeping=bool)
 Load = _answer("Load", server_load=int)
-ServerInfo = _answer("ServerInfo", version=str, model=str, max_model_len=int, dtype=str, system_fingerprint=str)
+ServerInfo = _answer(
+    "ServerInfo",
+    version=str,
+    model=str,
+    max_model_len=int,
+    dtype=str,
+    system_fingerprint=str,
+    sampling=dict[str, float],  # the defaults of the model's makers
+)
 Version = _answer("Version", version=str)
 Document = _answer("Document", openapi=str)
 

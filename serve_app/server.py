@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import re
 import signal
@@ -28,6 +27,7 @@ from serve_app.console import Console
 from serve_app.port import Port, port_of_its_own
 from serve_app.process_tree import Parent, run
 from serve_app.settings import HttpSettings, ScalingSettings
+from serve_app.terminal.announcement import NextStep, announcement
 
 APP_NAME = "callboard"
 WORKERS_MODULES = (  # what Ray's workers import: Serve's actors, the replicas, the runner
@@ -85,6 +85,7 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> 
     console = Console(lambda phase: parent.tell(phase=phase))
     check_model(settings.config)  # what cannot be is told now, not by actors later
     console.phase("model checked")
+    next_step = NextStep(settings.config.model)
     _set_environment(settings, folder)
     console.divert(Path(folder, "log"))
     keep_bytecode()
@@ -94,7 +95,7 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> 
     console.phase("front door open")
     _deploy(settings)
     _wait_until_up(settings, console, parent)
-    _announce(settings, console)
+    _announce(settings, console, next_step)
     parent.tell(ready=True)
     _report_generic_tools(settings, console)
     parent.wait_for_order()
@@ -322,16 +323,14 @@ def _num_live(fronts: Any) -> int:
     return sum(a if isinstance(a, int) else not isinstance(a, dead) for a in answers)
 
 
-def _announce(settings: ServerSettings, console: Console) -> None:
+def _announce(settings: ServerSettings, console: Console, next_step: NextStep) -> None:
     """How to use the server."""
     host = _reachable(settings.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
-    name = next(iter(settings.served_model_names), settings.config.model)
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
-    draft = f" (draft: {settings.config.draft})" if settings.config.draft else ""
-    adapters = f" with the adapters {', '.join(settings.config.adapters)}" if settings.config.lora else ""
-    console.announce(f"Callboard serves {name}{draft}{adapters} at {url}/v1")
-    console.announce(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+    for line in announcement(settings.config, settings.served_model_names, url):
+        console.announce(line)
+    if advice := next_step.line():
+        console.say(advice)
 
 
 def _report_generic_tools(settings: ServerSettings, console: Console) -> None:

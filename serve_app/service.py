@@ -129,7 +129,7 @@ class Service:
         """The model and how it computes; raises the 503 while the service is loading."""
         model = self.named(None)
         facts = asdict(model.info) | {"model": self.model, "draft": self.draft, "version": version("callboard")}
-        return facts | {"system_fingerprint": model.fingerprint}
+        return facts | {"system_fingerprint": model.fingerprint, "sampling": self._defaults.values}
 
     def model_card(self, name: str | None = None) -> dict[str, Any]:
         """OpenAI's model object, of the model, of another name for it or of an adapter; raises what `named` does."""

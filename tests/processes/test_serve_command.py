@@ -56,7 +56,7 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
 
 
 def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
-    """The command as a user runs it: two lines on stdout, the curl line works, Ctrl-C ends it."""
+    """The command as a user runs it: three lines on stdout, the curl line works, Ctrl-C ends it."""
     port = str(quiet_port())
     flags = ["--port", port, "--served-model-name", "smol", "--num-threads", "2", "--kv-cache-memory", "0.1"]
     command = [sys.executable, "-m", "serve_app.cli", "serve", str(smollm2_path), *flags]
@@ -64,10 +64,10 @@ def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=private_ray, cwd=ROOT
     )
     try:
-        lines = [process.stdout.readline(), process.stdout.readline()]
+        lines = [process.stdout.readline() for _ in range(3)]
         assert lines[0] == f"Callboard serves smol at http://127.0.0.1:{port}/v1\n", process.stderr.read()
-        assert lines[1].startswith("curl -N ")
-        curl = lines[1].replace('"stream": true', '"stream": true, "max_tokens": 60')  # else as long as it likes
+        assert lines[1] == f"Chat: http://127.0.0.1:{port}/   API: http://127.0.0.1:{port}/v1   Ctrl-C stops\n"
+        curl = lines[2].replace('"stream": true', '"stream": true, "max_tokens": 60')  # else as long as it likes
         answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
         *events, done, _ = answer.stdout.split("\n\n")
         assert done == "data: [DONE]"

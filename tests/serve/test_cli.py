@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -12,18 +11,14 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import uvicorn
 from ray.exceptions import RayError
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
-from serve_app import chat, cli
+from serve_app import cli
 from serve_app.commands.flags import engine_config, http_settings
-from serve_app.http import build_http_app
 from serve_app.port import port_of_its_own
-from serve_app.service import Service
 from serve_app.settings import HttpSettings, ScalingSettings
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -259,12 +254,6 @@ def test_errors_of_files_are_one_sentence(error, says, monkeypatch, capsys):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("event", ["{", "[]", '{"choices": [{}]}', '{"choices": 1}', '{"error": "busy"}'])
-def test_odd_events_of_a_server_are_one_sentence(event):
-    with pytest.raises(CallboardError, match=r"^The server"):
-        chat._texts(event)
-
-
 def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_started(write_tiny_gguf):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -272,41 +261,6 @@ def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_started(writ
     assert done.returncode == 1
     assert "splits text by the rules of 'nope'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-# ---- callboard chat --url -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake_server():
-    engine = FakeEngine("Hello, wörld!", max_model_len=90)
-    app = build_http_app(Service(engine, byte_tokenizer(), MODEL))
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield engine, f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(timeout=10)
-
-
-def test_chat_with_a_server_remembers_the_conversation(fake_server):
-    engine, url = fake_server
-    done = callboard("chat", "--url", url, "--system", "S", "--seed", "7", stdin="a\n\nb\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "Hello, wörld!\nHello, wörld!\n"
-    prompts = [bytes(r.token_ids).decode() for r in engine.requests]
-    assert prompts == ["<system>S<user>a<assistant>", "<system>S<user>a<assistant>Hello, wörld!<user>b<assistant>"]
-    assert engine.requests[0].seed == 7
-    assert engine.requests[0].params.temperature == 1.0  # the server's own
-
-
-def test_chat_tells_the_servers_error(fake_server):
-    _, url = fake_server
-    done = callboard("chat", "--url", f"{url}/v1/", stdin="x" * 100 + "\n")
-    assert done.returncode == 1
-    assert "maximum context length is 90 tokens" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 # ---- in process ------------------------------------------------------------------------------------------------------

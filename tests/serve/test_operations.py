@@ -175,12 +175,12 @@ def test_the_doctor_goes_on_without_a_network(monkeypatch):
     never = threading.Event()
     why = {"https://huggingface.co": "refused"}
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://huggingface.co")
-    monkeypatch.setattr(doctor, "_unreachable", lambda url: why.get(url) or str(never.wait()))
+    monkeypatch.setattr(doctor, "unreachable", lambda url: why.get(url) or str(never.wait()))
     hub, index = doctor.network()
     assert (hub.level, hub.value) == ("warn", "https://huggingface.co: refused")
     assert (index.level, index.value) == ("warn", "http://index.invalid: no answer within 0.2 s")
     never.set()
-    monkeypatch.setattr(doctor, "_unreachable", lambda url: None)
+    monkeypatch.setattr(doctor, "unreachable", lambda url: None)
     assert [found.level for found in doctor.network()] == ["ok", "ok"]
 
 
@@ -196,9 +196,9 @@ def test_an_answer_of_a_server_says_that_it_is_reached():
             thread = threading.Thread(target=answer, args=(status, listener))
             thread.start()
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            assert doctor._unreachable(url) == says
+            assert doctor.unreachable(url) == says
             thread.join()
-    assert doctor._unreachable(url) is not None
+    assert doctor.unreachable(url) is not None
 
 
 @pytest.mark.parametrize(
