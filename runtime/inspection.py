@@ -63,13 +63,26 @@ def check_model(config: EngineConfig) -> None:
     """Raises CallboardError if the model cannot be had, is not supported or cannot do what `config` asks. It fetches
     the model, reads what describes it and nothing else, and needs neither torch nor a second."""
     path = resolve(config.model, config.revision)
-    spec, _ = load_spec(folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config)
+    spec = _spec_of(path)
     spec.check(config)
     quantized_at_load(spec, config)
     load_tokenizer(path, config.chat_template, config.tool_call_parser)
     SamplingDefaults.load(path, config.generation_config, config.model)
     for adapter in config.adapters.values():
         read_adapter(adapter).check_rank(config.max_lora_rank)
+
+
+def save_tokenizer(config: EngineConfig, target: Path) -> None:
+    """Write the model's tokenizer to a folder that transformers reads. A hub model's weights are not fetched."""
+    path = resolve(config.model, config.revision, weights=False)
+    tokenizer = load_tokenizer(path, config.chat_template, config.tool_call_parser)
+    tokenizer.save(target, config.max_model_len or _spec_of(path).max_positions)
+
+
+def _spec_of(path: Path) -> DecoderSpec:
+    """What the files of a model say about its decoder; its weights are not read."""
+    config = folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config
+    return load_spec(config)[0]
 
 
 def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:

@@ -8,6 +8,7 @@ import pytest
 from runtime.core.config import EngineConfig
 from runtime.inspection import model_report
 from runtime.loading import checkpoint
+from runtime.text.tokenizer import Tokenizer
 from serve_app import cli
 from tests.models.test_gguf_architectures import MODELS
 
@@ -77,3 +78,15 @@ def test_inspect_says_what_is_wrong(write_tiny_gguf, capsys):
     assert "it does not fit. max_model_len is 4000; the model's context is 128" in capsys.readouterr().out
     assert cli.main(["inspect", str(write_tiny_gguf(general__architecture="mamba"))]) == 1
     assert "is a 'mamba' model; of GGUF files these architectures are supported: llama" in capsys.readouterr().err
+
+
+def test_transformers_reads_the_saved_tokenizer(write_tiny_gguf, tmp_path: Path):
+    path, folder = write_tiny_gguf(), tmp_path / "new" / "tokenizer"
+    assert cli.main(["inspect", str(path), "--device", "cpu", "--save-tokenizer", str(folder)]) == 0
+    from transformers import AutoTokenizer
+
+    saved, own = AutoTokenizer.from_pretrained(str(folder)), Tokenizer.load(path)
+    text = "Ärger, 日本\n of the day"
+    assert saved.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False)
+    assert (saved.chat_template, saved.model_max_length) == (own.chat_template, 128)
+    assert saved.eos_token == own.special_tokens["eos_token"]
