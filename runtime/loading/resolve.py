@@ -192,7 +192,7 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
     for leftover in home.glob("download-*"):  # left by a process that was killed: this one holds the lock
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(dir=home, prefix="download-") as folder:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+        pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
         done = subprocess.run(
             [*pip, "--dest", folder, *requirements],
             stdin=subprocess.DEVNULL,

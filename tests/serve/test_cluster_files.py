@@ -21,7 +21,7 @@ def check_serve_config(config: dict[str, Any]) -> None:
     from serve_app.app import AppArgs
 
     for application in ServeDeploySchema.model_validate(config).applications:
-        assert application.import_path == "serve_app.app:build_app"
+        assert application.import_path == "callboard.app:build_app"
         assert {deployment.name for deployment in application.deployments} <= {"Front", "Engine"}
         args = AppArgs.model_validate(application.args)
         args.engine_config()
