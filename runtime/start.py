@@ -8,11 +8,14 @@ library is imported, since nothing of Callboard is found yet.
 from __future__ import annotations
 
 import os
-import runpy
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from importlib.machinery import PathFinder
+
+TYPE_CHECKING = False  # typing takes long to import
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 PACKAGES = ("runtime", "actors", "serve_app")
 HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder that holds the packages
@@ -54,6 +57,8 @@ def _folders(package: ModuleType) -> list[str]:
 
 if __name__ == "__main__":
     find_own_packages()
+    import runpy
+
     sys.path += [folder for folder in sys.argv[1].split(os.pathsep) if folder not in sys.path]
     del sys.argv[:2]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

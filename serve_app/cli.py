@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
 from runtime.core.types import CallboardError, SamplingParams
+from serve_app.commands import ls, pull, rm
 from serve_app.settings import HttpSettings, ScalingSettings
 
 
@@ -74,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine, and tell what to fix", formatter_class=_Formatter)
     doctor.add_argument("--address", metavar="HOST:PORT", help="a Ray cluster that must be reachable")
     doctor.set_defaults(run=_doctor)
+
+    for command in (pull, ls, rm):
+        command.add_parser(commands)
 
     models = commands.add_parser("models", help="list the models that run, and what of them is verified")
     models.set_defaults(run=_models)

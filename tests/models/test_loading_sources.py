@@ -45,13 +45,7 @@ def hub(tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
     both = {"config.json": b"{}", "model.safetensors": b"x" * 2000, "m-Q8_0.gguf": gguf(8)}
     few = {"m-Q8_0.gguf": gguf(8), "m-Q3_K_S.gguf": gguf(3)}
     with FakeHub({"org/m-GGUF": {SHA: FILES}, "org/few": {SHA: few}, "org/both": {SHA: both}}, {"main": SHA}) as fake:
-        monkeypatch.setattr(constants, "ENDPOINT", fake.url)
-        places = f"{fake.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", places)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_ENDPOINT", fake.url)
-        monkeypatch.setenv("CALLBOARD_CACHE", str(tmp_path / "cache"))
+        fake.use(tmp_path, monkeypatch)
         yield fake
 
 

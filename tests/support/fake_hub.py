@@ -6,7 +6,11 @@ import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import pytest
+from huggingface_hub import constants
 
 LARGE = 1000  # bytes from which on a file is one of Git LFS
 
@@ -31,6 +35,16 @@ class FakeHub:
         Handler.hub = hub
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def use(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let this process use this hub, and caches in `folder`."""
+        monkeypatch.setattr(constants, "ENDPOINT", self.url)
+        template = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_ENDPOINT", self.url)
+        monkeypatch.setenv("CALLBOARD_CACHE", str(folder / "cache"))
 
     def __enter__(self) -> FakeHub:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -57,14 +57,17 @@ class Download:
 
 @contextmanager
 def locked(path: Path, what: str, progress: bool) -> Iterator[None]:
-    """Holds the lock file; the kernel releases it even if this process is killed."""
-    with path.open("w") as lock:
+    """Holds the lock file of `what`; the kernel releases it even if this process is killed."""
+    with path.open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if progress:
                 print(f"Waiting for another process that is fetching {what}", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(what)  # the name of what is stored beside it (`stored.py`)
+        lock.flush()
         yield
 
 
@@ -101,7 +104,7 @@ def fetch(
     with httpx.Client(
         follow_redirects=True,
         timeout=_TIMEOUT_S,
-        event_hooks={"request": [lambda request: download.sha256 or _check_address(request.url)]},
+        event_hooks={} if download.sha256 else {"request": [_check_address]},
     ) as client:
         while True:
             stored = download.num_stored
@@ -122,8 +125,9 @@ def fetch(
     _finish(download)
 
 
-def _check_address(url: httpx.URL) -> None:
+def _check_address(request: httpx.Request) -> None:
     """Raises CallboardError for an address whose bytes others on the way could change."""
+    url = request.url
     if url.scheme != "https" and url.host not in ("127.0.0.1", "::1", "localhost"):
         raise CallboardError(f"{url} cannot be fetched safely without encryption; use an address with https.")
 

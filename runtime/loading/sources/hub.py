@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,6 @@ def hub_model(name: HubName, progress: bool, weights: bool) -> Path:
 def _fetched(name: HubName, info: ModelInfo, progress: bool, weights: bool) -> Path:
     """The model, after the hub has listed its files."""
     from huggingface_hub import snapshot_download, try_to_load_from_cache
-    from huggingface_hub.utils import filter_repo_objects
 
     names = [sibling.rfilename for sibling in info.siblings or ()]
     if gguf := _gguf_model(name, names):
@@ -61,7 +61,7 @@ def _fetched(name: HubName, info: ModelInfo, progress: bool, weights: bool) -> P
         if absent := [file for file in files if file not in names]:
             raise CallboardError(f"The hub model {name.repo_id!r} lacks {absent[0]}, a part of {gguf}; name another.")
     else:
-        files = list(filter_repo_objects(names, allow_patterns=_patterns(weights), ignore_patterns=_IGNORED))
+        files = [file for file in names if _matches(file, _patterns(weights)) and not _matches(file, _IGNORED)]
     paths = [try_to_load_from_cache(name.repo_id, file, revision=name.revision) for file in files]
     if files and all(isinstance(path, str) and f"/snapshots/{info.sha}/" in path for path in paths):
         root = Path(str(paths[0]).removesuffix(files[0]))
@@ -105,6 +105,10 @@ def _patterns(weights: bool) -> list[str]:
     return [*_FILES, "*.safetensors"] if weights else _FILES
 
 
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _safetensors(names: Sequence[str]) -> list[str]:
     return [file for file in names if file.endswith(".safetensors") and "/" not in file]
 
@@ -122,7 +126,7 @@ def _fetch_large(name: HubName, info: ModelInfo, files: Sequence[str], progress:
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.file_download import repo_folder_name
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
     from tqdm import tqdm
 
     folder = repo_folder_name(repo_id=name.repo_id, repo_type="model")

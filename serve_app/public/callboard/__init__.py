@@ -11,12 +11,14 @@ yours. After `import callboard` these names are Callboard's in the whole process
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing takes long to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from runtime.core.config import EngineConfig
     from runtime.core.types import CallboardError, FinishReason, SamplingParams, TokenLogprobs
     from runtime.llm import LLM, Completion
@@ -50,8 +52,10 @@ _PLACES = {  # name -> the module that has it; loaded with the first use
 
 def _find_own_packages() -> None:
     """Call `find_own_packages` of `runtime/start.py`, which a plain import would look for on the user's path."""
-    folder = Path(__file__).resolve().parent  # beside the packages in an install, below them in a checkout
-    place = next(start for parent in folder.parents if (start := parent / "runtime" / "start.py").is_file())
+    folder = os.path.dirname(os.path.realpath(__file__))  # beside the packages in an install, below them in a checkout
+    while not os.path.isfile(place := os.path.join(folder, "runtime", "start.py")):
+        if folder == (folder := os.path.dirname(folder)):
+            raise ImportError(f"{__file__} lies apart from Callboard's other packages; install it again.")
     spec = spec_from_file_location("callboard._start", place)
     assert spec is not None
     assert spec.loader is not None

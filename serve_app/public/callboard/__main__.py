@@ -2,9 +2,13 @@
 
 import sys
 
-from serve_app.cli import main
 
-__all__ = ["main"]
+def main() -> int:
+    """Runs one command and returns its exit code."""
+    from serve_app.cli import main as run  # here, so that the command itself reports Ctrl-C
+
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())
