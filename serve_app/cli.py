@@ -76,11 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--address", metavar="HOST:PORT", help="a Ray cluster that must be reachable")
     doctor.set_defaults(run=_doctor)
 
-    for command in (pull, ls, rm):
-        command.add_parser(commands)
-
-    models = commands.add_parser("models", help="list the models that run, and what of them is verified")
-    models.set_defaults(run=_models)
+    what = "list the models that run, and what of them is verified"
+    commands.add_parser("models", help=what).set_defaults(run=_models)
+    [command.add_parser(commands) for command in (pull, ls, rm)]
 
     inspect = commands.add_parser(
         "inspect", help="tell what a model is, without loading its weights", formatter_class=_Formatter

@@ -223,6 +223,15 @@ def test_interrupted_connection_goes_on_where_it_was(hub):
     assert all(hub.ranges[1:])
 
 
+@pytest.mark.parametrize("name", ["org/m-GGUF", "org/both"])
+def test_gated_model_says_what_to_do(hub, name: str):
+    hub.is_gated = True
+    with pytest.raises(
+        CallboardError, match=f"^The hub model '{name}' is gated: accept its licence on the hub and set"
+    ):
+        resolve(name, progress=False)
+
+
 def test_wrong_bytes_of_a_hub_are_deleted(hub, tmp_path):
     hub.wrong_bytes = True
     with pytest.raises(CallboardError, match=r"m-Q2_K\.gguf has SHA-256 \w+ where \w+ is announced; it was deleted"):

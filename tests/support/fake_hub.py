@@ -26,7 +26,7 @@ class FakeHub:
         self.ranges: list[str | None] = []  # of the requests for contents
         self.cut_at: int | None = None  # bytes of a large file after which connections are closed
         self.goes_on: threading.Event | None = None  # what they wait for before that
-        self.wrong_bytes = False
+        self.wrong_bytes = self.is_gated = False
         hub = self
 
         class Handler(_Handler):
@@ -82,6 +82,8 @@ class _Handler(BaseHTTPRequestHandler):
                 sha = self.hub.revisions.get(revision, revision)
                 if (content := commits[sha].get("/".join(name))) is None:
                     return self._refuse(404, "EntryNotFound")
+                if self.hub.is_gated:
+                    return self._refuse(403, "GatedRepo")
                 self._file(content, sha)
             case _:
                 self._refuse(404, "RevisionNotFound" if of_api else "EntryNotFound")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import httpx
 
 _TRIES = 4  # without a byte in between
-_TIMEOUT_S = 60.0  # without a byte, until the connection is given up
+_TIMEOUT_S = 20.0  # without a byte, until the connection is given up
 
 
 class Refused(CallboardError):

@@ -45,9 +45,7 @@ def hub_model(name: HubName, progress: bool, weights: bool) -> Path:
             return _cached(name, weights, e)
         try:
             return _fetched(name, info, progress, weights)
-        except CallboardError:
-            raise
-        except Exception as e:
+        except Exception as e:  # of many kinds, too
             raise _sentence(name, e) from e
 
 
@@ -181,6 +179,8 @@ def _sentence(name: HubName, error: Exception) -> CallboardError:
         return CallboardError(
             f"The hub has no model {name.repo_id!r}{at} that you may read{meant(str(name)) or f'; a model is {FORMS}.'}"
         )
+    if isinstance(error, CallboardError):
+        return error
     if _is_connection(error):
         why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached"
         return CallboardError(

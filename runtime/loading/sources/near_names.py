@@ -67,5 +67,5 @@ def _cached() -> list[str]:
     """The hub ids of this machine's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    folders = sorted(Path(HF_HUB_CACHE).glob("models--*"))
+    folders = sorted(Path(HF_HUB_CACHE).glob("models--*/"))
     return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders if any(folder.iterdir())]
