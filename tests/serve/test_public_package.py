@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import callboard
 import pytest
 from setuptools.config.pyprojecttoml import read_configuration
 
+import callboard
 from runtime.child import Child
 from runtime.start import PACKAGES
 

@@ -1,4 +1,4 @@
-"""A hub of a test's own on loopback: it speaks the protocol, and serves parts of files as other web servers do."""
+"""A hub on loopback for tests: it has the hub's protocol, and it sends parts of files on request."""
 
 from __future__ import annotations
 

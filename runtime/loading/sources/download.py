@@ -66,7 +66,7 @@ def locked(path: Path, what: str, progress: bool) -> Iterator[None]:
                 print(f"Waiting for another process that is fetching {what}", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
         lock.truncate(0)
-        lock.write(what)  # the name of what is stored beside it (`stored.py`)
+        lock.write(what)  # `stored.py` reads the name from here
         lock.flush()
         yield
 
@@ -126,7 +126,7 @@ def fetch(
 
 
 def _check_address(request: httpx.Request) -> None:
-    """Raises CallboardError for an address whose bytes others on the way could change."""
+    """Raises CallboardError for an address without encryption: others could change the bytes on their way."""
     url = request.url
     if url.scheme != "https" and url.host not in ("127.0.0.1", "::1", "localhost"):
         raise CallboardError(f"{url} cannot be fetched safely without encryption; use an address with https.")

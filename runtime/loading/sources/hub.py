@@ -33,9 +33,9 @@ _CONNECTIONS = 4  # downloads at a time
 
 
 def hub_model(name: HubName, progress: bool, weights: bool) -> Path:
-    """The folder of a hub model, or its .gguf file; without `weights`, a folder may come without them.
+    """Return the folder of a hub model, or its .gguf file; without `weights`, a folder may lack them.
 
-    Raises CallboardError if the hub has no such model, or if it is neither here nor can be fetched."""
+    Raises CallboardError if the hub lacks the model, or if the model can be neither found here nor fetched."""
     from huggingface_hub import HfApi
 
     with _progress_bars(progress):

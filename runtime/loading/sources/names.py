@@ -25,7 +25,7 @@ class HubName:
     """A model of the hub."""
 
     repo_id: str
-    revision: str | None = None  # None: the main branch
+    revision: str | None = None  # branch, tag or commit; None for the main branch
     gguf: str = ""  # a quantization such as Q4_K_M or a file of the repository; empty if none is named
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class WebFile:
 
 
 def parse(model: str) -> HubName | WebFile | None:
-    """The meaning of a name that is no path of this machine; None if it has none."""
+    """Return the meaning of a name that names no path of this machine; None for a name without a meaning."""
     if (address := _address(model)) is None:
         match = _HUB_ID.fullmatch(model) or _HUB_GGUF.fullmatch(model)
         if match is None or (model.endswith(".gguf") and ":" not in model):
@@ -52,7 +52,7 @@ def parse(model: str) -> HubName | WebFile | None:
 
 
 def is_of_ollama(model: str) -> bool:
-    """True for names as `llama3.2:1b`, which are those of Ollama's library."""
+    """True for the names of Ollama's library, such as `llama3.2:1b`."""
     return _OLLAMA.fullmatch(model) is not None
 
 
@@ -62,7 +62,7 @@ def _hub_hosts() -> set[str]:
 
 
 def _address(model: str) -> SplitResult | None:
-    """The parts of a web address. People copy those of the hub without https://, too."""
+    """Return the parts of a web address; https:// may be missing before the hub's. None for another name."""
     try:
         if model.lower().startswith(("https://", "http://")):
             return urlsplit(model)

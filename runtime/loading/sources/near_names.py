@@ -1,4 +1,4 @@
-"""Models whose names are near a wrong one: those that are here, examples of each family, and some sizes of them."""
+"""Names near a wrong one: of stored models, of an example of each family, and of more sizes of these."""
 
 from __future__ import annotations
 

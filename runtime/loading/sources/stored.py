@@ -21,7 +21,7 @@ _MODEL_FILES = ("*.gguf", "*.whl", "*.incomplete", "*.part")
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model, or a part of one whose download was interrupted."""
+    """A model, or a part of one after an interrupted download."""
 
     name: str  # as `serve` takes it
     num_bytes: int
@@ -119,7 +119,7 @@ def _remove_files(repo: CachedRepoInfo, blobs: set[Path]) -> None:
 
 
 def _of_wheels(cache: Path) -> list[StoredModel]:
-    """The models of wheels; each has a folder, whose lock file names them."""
+    """The models of wheels. Each has a folder with a lock file, which contains the names of the wheels."""
     models = []
     for folder in cache.glob("*/"):
         files = [file for pattern in _MODEL_FILES for file in folder.rglob(pattern)]
@@ -133,7 +133,7 @@ def _of_wheels(cache: Path) -> list[StoredModel]:
 
 
 def _of_web(folder: Path) -> list[StoredModel]:
-    """The files of web servers; each address has a lock file, which names it."""
+    """The files of web servers. Each has a lock file, which contains the address."""
     models = []
     for lock in folder.glob("*/*.lock"):
         (gguf,) = gguf_models([lock.name.removesuffix(".lock")])

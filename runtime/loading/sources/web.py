@@ -17,7 +17,7 @@ from runtime.loading.sources.names import WebFile
 def web_model(file: WebFile, cache: Path, progress: bool) -> Path:
     """The GGUF file of an address, fetched into `cache` if it is not there; of a split one, the first of all parts.
 
-    Raises CallboardError if it cannot be fetched or stored, or is no GGUF file."""
+    Raises CallboardError if it cannot be fetched or stored, or is not a GGUF file."""
     address = urlsplit(file.url)
     folder, _, name = address.path.rpartition("/")
     if not (models := gguf_models([unquote(name)])):
