@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def check_serve_config(config: dict[str, Any]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from serve_app.app import AppArgs
+    from callboard.app import AppArgs
 
     for application in ServeDeploySchema.model_validate(config).applications:
         assert application.import_path == "callboard.app:build_app"

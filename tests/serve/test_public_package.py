@@ -85,6 +85,14 @@ def test_a_module_of_the_same_name_that_is_loaded_is_named(shadows: Path, instal
     )
 
 
+def test_the_command_finds_its_packages_before_those_of_pythonpath(shadows: Path, installed: Path):
+    (shadows / "random.py").unlink()
+    env = os.environ | {"PYTHONPATH": f"{shadows}{os.pathsep}{installed}"}
+    command = [sys.executable, "-P", "-m", "callboard", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=shadows, env=env, timeout=60)
+    assert done.stdout == f"callboard {callboard.__version__}\n", done.stderr
+
+
 def test_a_child_process_finds_its_modules_in_any_folder(shadows: Path, monkeypatch):
     monkeypatch.chdir(shadows)
     monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in `python -c`
