@@ -30,7 +30,7 @@ _LABEL_WIDTH = 14
 
 
 def model_report(config: EngineConfig) -> str:
-    """A description of `config.model` and of how it would run here. A hub model's weights are not fetched.
+    """A description of `config.model` and of how it would run here. Safetensors of a hub model are not fetched.
 
     Raises CallboardError if there is no such model, or if it is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module

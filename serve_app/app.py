@@ -1,4 +1,4 @@
-"""The Serve application: `serve run serve_app.app:build_app model=...`, a Serve YAML file, or `callboard serve`.
+"""The Serve application: `serve run callboard.app:build_app model=...`, a Serve YAML file, or `callboard serve`.
 
 No `from __future__ import annotations` here: Serve reads the type of build_app's argument at run time.
 """

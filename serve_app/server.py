@@ -138,6 +138,8 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=_OBJECT_STORE_BYTES,
+            # Without this, Ray's workers search the current folder for modules before any other.
+            job_config=ray.job_config.JobConfig(_client_job=True),
         )
     except Exception as e:  # of many kinds
         raise CallboardError(f"Ray did not start: {_last_line(str(e))}") from e
