@@ -49,7 +49,18 @@ def _run(argv: list[str] | None) -> int:
 def parser() -> CommandParser:
     """Return the parser of all commands; --help lists them in this order."""
     from serve_app.commands import (
-        bench, chaos, chat, doctor, generate, inspect, ls, models, pull, replay, rm, serve,
+        bench,
+        chaos,
+        chat,
+        doctor,
+        generate,
+        inspect,
+        ls,
+        models,
+        pull,
+        replay,
+        rm,
+        serve,
     )  # fmt: skip
     from serve_app.commands.parser import CommandParser, Version
 
