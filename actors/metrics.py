@@ -40,7 +40,7 @@ class Metric(NamedTuple):
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     bounds: tuple[float, ...] = ()
-    label: str = ""
+    label: str = ""  # several are separated by spaces, as are their values
     label_values: tuple[str, ...] = ("",)  # those that are there from the start, at zero
 
 
@@ -122,6 +122,9 @@ METRICS = ENGINE_METRICS | {  # and what replicas count
         "found",
     ),
     "callboard:adapter_requests": _counter("Finished requests by adapter, until its name is forgotten.", "adapter"),
+    "http_requests": _counter(
+        "Requests by the path of their route, but not probes and files of the page.", "handler method status"
+    ),
     "callboard:requests_refused": _counter(
         "Requests that were not served, by the reason.", "reason", "never", "busy", "draining", "late"
     ),

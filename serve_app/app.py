@@ -42,6 +42,8 @@ from serve_app.lanes import run_preparation
 from serve_app.prepared_request import PreparedRequest
 from serve_app.ray_fronts import AskedStore, RayFronts
 from serve_app.ray_metrics import RayMetrics
+from serve_app.request_log.line import RequestLines
+from serve_app.request_log.pipe import line_writer
 from serve_app.response_store import ResponseStore, StoredResponses
 from serve_app.service import Service
 from serve_app.settings import HttpSettings, ScalingSettings
@@ -164,10 +166,12 @@ class Front:
         )
         draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
         self._service = Service(self._engines, None, served_model_name or config.model, draft)
+        metrics = self._service.metrics
+        metrics.lines = RequestLines(self._service.model, line_writer()) if settings.request_log else None
         if settings.otlp_traces_endpoint is not None:
             from serve_app.tracing import Tracing
 
-            self._service.metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
+            metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
         fronts = RayFronts()
         store = ResponseStore(settings, fronts.own)
         self.responses = AskedStore(store)

@@ -1,4 +1,4 @@
-"""The counts of a replica's requests; GET /metrics, the log line and the spans of each; the same for Ray's metrics.
+"""The counts of a replica's requests; GET /metrics, the line and the spans of each; the same for Ray's metrics.
 
 A request's times are read when it arrives, at its first token and at its end: nothing is counted per token. Times that
 cross processes are the wall clock's, in seconds.
@@ -23,7 +23,9 @@ from starlette.types import Scope
 from actors.engine_client import EngineClient, EngineRefusal
 from actors.metrics import METRICS, MetricValues, Snapshot
 from runtime.core.types import Request, RequestOutput
+from serve_app.auth import path_within
 from serve_app.errors import ApiError
+from serve_app.request_log.line import RequestLines
 
 if TYPE_CHECKING:
     from serve_app.ray_metrics import RayMetrics
@@ -41,12 +43,24 @@ class RequestContext:
     arrived_at: float = field(default_factory=time.time)
     traceparent: str | None = None  # W3C Trace Context
     model: str = ""  # that answers it: the model's name or an adapter's; known when it has been read
+    method: str = ""
+    path: str = ""  # within the application; empty for a call by a Serve handle
+    ignored_fields: list[str] = field(default_factory=list)  # of its body
+    error: str = ""  # why it was refused or failed
+    has_line: bool = False  # in the request log
 
     @classmethod
     def of(cls, scope: Scope) -> Self:
-        """Of a request that arrives now."""
-        traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
-        return cls(traceparent=None if traceparent is None else traceparent.decode("latin-1"))
+        """Return the circumstances of the request with this scope; the first call is at its arrival."""
+        known: Self | None = scope.get("context")
+        if known is None:
+            traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
+            known = scope["context"] = cls(
+                traceparent=None if traceparent is None else traceparent.decode("latin-1"),
+                method=scope["method"],
+                path=path_within(scope),
+            )
+        return known
 
 
 @dataclass(slots=True)
@@ -118,7 +132,8 @@ class ServiceMetrics:
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self.model = client, model
         self._pending: defaultdict[str, MetricValues] = defaultdict(MetricValues)  # by engine: not reported yet
-        self._sinks: list[RequestLog] = [self._log]
+        self.lines: RequestLines | None = RequestLines(model)  # None: requests have no lines
+        self._sinks: list[RequestLog] = []
         self._ray: RayMetrics | None = None
 
     def add_sink(self, sink: RequestLog) -> None:
@@ -132,10 +147,10 @@ class ServiceMetrics:
         try:
             yield record
         except ApiError as e:
-            status = e.status
+            status, context.error = e.status, str(e)
             raise
-        except Exception:
-            status = 500
+        except Exception as e:
+            status, context.error = 500, f"{type(e).__name__}: {e}"
             raise
         except BaseException:  # closed or cancelled: nobody reads it any more
             if not all(choice.reason in ("stop", "length") for choice in record.choices):
@@ -143,8 +158,14 @@ class ServiceMetrics:
             raise
         finally:
             self._observe_prompts(record.choices, num_choices)
-            for sink in self._sinks:
+            for sink in [*self._sinks, *([self.lines] if self.lines is not None else [])]:
                 sink(request_id, context, record.choices, status)
+
+    def answered(self, context: RequestContext, request_id: str, handler: str, status: int) -> None:
+        """Count an HTTP request, and write its line unless it has one; `handler` is the path of its route."""
+        self._pending[""].count("http_requests", f"{handler} {context.method} {status // 100}xx")
+        if self.lines is not None and not context.has_line:
+            self.lines.short(request_id, context, status)
 
     def _observe_prompts(self, choices: list[ChoiceStats], num_choices: int) -> None:
         longest: dict[int, ChoiceStats] = {}  # of each prompt
@@ -241,31 +262,6 @@ class ServiceMetrics:
                 if last != (last := f"{type(e).__name__}: {e}"):
                     logger.exception("metrics could not be reported")
 
-    def _log(self, request_id: str, context: RequestContext, choices: list[ChoiceStats], status: int) -> None:
-        """One line: never a prompt nor a text, which may be private."""
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        began = [choice for choice in choices if choice.first_at]
-        first = min(began, key=lambda choice: choice.first_at, default=None)
-        fields = {
-            "id": request_id,
-            "model": context.model or self.model,
-            "status": status,
-            "finish_reason": ",".join(choice.reason for choice in choices),
-            "prompt_tokens": sum(choice.request.prompt_len for choice in choices),
-            "cached_tokens": sum(choice.num_cached for choice in choices),
-            "output_tokens": sum(choice.num_output for choice in choices),
-            "total_s": f"{time.time() - context.arrived_at:.4f}",
-        }
-        if first is not None:
-            fields |= {
-                "queue_s": f"{first.queued_s:.4f}",
-                "prefill_s": f"{first.prefill_s:.4f}",
-                "ttft_s": f"{first.first_at - context.arrived_at:.4f}",
-                "decode_s": f"{max(choice.last_at for choice in began) - first.first_at:.4f}",
-            }
-        logger.info("request %s", " ".join(f"{name}={value}" for name, value in fields.items()))
-
 
 class _Collector:
     """Snapshots as prometheus_client's metric families."""
@@ -276,7 +272,7 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
         for name, metric in METRICS.items():
-            labels = ["model_name", "engine", *([metric.label] if metric.label else [])]
+            labels = ["model_name", "engine", *metric.label.split()]
             family = families[metric.kind](name, metric.help, labels=labels)
             for engine, snapshot in self._snapshots.items():
                 at = [self._model, engine]
@@ -285,7 +281,7 @@ class _Collector:
                     family.add_metric(at, list(histogram.cumulative()), sum(histogram.sums))
                     continue
                 for label_value, value in snapshot.figures.numbers[name].items():
-                    family.add_metric([*at, label_value] if metric.label else at, value)
+                    family.add_metric([*at, *label_value.split(" ")] if metric.label else at, value)
             yield family
         for engine, snapshot in self._snapshots.items():
             info = {"model_name": self._model, "engine": engine, **snapshot.cache_config}

@@ -26,7 +26,8 @@ from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app.console import Console
 from serve_app.port import Port, port_of_its_own
-from serve_app.process_tree import Parent, run
+from serve_app.process_tree import News, Parent, run
+from serve_app.request_log.pipe import VARIABLE, RequestPipe, opened_pipe
 from serve_app.settings import HttpSettings, ScalingSettings
 
 APP_NAME = "callboard"
@@ -72,11 +73,18 @@ def serve(settings: ServerSettings) -> None:
     with (
         port_of_its_own(settings.host, settings.port) as port,
         tempfile.TemporaryDirectory(prefix="callboard-", dir=place) as folder,
+        opened_pipe(folder, settings.host, settings.port, settings.http.request_log) as requests,
     ):
-        run(lambda parent: _live(settings, folder, parent, port), port.hear)
+
+        def hear(news: News) -> None:
+            port.hear(news)
+            if requests is not None:
+                requests.start()
+
+        run(lambda parent: _live(settings, folder, parent, port, requests), hear)
 
 
-def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> None:
+def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port, requests: RequestPipe | None) -> None:
     """All that the server's process does."""
     port.close()  # it is the other process that has it
     parent.tell(phase="checking the model")
@@ -86,6 +94,8 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> 
     check_model(settings.config)  # what cannot be is told now, not by actors later
     console.phase("model checked")
     _set_environment(settings, folder)
+    if requests is not None:
+        os.environ[VARIABLE] = requests.path
     console.divert(Path(folder, "log"))
     keep_bytecode()
     python = fork_server.start(folder, WORKERS_MODULES)
@@ -95,6 +105,8 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> 
     _deploy(settings)
     _wait_until_up(settings, console, parent)
     _announce(settings, console)
+    if requests is not None:
+        console.say(requests.describe())
     parent.tell(ready=True)
     parent.wait_for_order()
     console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")

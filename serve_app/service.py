@@ -225,7 +225,7 @@ class Service:
         Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
         are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
         context = context or RequestContext()
-        context.model = prepared.model.name
+        context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
         with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)

@@ -104,6 +104,9 @@ class HttpSettings:
     batch_max_bytes_per_key: int = setting(16 << 30, "most bytes of one key's files, results of batches included", 1)
     batch_max_uploads: int = setting(16, "most files that each front receives at once", 1)
     batch_max_uploads_per_key: int = setting(4, "most files that each front receives at once from one key", 1)
+    request_log: bool = setting(
+        True, "a line for each request: on the terminal and in a file, or in Serve's log if Serve runs the application"
+    )
     otlp_traces_endpoint: str | None = setting(
         None, "OTLP/HTTP endpoint for a span of each request (extra otel), such as http://127.0.0.1:4318/v1/traces"
     )
