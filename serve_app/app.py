@@ -26,7 +26,7 @@ from actors.engine_group import EngineGroup, FromZero
 from actors.environment import FAST_SERVE
 from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
-from actors.process import freeze_garbage, lose_what_no_log_takes
+from actors.process import freeze_garbage, lose_what_no_log_takes, telling_faults
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
@@ -168,6 +168,7 @@ class Front:
         self._service = Service(self._engines, None, served_model_name or config.model, draft)
         metrics = self._service.metrics
         metrics.lines = RequestLines(self._service.model, line_writer()) if settings.request_log else None
+        settings.check_extras()
         if settings.otlp_traces_endpoint is not None:
             from serve_app.tracing import Tracing
 
@@ -185,6 +186,10 @@ class Front:
             await self._start
 
     async def _connect(self, config: EngineConfig) -> None:
+        with telling_faults("A front"):
+            await self._load(config)
+
+    async def _load(self, config: EngineConfig) -> None:
         path = await asyncio.to_thread(resolve, config.model, config.revision)
         tokenizer = await asyncio.to_thread(load_tokenizer, path, config.chat_template, config.tool_call_parser)
         defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config)

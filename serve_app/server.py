@@ -21,7 +21,7 @@ from typing import Any
 
 from actors import fork_server, haproxy
 from actors.environment import quiet_port, single_machine
-from actors.process import keep_bytecode
+from actors.process import keep_bytecode, told_fault
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app.console import Console
@@ -31,6 +31,7 @@ from serve_app.request_log.pipe import VARIABLE, RequestPipe, opened_pipe
 from serve_app.settings import HttpSettings, ScalingSettings
 
 APP_NAME = "callboard"
+_LOG = "callboard-serve.log"  # beside Ray's logs: what this process writes to stdout and stderr
 WORKERS_MODULES = (  # what Ray's workers import: Serve's actors, the replicas, the runner
     "ray.serve._private.controller",
     "ray.serve._private.haproxy",
@@ -103,7 +104,7 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port, req
     _open_door(settings, logs)
     console.phase("front door open")
     _deploy(settings)
-    _wait_until_up(settings, console, parent)
+    _wait_until_up(settings, console, parent, logs)
     _announce(settings, console)
     if requests is not None:
         console.say(requests.describe())
@@ -155,7 +156,7 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
         sys.executable = own
     importing.join()
     logs = Path(context.address_info["session_dir"], "logs")
-    console.divert(logs / "callboard-serve.log")
+    console.divert(logs / _LOG)
     parent.tell(log=str(logs))
     parent.end_with("gcs_server", "raylet")  # nothing works without them, and Ray would wait for them for ever
     console.phase("Ray started")
@@ -224,7 +225,7 @@ def _open_door(settings: ServerSettings, logs: Path) -> None:
     raise CallboardError(f"Ray Serve did not start ({_last_line(reason)}); see {logs}.")
 
 
-def _wait_until_up(settings: ServerSettings, console: Console, parent: Parent) -> None:
+def _wait_until_up(settings: ServerSettings, console: Console, parent: Parent, logs: Path) -> None:
     """Returns when all fronts have all engines and HAProxy has the fronts; meanwhile tells how the model is loaded.
     HAProxy gets the port as soon as there is a front to answer."""
     from ray import serve
@@ -245,11 +246,21 @@ def _wait_until_up(settings: ServerSettings, console: Console, parent: Parent) -
             front = application.deployments.get("Front")
             if front is not None and front.status == "HEALTHY":
                 parent.tell(port=True)
-            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise CallboardError(f"The application did not start: {_last_line(application.message)}")
+            fault = told_fault(logs)
+            if fault or application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise CallboardError(fault or f"The application did not start: {_why(application)}; see {logs / _LOG}.")
             if application.status == "RUNNING" and _fronts_are_connected(settings) and _answers(settings):
                 return
         time.sleep(_POLL_S)
+
+
+def _why(application: Any) -> str:
+    """The last line of what Serve reports of a deployment that failed: its exception. All of it goes to the log."""
+    for name, deployment in application.deployments.items():
+        if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY") and deployment.message:
+            print(deployment.message, file=sys.stderr, flush=True)
+            return f"{name} failed with {_last_line(deployment.message).rstrip('.')}"
+    return _last_line(application.message).rstrip(".")
 
 
 def _engine_phases() -> list[str]:

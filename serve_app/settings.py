@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,6 +116,14 @@ class HttpSettings:
     def __post_init__(self) -> None:
         check_settings(self)
 
+    def check_extras(self) -> None:
+        """Raises CallboardError if a package that a setting needs is not installed."""
+        if self.otlp_traces_endpoint is not None and not _has_module("opentelemetry.exporter.otlp.proto.http"):
+            raise CallboardError(
+                "otlp_traces_endpoint needs OpenTelemetry's exporter, which is not installed; "
+                "run: pip install 'callboard[otel]'"
+            )
+
     def listening_on(self, host: str) -> HttpSettings:
         """The settings of a server that listens on `host`: without keys, which browsers do not send by themselves, it
         answers only to its own names and those given. Raises CallboardError as `api_keys` does."""
@@ -139,3 +148,10 @@ class HttpSettings:
         if "" in keys or (self.api_key_file is not None and not keys):
             raise CallboardError("An API key is empty; give each at least one character.")
         return tuple(keys)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package that it is in
+        return False
