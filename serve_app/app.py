@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+import click
 import ray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from ray import serve
@@ -30,6 +31,7 @@ from actors.process import freeze_garbage, lose_what_no_log_takes, telling_fault
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
+from runtime.inspection import check_model
 from runtime.loading.resolve import resolve
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
@@ -277,10 +279,27 @@ def _replicas(scaling: ScalingSettings) -> dict[str, Any]:
 
 
 def build_app(args: AppArgs) -> serve.Application:
-    """The application: a front that HTTP reaches, and the engines behind it.
+    """The application, for `serve run` and Serve's YAML files.
+
+    Raises CallboardError as `application_of` does, and if a cluster of one machine cannot have the model. `serve run`
+    shows that sentence alone, not the traceback of an engine that has failed."""
+    try:
+        application = application_of(args)
+        if sum(node["Alive"] for node in ray.nodes()) == 1:  # type: ignore[no-untyped-call]
+            check_model(args.engine_config())
+    except CallboardError as e:
+        if click.get_current_context(silent=True) is None:
+            raise
+        raise click.ClickException(str(e)) from e
+    return application
+
+
+def application_of(args: AppArgs) -> serve.Application:
+    """A front that HTTP reaches, and the engines behind it.
 
     Raises CallboardError if a value is out of range or the cluster lacks what is asked for."""
     config, settings, scaling = args.engine_config(), args.http_settings(), args.scaling()
+    settings.check_extras()
     if (model := args.served_model_name or config.model) in config.adapters:
         raise CallboardError(f"An adapter of lora is called {model!r}, as the model is; give it another name.")
     if not ray.is_initialized():

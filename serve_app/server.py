@@ -183,9 +183,9 @@ def _deploy(settings: ServerSettings) -> None:
     """Lets Serve start the application; returns at once."""
     from ray import serve
 
-    from serve_app.app import AppArgs, build_app
+    from serve_app.app import AppArgs, application_of
 
-    app = build_app(
+    app = application_of(
         AppArgs(
             **asdict(settings.config),
             **asdict(settings.http),
