@@ -219,6 +219,10 @@ class Front:
         self._batches.stop()
         return self._engines.drain(reason)
 
+    async def end(self, reason: str) -> None:
+        """End all live requests with an error, for `reason`."""
+        self._engines.end(reason)
+
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For other Ray jobs: `body` is that of /v1/completions or, with messages, of /v1/chat/completions.
 

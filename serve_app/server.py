@@ -308,7 +308,7 @@ def _answers(settings: ServerSettings) -> bool:
 
 
 def _drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
-    """No new requests, and time for those that run; another order ends the wait."""
+    """No new requests, and time for those that run. Another order or the end of that time ends them with an error."""
     from ray import serve
     from ray.exceptions import RayError
 
@@ -317,6 +317,7 @@ def _drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
         fronts = serve.get_app_handle(APP_NAME)
         while _num_live(fronts):
             if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
+                _end_requests(fronts)
                 return
         # The fronts still write what their readers have not taken; HAProxy lives until they are done.
         haproxy.leave_fronts(folder)
@@ -324,6 +325,16 @@ def _drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
         while APP_NAME in serve.status().applications:
             if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
                 return
+
+
+def _end_requests(fronts: Any) -> None:
+    """Clients read an error at the end of what they have; HAProxy passes it on before it ends."""
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    from actors.supervisor import STOPPED
+
+    with suppress(DeploymentUnavailableError, TimeoutError):
+        fronts.broadcast("end", STOPPED).results(timeout_s=_STATUS_POLL_S, return_exceptions=True)
 
 
 def _num_live(fronts: Any) -> int:

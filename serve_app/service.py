@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from actors.engine_client import EngineClient, EngineRefusal, Refusal
+from actors.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
 from runtime.core.requests import requests_of
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.output.chat_prompt import ChatPrompter
@@ -424,6 +424,8 @@ def _as_answers() -> Iterator[None]:
         raise _refused(e) from e
     except ApiError:
         raise
+    except ServerStopped as e:
+        raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
     except CallboardError as e:
         raise ApiError(500, str(e), code="engine_error") from e
 
