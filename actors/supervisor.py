@@ -89,7 +89,7 @@ class Supervisor:
         actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
         options = engine_options(self._group) | {"name": new_name(self._name), "namespace": NAMESPACE}
         application = self._name.partition("/")[0]
-        start = self._config, self._group, self._gpu, self.num_restarts, application
+        start = self._config, self._group, self._gpu, self.num_restarts, application, os.getpid()
         # In a thread: a name is registered with Ray's head node, and this waits for as long as that is away.
         engine = await asyncio.to_thread(lambda: actor.options(**options).remote(*start))
         try:

@@ -22,6 +22,7 @@ from starlette.types import Scope
 
 from actors.engine_client import EngineClient, EngineRefusal
 from actors.metrics import METRICS, MetricValues, Snapshot
+from actors.process_meter import CPU, MEMORY, of_this_process
 from runtime.core.types import Request, RequestOutput
 from serve_app.auth import path_within
 from serve_app.errors import ApiError
@@ -135,6 +136,7 @@ class ServiceMetrics:
         self.lines: RequestLines | None = RequestLines(model)  # None: requests have no lines
         self._sinks: list[RequestLog] = []
         self._ray: RayMetrics | None = None
+        self._process, self._cpu_s = of_this_process("front"), 0.0  # CPU seconds that were reported
 
     def add_sink(self, sink: RequestLog) -> None:
         """Tell `sink` too of every API request that has ended."""
@@ -227,12 +229,17 @@ class ServiceMetrics:
     async def report(self) -> dict[str, Snapshot]:
         """Give every engine what was counted; all figures by engine. What an engine away could not be given is kept,
         and what was counted for one that is gone, or for none, is given to another: nothing is lost to the sums."""
+        used = self._process.read()
+        self._pending[""].count(CPU, "front", used.cpu["front"] - self._cpu_s)
+        self._cpu_s = used.cpu["front"]
         pending, self._pending = self._pending, defaultdict(MetricValues)
         if engines := self._client.engines():
             for engine in pending.keys() - set(engines):
                 pending[engines[0]].add(pending.pop(engine))
+            pending[engines[0]].numbers[MEMORY] = used.memory
         snapshots = await self._client.report(pending)
         for engine, figures in pending.items():
+            figures.numbers.pop(MEMORY, None)
             if engine not in snapshots:
                 self._pending[engine].add(figures)
             elif self._ray is not None:
@@ -256,11 +263,18 @@ class ServiceMetrics:
                     for engine, snapshot in (await self.report()).items():
                         await ray_metrics.publish_engine(engine, snapshot)
                     ray_metrics.clear_gauges(self._client.engines())
-                elif self._pending:
+                else:
                     await self.report()
             except Exception as e:  # counts of one second may be lost, those of the next ones are not
                 if last != (last := f"{type(e).__name__}: {e}"):
                     logger.exception("metrics could not be reported")
+
+
+_OLDER_NAMES = {  # of vLLM's metrics, which dashboards still read
+    "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
+}
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the level of sleep
 
 
 class _Collector:
@@ -270,23 +284,46 @@ class _Collector:
         self._model, self._snapshots = model, snapshots
 
     def collect(self) -> Iterator[Metric]:
-        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
-        for name, metric in METRICS.items():
-            labels = ["model_name", "engine", *metric.label.split()]
-            family = families[metric.kind](name, metric.help, labels=labels)
-            for engine, snapshot in self._snapshots.items():
-                at = [self._model, engine]
-                if metric.kind == "histogram":
-                    histogram = snapshot.figures.histograms[name]
-                    family.add_metric(at, list(histogram.cumulative()), sum(histogram.sums))
-                    continue
-                for label_value, value in snapshot.figures.numbers[name].items():
-                    family.add_metric([*at, *label_value.split(" ")] if metric.label else at, value)
-            yield family
+        for name in METRICS:
+            yield self._family(name, name)
+        for older, name in _OLDER_NAMES.items():
+            yield self._family(older, name)
+        yield self._infos("vllm:cache_config_info", "The KV cache and the weights, in labels.", 1, "cache_config")
+        about = "Adapters of requests that run and that wait, in labels; the value is the time."
+        yield self._infos("vllm:lora_requests_info", about, time.time(), "lora")
+        swapped = self._gauge("vllm:num_requests_swapped", "Always 0: preempted requests are computed again.")
+        sleep = self._gauge("vllm:engine_sleep_state", "1 for the state that an engine is in.", "sleep_state")
         for engine, snapshot in self._snapshots.items():
-            info = {"model_name": self._model, "engine": engine, **snapshot.cache_config}
-            cache = GaugeMetricFamily(
-                "vllm:cache_config_info", "The KV cache and the weights, in labels.", labels=list(info)
-            )
-            cache.add_metric(list(info.values()), 1)
-            yield cache
+            swapped.add_metric([self._model, engine], 0)
+            level = snapshot.figures.numbers["callboard:sleep_level"][""]
+            for at, state in enumerate(_SLEEP_STATES):
+                sleep.add_metric([self._model, engine, state], at == level)
+        yield swapped
+        yield sleep
+
+    def _family(self, shown: str, name: str) -> Metric:
+        """The metric `name` of all engines, under the name `shown`."""
+        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+        metric = METRICS[name]
+        family = families[metric.kind](shown, metric.help, labels=["model_name", "engine", *metric.label.split()])
+        for engine, snapshot in self._snapshots.items():
+            at = [self._model, engine]
+            if metric.kind == "histogram":
+                histogram = snapshot.figures.histograms[name]
+                family.add_metric(at, list(histogram.cumulative()), sum(histogram.sums))
+                continue
+            for label_value, value in snapshot.figures.numbers[name].items():
+                family.add_metric([*at, *label_value.split(" ")] if metric.label else at, value)
+        return family
+
+    def _gauge(self, name: str, about: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, about, labels=["model_name", "engine", *labels])
+
+    def _infos(self, name: str, about: str, value: float, field_name: str) -> Metric:
+        """A gauge whose labels are a field of each snapshot; engines without any have none."""
+        fields = {engine: found for engine, s in self._snapshots.items() if (found := getattr(s, field_name))}
+        labels = next(iter(fields.values()), {})
+        family = self._gauge(name, about, *labels)
+        for engine, own in fields.items():
+            family.add_metric([self._model, engine, *(own.get(label, "") for label in labels)], value)
+        return family
