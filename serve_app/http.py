@@ -210,7 +210,7 @@ def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {shortened(request.url.path)}"
     message = {
-        404: f"There is no {what} here; GET /openapi.json tells what there is.",
+        404: f"There is no {what} here; GET /docs shows what there is (/openapi.json for programs).",
         405: f"{what} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}.",
     }.get(error.status_code, f"{what}: {error.detail}.")
     RequestContext.of(request.scope).error = message
