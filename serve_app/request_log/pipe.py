@@ -81,8 +81,8 @@ class RequestPipe:
             self._thread.start()
 
     def close(self) -> None:
-        """Copy what the fronts have written, for two seconds at most."""
-        if self._thread.ident is not None and select.select([], [self._pipe], [], 0)[1]:
+        """Copy what the fronts have written, as far as the terminal takes it within a few seconds."""
+        if self._thread.ident is not None and select.select([], [self._pipe], [], _LAST_S)[1]:
             os.write(self._pipe, _END)
             self._thread.join(_LAST_S)
 

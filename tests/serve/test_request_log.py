@@ -129,6 +129,7 @@ def test_a_word_needs_no_quotes():
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CALLBOARD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("serve_app.request_log.pipe._LAST_S", 60.0)
     return RequestPipe(str(tmp_path), "127.0.0.1", 8000)
 
 
