@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import click
 import pytest
 import uvicorn
+from click.testing import CliRunner
 from ray.exceptions import RayError
 
 from actors.process import told_fault
@@ -397,3 +399,20 @@ def test_serve_gives_the_builder_its_argument_model():
 
     with pytest.raises(ValueError, match="no_such_field"):
         call_user_app_builder_with_args_if_necessary(build_app, {"no_such_field": "1"})
+
+
+def test_serve_run_shows_one_sentence_on_a_model_that_cannot_be_had(monkeypatch):
+    from serve_app import app
+
+    nodes = [{"Alive": True}]
+    monkeypatch.setattr(app, "application_of", lambda args: "application")
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    args = app.AppArgs(model="/no/such/model")
+    with pytest.raises(CallboardError, match="There is no model at '/no/such/model'"):
+        app.build_app(args)
+    run = click.Command("run", callback=lambda: app.build_app(args))  # as Ray's own command is
+    told = CliRunner().invoke(run)
+    assert (told.exit_code, told.output.count("\n")) == (1, 1)
+    assert told.output.startswith("Error: There is no model at '/no/such/model'; ")
+    nodes.append({"Alive": True})  # the model may be on another machine
+    assert app.build_app(args) == "application"
