@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -160,8 +160,10 @@ class ServiceMetrics:
             raise
         finally:
             self._observe_prompts(record.choices, num_choices)
-            for sink in [*self._sinks, *([self.lines] if self.lines is not None else [])]:
+            for sink in self._sinks:
                 sink(request_id, context, record.choices, status)
+            if self.lines is not None:
+                self.lines(request_id, context, record.choices, status)
 
     def answered(self, context: RequestContext, request_id: str, handler: str, status: int) -> None:
         """Count an HTTP request, and write its line unless it has one; `handler` is the path of its route."""
@@ -285,12 +287,14 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         for name in METRICS:
-            yield self._family(name, name)
+            yield from self._family(name, name)
         for older, name in _OLDER_NAMES.items():
-            yield self._family(older, name)
-        yield self._infos("vllm:cache_config_info", "The KV cache and the weights, in labels.", 1, "cache_config")
+            yield from self._family(older, name)
+        caches = {engine: snapshot.cache_config for engine, snapshot in self._snapshots.items()}
+        adapters = {engine: snapshot.lora for engine, snapshot in self._snapshots.items()}
+        yield self._infos("vllm:cache_config_info", "The KV cache and the weights, in labels.", 1, caches)
         about = "Adapters of requests that run and that wait, in labels; the value is the time."
-        yield self._infos("vllm:lora_requests_info", about, time.time(), "lora")
+        yield self._infos("vllm:lora_requests_info", about, time.time(), adapters)
         swapped = self._gauge("vllm:num_requests_swapped", "Always 0: preempted requests are computed again.")
         sleep = self._gauge("vllm:engine_sleep_state", "1 for the state that an engine is in.", "sleep_state")
         for engine, snapshot in self._snapshots.items():
@@ -301,9 +305,13 @@ class _Collector:
         yield swapped
         yield sleep
 
-    def _family(self, shown: str, name: str) -> Metric:
+    def _family(self, shown: str, name: str) -> Iterator[Metric]:
         """The metric `name` of all engines, under the name `shown`."""
-        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
+        families: dict[str, Any] = {
+            "gauge": GaugeMetricFamily,
+            "counter": CounterMetricFamily,
+            "histogram": HistogramMetricFamily,
+        }
         metric = METRICS[name]
         family = families[metric.kind](shown, metric.help, labels=["model_name", "engine", *metric.label.split()])
         for engine, snapshot in self._snapshots.items():
@@ -314,16 +322,16 @@ class _Collector:
                 continue
             for label_value, value in snapshot.figures.numbers[name].items():
                 family.add_metric([*at, *label_value.split(" ")] if metric.label else at, value)
-        return family
+        yield family
 
     def _gauge(self, name: str, about: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(name, about, labels=["model_name", "engine", *labels])
 
-    def _infos(self, name: str, about: str, value: float, field_name: str) -> Metric:
-        """A gauge whose labels are a field of each snapshot; engines without any have none."""
-        fields = {engine: found for engine, s in self._snapshots.items() if (found := getattr(s, field_name))}
-        labels = next(iter(fields.values()), {})
+    def _infos(self, name: str, about: str, value: float, by_engine: Mapping[str, dict[str, str]]) -> Metric:
+        """A gauge whose labels are facts about each engine; an engine without facts has none."""
+        labels: list[str] = next((list(facts) for facts in by_engine.values() if facts), [])
         family = self._gauge(name, about, *labels)
-        for engine, own in fields.items():
-            family.add_metric([self._model, engine, *(own.get(label, "") for label in labels)], value)
+        for engine, facts in by_engine.items():
+            if facts:
+                family.add_metric([self._model, engine, *(facts.get(label, "") for label in labels)], value)
         return family
