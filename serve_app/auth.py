@@ -69,6 +69,8 @@ class AuthMiddleware:
         scope["owner"], scope["bodies"] = "", self._bodies
         send_on = send_with_id if self._echo_ids else send
         if error := self._refusal(scope, headers):
+            if (context := scope.get("context")) is not None:
+                context.error = str(error)
             await error_response(error, path_within(scope))(scope, receive, send_on)
         else:
             await self._app(scope, receive, send_on)

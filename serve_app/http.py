@@ -30,10 +30,12 @@ from serve_app.errors import INTERNAL_ERROR, ApiError, api_error, error_body, er
 from serve_app.generation import Generation
 from serve_app.lanes import run_preparation, run_rendering
 from serve_app.limits import read_json_body
+from serve_app.metrics import RequestContext
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.pooling import pooled_routes
 from serve_app.recorded import RecordedRequests
+from serve_app.request_log.middleware import ObserveRequests
 from serve_app.requests import AbortRequest, parse
 from serve_app.response_routes import response_routes
 from serve_app.response_store import OneFront, ResponseStore, StoredResponses
@@ -72,6 +74,7 @@ def build_http_app(
     }
     batches.routes = Starlette(routes=routes, exception_handlers=errors)  # whose batch it is was checked
     middleware = [
+        Middleware(ObserveRequests, service.metrics, routes),
         *([Middleware(Cors, settings)] if settings.cors_origin else []),
         Middleware(AuthMiddleware, settings, keys, echo_ids=echo_request_ids),
     ]
@@ -204,6 +207,7 @@ def _unavailable(why: str, **fields: str) -> Response:
 def _refusal(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError | FieldError)
     refusal = api_error(error) if isinstance(error, FieldError) else error
+    RequestContext.of(request.scope).error = str(refusal)
     return error_response(refusal, path_within(request.scope))
 
 
@@ -217,9 +221,10 @@ def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {shortened(request.url.path)}"
     message = {
-        404: f"There is no {what} here; GET /openapi.json tells what there is.",
+        404: f"There is no {what} here; GET /docs shows what there is (/openapi.json for programs).",
         405: f"{what} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}.",
     }.get(error.status_code, f"{what}: {error.detail}.")
+    RequestContext.of(request.scope).error = message
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
     body = error_body(ApiError(error.status_code, message, code=code), path_within(request.scope))
     return _json(body, error.status_code, error.headers)

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 from urllib.parse import quote
 
-from actors.engine_client import EngineClient, EngineRefusal, Refusal
+from actors.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
 from runtime.core.requests import requests_of
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.output.chat_prompt import ChatPrompter
@@ -216,7 +216,7 @@ class Service:
         Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
         are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
         context = context or RequestContext()
-        context.model = prepared.model.name
+        context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
         with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
@@ -415,6 +415,8 @@ def _as_answers() -> Iterator[None]:
         raise _refused(e) from e
     except ApiError:
         raise
+    except ServerStopped as e:
+        raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
     except CallboardError as e:
         raise ApiError(500, str(e), code="engine_error") from e
 
