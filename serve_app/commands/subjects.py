@@ -67,7 +67,7 @@ SUBJECTS = {
     ),
     "stored": Subject(
         "what the fronts keep of answers and report of requests",
-        ("response_store_bytes", "response_life_s", "recorded_request_bytes", "otlp_traces_endpoint"),
+        ("response_store_bytes", "response_life_s", "recorded_request_bytes", "request_log", "otlp_traces_endpoint"),
     ),
     "sampling": Subject("how tokens are chosen"),
 }  # fmt: skip
