@@ -139,5 +139,9 @@ def ask(page, text: str) -> None:
     page.press("#message", "Enter")
 
 
+def open_settings(page, view: str = "chat") -> None:
+    page.click(f"#{view} [aria-controls={view}-settings]")
+
+
 def is_answered(page, times: int) -> None:
     expect(page.locator(".answer[aria-busy=false]")).to_have_count(times)
