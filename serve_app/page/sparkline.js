@@ -8,7 +8,7 @@ export class Sparkline {
   #line = document.createElementNS(SVG, 'polyline');
   #area = document.createElementNS(SVG, 'polygon');
 
-  /** Draws it at the lower edge of `card`; `most` is the value at its top, or the largest one there. */
+  /** Draws it at the lower edge of `card`; `most` is the value at its top; without it, a quarter above the largest one. */
   constructor(card, most) {
     this.most = most;
     const svg = document.createElementNS(SVG, 'svg');
@@ -24,7 +24,7 @@ export class Sparkline {
   push(value) {
     this.#values = [...this.#values, value].slice(-NUM_SAMPLES);
     if (this.#values.length < 2) return; // one reading is no line
-    const top = this.most ?? (Math.max(...this.#values) || 1);
+    const top = this.most ?? (1.25 * Math.max(...this.#values) || 1);
     const points = this.#values.map((y, at) => `${(at / (this.#values.length - 1)).toFixed(4)},${(-y / top).toFixed(4)}`);
     this.#line.setAttribute('points', points.join(' '));
     this.#area.setAttribute('points', `0,0 ${points.join(' ')} 1,0`);

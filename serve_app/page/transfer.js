@@ -55,7 +55,7 @@ function ofMarkdown(text) {
   let [part, lines] = [null, []];
   const close = () => {
     if (!part) return;
-    const content = lines.slice(2).join('\n').replace(/\n{1,2}$/, '').replace(/^\\(\\*<!-- callboard: )/gm, '$1'); // a title and a blank line are first
+    const content = lines.slice(2).join('\n').replace(/\n$/, '').replace(/^\\(\\*<!-- callboard: )/gm, '$1'); // a title and a blank line are first
     const name = part.kind === 'answer' ? 'text' : part.kind;
     if (part.kind === 'question') turns.push({ question: content, reasoning: '', text: '', end: '' });
     else if (turns.length) Object.assign(turns.at(-1), part.facts, { [name]: content });

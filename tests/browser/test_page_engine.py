@@ -1,8 +1,6 @@
 """The page's engine view: figures, and what it says of them."""
 # ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
-from playwright.sync_api import expect
-
 from tests.support.page_browser import browser, in_browser, served, server, visit  # noqa: F401
 
 pytestmark = in_browser

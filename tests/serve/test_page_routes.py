@@ -163,3 +163,23 @@ async def test_ready_says_that_engines_sleep():
         assert (await client.get("/ready")).json() == {"status": "ready"}
         await client.post("/sleep")
         assert (await client.get("/ready")).json()["phase"] == "asleep; requests wait for POST /wake_up"
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "allowed", "status"),
+    [
+        ("http://127.0.0.1:8000", "127.0.0.1:8000", (), 200),
+        ("http://[::1]:8000", "[::1]:8000", (), 200),
+        ("http://localhost", "localhost", (), 200),
+        ("https://llm.example", "llm.example", ("LLM.example",), 200),
+        ("http://127.0.0.1:8001", "127.0.0.1:8000", (), 403),  # another server's page
+        ("http://evil.example:8000", "127.0.0.1:8000", (), 403),
+        ("http://evil.example:8000", "evil.example:8000", (), 403),  # a name that was made to point here
+        ("null", "127.0.0.1:8000", (), 403),
+        ("http://", "", (), 403),
+    ],
+)
+async def test_the_servers_own_page_may_do_all(origin: str, host: str, allowed: tuple[str, ...], status: int):
+    async with front(HttpSettings(allow_chaos=True, allowed_host=allowed)) as (client, _):
+        response = await client.post("/chaos", headers={"origin": origin, "host": host})
+        assert response.status_code == status
