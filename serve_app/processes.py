@@ -228,8 +228,8 @@ def kill_any(application: str, role: str, settings: HttpSettings) -> Process:
 
     client: Any = _get_global_client()
     settings.check_chaos(client.http_config.host)  # under `serve run`, which alone chooses it
-    session: str = ray._private.worker._global_node.get_session_dir_path()  # type: ignore[no-untyped-call]
-    found = [process for process in processes_of(application, session) if process.role == role]
+    node: Any = ray._private.worker._global_node
+    found = [process for process in processes_of(application, node.get_session_dir_path()) if process.role == role]
     random.shuffle(found)
     for process in found:
         with suppress(ProcessLookupError):  # it has ended since

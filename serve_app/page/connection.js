@@ -37,6 +37,7 @@ async function look() {
   if (box.dataset.state !== state) box.dataset.state = state;
   if (byId('model').textContent !== name) byId('model').textContent = name;
   byId('trouble').textContent = problem;
+  byId('trouble').dataset.state = state;
   byId('trouble').hidden = !problem || !byId('key').hidden;
   clearTimeout(timer); // another look may have ended meanwhile
   timer = setTimeout(look, state === 'ready' ? READY_MS : WAITING_MS);
