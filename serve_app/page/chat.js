@@ -2,6 +2,7 @@
 
 import { stream, streamed } from './api.js';
 import { startChats } from './chats.js';
+import { compare } from './compare.js';
 import { Composer } from './composer.js';
 import { element, quietButton } from './dom.js';
 import { repeat } from './repeat.js';
@@ -112,6 +113,20 @@ export function startChat(served) {
     composer.run(signal => repeat(reply.note, bodyOf(turn, at), kept, isWhole, signal));
   }
 
+  /** Answers the last question with the settings as they are now, beside the answer that it has. */
+  function beside({ turn, reply }, at) {
+    composer.run(async signal => {
+      try {
+        const now = asked('');
+        if (!form.elements.seed.value) now.fields.seed = turn.request.fields.seed;
+        await checkStructure(now.fields, signal);
+        await compare(reply, turn.request, now, PATH, bodyOf({ ...turn, request: now }, at), signal);
+      } catch (error) {
+        if (!signal.aborted) reply.note.textContent = error.message;
+      }
+    });
+  }
+
   function edit(entry, asked) {
     const box = element('textarea', { value: entry.turn.question, ariaLabel: 'Your message' });
     const close = () => editor.replaceWith(asked);
@@ -164,6 +179,9 @@ export function startChat(served) {
         facts.before(Object.assign(quietButton(label, onClick), { className: 'quiet again', title }));
       if (turn.text && turn.request) add('Again', 'Sends the same request, and compares the answers', () => again(entry, at));
       if (at < shown.length - 1) return;
+      if (turn.text && turn.request) {
+        add('Compare', 'Answers with the settings as they are now, beside this answer', () => beside(entry, at));
+      }
       add('Regenerate', 'Asks for another answer', () => regenerate(entry));
       if (turn.text && turn.end && !fits(turn.request?.fields)) {
         add('Continue', 'Lets the model go on', () => composer.run(signal => answer(entry, signal)));

@@ -16,6 +16,7 @@ export async function repeat(note, body, kept, isWhole, signal) {
   let text = '';
   note.className = 'repeated';
   note.replaceChildren('Asking again …');
+  note.scrollIntoView({ block: 'nearest' });
   try {
     for await (const { choices: [choice] } of stream('v1/chat/completions', body, own.signal)) {
       const { content, reasoning_content, reasoning } = choice?.delta ?? {};
@@ -25,6 +26,7 @@ export async function repeat(note, body, kept, isWhole, signal) {
     }
     own.abort();
     note.replaceChildren(...verdict(kept, isWhole ? text : text.slice(0, kept.length)));
+    note.scrollIntoView({ block: 'nearest' });
   } catch (error) {
     note.className = 'repeated error';
     note.textContent = signal.aborted ? 'Stopped before the end; it was the same so far.' : error.message;

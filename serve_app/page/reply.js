@@ -7,6 +7,12 @@ import { fits } from './structure.js';
 
 const FENCE = '~~~~~~~~';
 
+/** Shows the text of an answer to a request with `fields` in `target`: as Markdown, unless it is bound to a form. */
+export function renderAnswer(target, text, fields) {
+  const form = fits(fields);
+  render(target, form && text ? `${FENCE}${form === 'the schema' ? 'json' : 'text'}\n${text}\n${FENCE}` : text);
+}
+
 /** Text that has come is drawn once a frame, however many tokens that is. */
 export class Reply {
   failed = false;
@@ -22,7 +28,8 @@ export class Reply {
     this.thoughts = element('p');
     this.folded = element('details', { hidden: true }, element('summary', {}, 'Reasoning'), this.thoughts);
     [this.foot, this.note] = [element('footer'), element('p', { className: 'repeated', role: 'status' })];
-    this.element = element('div', { className: 'answer' }, this.folded, this.body, this.foot, this.note);
+    this.pair = element('div', { className: 'pair' }, element('div', {}, this.body, this.foot));
+    this.element = element('div', { className: 'answer' }, this.folded, this.pair, this.note);
     this.#draw();
     this.finish(turn.end);
   }
@@ -31,6 +38,7 @@ export class Reply {
   begin() {
     this.element.querySelector('.error')?.remove();
     this.foot.replaceChildren();
+    this.pair.querySelector('.other')?.remove();
     this.note.replaceChildren();
     this.element.ariaBusy = 'true';
     [this.failed, this.reason, this.#pace, this.turn.pace, this.#killed] = [false, null, new Pace(), '', null];
@@ -63,7 +71,7 @@ export class Reply {
   /** While this answer comes, a process of `role` was killed, or a `problem` prevented it. */
   witness({ role, problem }) {
     this.#killed = { role, at: performance.now(), longest: 0 };
-    this.note.textContent = problem ?? `Killed the ${role}; waiting for the next token.`;
+    following(this.scroll, () => (this.note.textContent = problem ?? `Killed the ${role}; waiting for the next token.`));
     if (problem) this.#killed = null;
   }
 
@@ -99,9 +107,7 @@ export class Reply {
     following(this.scroll, () => {
       this.folded.hidden = !this.turn.reasoning;
       this.thoughts.textContent = this.turn.reasoning.trim();
-      const [{ text }, form] = [this.turn, fits(this.turn.request?.fields)];
-      const isFenced = form && text; // what is bound is no Markdown
-      render(this.body, isFenced ? `${FENCE}${form === 'the schema' ? 'json' : 'text'}\n${text}\n${FENCE}` : text);
+      renderAnswer(this.body, this.turn.text, this.turn.request?.fields);
     });
   }
 }

@@ -274,3 +274,29 @@ def test_a_stopped_answer_keeps_its_speed(visit, server):
     page.keyboard.press("Escape")
     page.wait_for_selector("#output-note:text('stopped')")
     assert "tokens, " in page.inner_text("#output-note")
+
+
+def test_two_settings_stand_side_by_side(visit, server):
+    page = visit()
+    open_settings(page)
+    page.fill("#chat [name=temperature]", "0")
+    ask(page, "One?")
+    is_answered(page, 1)
+    first = server.engine.requests[-1]
+    page.fill("#chat [name=temperature]", "1.5")
+    server.answers("**Other**.")
+    page.click("button:text('Compare')")
+    page.wait_for_selector(".other[aria-busy=false] footer span:text('tokens')")
+    assert page.inner_text(".other .settings-now") == "temperature 1.5 (was 0)"
+    assert page.inner_text(".other .text strong") == "Other"
+    second = server.engine.requests[-1]
+    assert (second.token_ids, second.seed, second.params.temperature) == (first.token_ids, first.seed, 1.5)
+    left, right = page.locator(".pair > div >> nth=0").bounding_box(), page.locator(".other").bounding_box()
+    assert left["y"] == right["y"]
+    assert left["x"] + left["width"] < right["x"]
+    ask(page, "Two?")
+    is_answered(page, 2)
+    assert server.prompt() == f"<user>One?<assistant>{ANSWER}<user>Two?<assistant>"  # the first answer stays
+    page.fill("#chat [name=temperature]", "101")
+    page.click("button:text('Compare')")
+    page.wait_for_selector(".other [role=alert]:text('temperature is 101')")
