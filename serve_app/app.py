@@ -42,6 +42,7 @@ from serve_app.endpoints.chat import message_delta
 from serve_app.http import build_http_app
 from serve_app.lanes import run_preparation
 from serve_app.prepared_request import PreparedRequest
+from serve_app.processes import kill_any
 from serve_app.ray_fronts import AskedStore, RayFronts
 from serve_app.ray_metrics import RayMetrics
 from serve_app.request_log.line import RequestLines
@@ -188,8 +189,13 @@ class Front:
         self.responses = AskedStore(store)
         stored = StoredResponses(store, fronts)
         self._batches = Batches(settings)
+
+        async def kill(role: str) -> dict[str, object]:
+            killed = await asyncio.to_thread(kill_any, app_name, role, settings)
+            return {"engine": killed.engine, "pid": killed.pid}
+
         self._app = build_http_app(
-            self._service, settings, stored=stored, batches=self._batches, echo_request_ids=False
+            self._service, settings, stored=stored, batches=self._batches, kill=kill, echo_request_ids=False
         )
         self._start = asyncio.create_task(self._connect(config))
         if await has_healthy_engine(engines_of(app_name)):  # of whichever model

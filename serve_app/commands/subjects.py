@@ -25,7 +25,7 @@ SUBJECTS = {
     "http": Subject("where the server listens, and what a request may hold"),
     "access": Subject(
         "which clients may come in",
-        ("api_key", "api_key_file", "allowed_host", "cors_origin", "client_priority"),
+        ("api_key", "api_key_file", "allowed_host", "cors_origin", "client_priority", "allow_chaos"),
     ),
     "scaling": Subject("how many engines and fronts there are", ("routing_policy",)),
     "device": Subject(

@@ -88,7 +88,7 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
         "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0, "body_timeout_s": 8.5,
         "allowed_host": ("llm.example.org", "b"), "response_store_bytes": 4000, "response_life_s": 60.5,
         "recorded_request_bytes": 5000, "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
-        "request_log": False,
+        "request_log": False, "allow_chaos": True,
     }  # fmt: skip
     assert set(values) == {f.name for f in fields(HttpSettings)}, "a new field needs a value here"
     argv = ["serve", "some/model"]
