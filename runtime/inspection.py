@@ -30,7 +30,7 @@ _LABEL_WIDTH = 14
 
 
 def model_report(config: EngineConfig) -> str:
-    """A description of `config.model` and of how it would run here. A hub model's weights are not fetched.
+    """A description of `config.model` and of how it would run here. Safetensors of a hub model are not fetched.
 
     Raises CallboardError if there is no such model, or if it is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module
@@ -67,7 +67,7 @@ def check_model(config: EngineConfig) -> None:
     spec.check(config)
     quantized_at_load(spec, config)
     load_tokenizer(path, config.chat_template, config.tool_call_parser)
-    SamplingDefaults.load(path, config.generation_config)
+    SamplingDefaults.load(path, config.generation_config, config.model)
     for adapter in config.adapters.values():
         read_adapter(adapter).check_rank(config.max_lora_rank)
 
@@ -161,7 +161,7 @@ def _text(config: EngineConfig, path: Path) -> list[str]:
     ends = ", ".join(f"{i} {tokenizer.id_to_token(i)}" for i in tokenizer.eos_token_ids) or "none"
     begin = "none" if tokenizer.bos_token_id is None else f"{tokenizer.bos_token_id}"
     lines = [_line("tokenizer", f"{tokenizer.vocab_size} tokens; begin of text {begin}; ends {ends}")]
-    lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config))))
+    lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config, config.model))))
     if tokenizer.chat_template is None:
         return [*lines, _line("chat template", "none: this model completes texts")]
     name = name_of(ChatTemplate.of(tokenizer).tool_format)

@@ -14,13 +14,14 @@ from pydantic.json_schema import models_json_schema
 from serve_app.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
 from serve_app.batch_routes import BatchesQuery, CreateBatchRequest, FilesQuery, UploadForm
 from serve_app.endpoints.ollama_models import ShowRequest
-from serve_app.engine_routes import SleepQuery
+from serve_app.engine_routes import ChaosQuery, SleepQuery
 from serve_app.requests import (
     AbortRequest,
     ChatRequest,
     CompletionRequest,
     CountTokensRequest,
     EmbeddingRequest,
+    GrammarRequest,
     MessagesRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -51,9 +52,20 @@ Detokenized = _answer("Detokenized", prompt=str)
 TokenizerInfo = _answer("TokenizerInfo", tokenizer_class=str, chat_template=str | None, model_max_length=int)
 Health = _answer("Health", status=Literal["ok"], phase=(str | None, None))  # only where there is no engine
 Ready = _answer("Ready", status=Literal["ready"], phase=(str | None, None))
+Killed = _answer("Killed", object=Literal["chaos.kill"], role=str, engine=str, pid=int)
+CheckedGrammar = _answer("CheckedGrammar", object=Literal["grammar.check"], ignored=list[str])
 Sleeping = _answer("Sleeping", is_sleeping=bool)
 Load = _answer("Load", server_load=int)
-ServerInfo = _answer("ServerInfo", version=str, model=str, max_model_len=int, dtype=str, system_fingerprint=str)
+ServerInfo = _answer(
+    "ServerInfo",
+    version=str,
+    model=str,
+    max_model_len=int,
+    dtype=str,
+    system_fingerprint=str,
+    sampling=dict[str, float],  # the defaults of the model's makers
+    allow_chaos=bool,
+)
 Version = _answer("Version", version=str)
 Document = _answer("Document", openapi=str)
 
@@ -331,6 +343,8 @@ _OPERATIONS = (
     _Operation("/sleep", "Give memory back", None, errors=(400, *_ENGINES), method="post", query=SleepQuery),
     _Operation("/wake_up", "Compute again", None, errors=(400, *_ENGINES), method="post"),
     _Operation("/is_sleeping", "Whether an engine sleeps", Sleeping, errors=(503,)),
+    _Operation("/chaos", "Kill an engine or runner", Killed, errors=(400, *_ENGINES), method="post", query=ChaosQuery),
+    _Operation("/check_grammar", "Whether an output can be bound", CheckedGrammar, (GrammarRequest,), (*_BODY, 429)),
     _Operation("/load", "How many requests this front answers now", Load),
     _Operation("/server_info", "The model, and how it computes", ServerInfo, errors=(503,)),
     _Operation("/metrics", "All metrics of the application, for Prometheus", None),

@@ -44,7 +44,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     given = sampling_fields(args)
     config = engine_config(args)
-    from serve_app.chat import LocalModel, RemoteModel, talk
+    from serve_app.terminal.partners import LocalModel, RemoteModel
+    from serve_app.terminal.talk import talk
 
     talk(RemoteModel(args.url, given, client_key(args)) if args.url else LocalModel(config, given), args.system)
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import closing
-from dataclasses import asdict
 from typing import Any
 
 from runtime.core.config import DEFAULT_MODEL, EngineConfig
@@ -43,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     given = sampling_fields(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    from runtime.llm import LLM
-    from serve_app.chat import TERMINAL_DEFAULTS
+    from serve_app.terminal.loading import load
+    from serve_app.terminal.partners import TERMINAL_DEFAULTS
 
-    llm = LLM(**asdict(config))
+    llm = load(config)
     params = SamplingParams(**TERMINAL_DEFAULTS | llm.defaults.values | given)
     with closing(llm.stream(prompt, params)) as pieces:
         for piece in pieces:

@@ -9,7 +9,7 @@ from serve_app.requests.chat import ChatRequest
 from serve_app.requests.completion import CompletionRequest
 from serve_app.requests.messages import ChatMessage
 from serve_app.requests.ollama import LoadRequest, OllamaChatRequest, OllamaGenerateRequest
-from serve_app.requests.parsing import AbortRequest, parse
+from serve_app.requests.parsing import AbortRequest, GrammarRequest, parse
 from serve_app.requests.pooled import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from serve_app.requests.responses import ResponsesRequest
 from serve_app.requests.sampling import MAX_CHOICES, SamplingFields
@@ -22,6 +22,7 @@ __all__ = [
     "CompletionRequest",
     "CountTokensRequest",
     "EmbeddingRequest",
+    "GrammarRequest",
     "LoadRequest",
     "MessagesRequest",
     "OllamaChatRequest",

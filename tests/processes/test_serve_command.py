@@ -23,11 +23,12 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
     port = quiet_port()
     config = yaml.safe_load((ROOT / "docs/serve.yaml").read_text())
     config["http_options"]["port"] = port
-    config["applications"][0]["name"] = "default"  # as `serve run serve_app.app:build_app` has it
+    config["applications"][0]["name"] = "default"  # as `serve run callboard.app:build_app` has it
     config["applications"][0]["args"] |= {"model": str(tiny_path), "deterministic": True, "kv_cache_memory": 0.1}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", str(tmp_path / "serve.yaml")]
     env = {name: value for name, value in private_ray.items() if "RAY_AUTH" not in name}  # Ray makes a token itself
+    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'serve_app/public'}"  # as an install has both
     env["RAY_worker_niceness"] = "0"  # or its workers would wait for tests that compute beside this one
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT)
@@ -55,19 +56,24 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
         process.wait(timeout=60)
 
 
-def test_serve_end_to_end(smollm2_path: Path, private_ray: dict[str, str]):
-    """The command as a user runs it: two lines on stdout, the curl line works, Ctrl-C ends it."""
+def test_serve_end_to_end(smollm2_path: Path, tmp_path: Path, private_ray: dict[str, str]):
+    """The command as a user runs it: three lines on stdout, the curl line works, Ctrl-C ends it.
+
+    The current folder has modules with names of Callboard's packages and of others that it imports."""
+    for name in ("runtime", "actors", "serve_app", "random", "gguf"):
+        (tmp_path / f"{name}.py").write_text("x = 1")
+    private_ray["PYTHONPATH"] = str(ROOT)
     port = str(quiet_port())
     flags = ["--port", port, "--served-model-name", "smol", "--num-threads", "2", "--kv-cache-memory", "0.1"]
-    command = [sys.executable, "-m", "serve_app.cli", "serve", str(smollm2_path), *flags]
+    command = [sys.executable, "-P", "-m", "serve_app.cli", "serve", str(smollm2_path), *flags]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=private_ray, cwd=ROOT
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=private_ray, cwd=tmp_path
     )
     try:
-        lines = [process.stdout.readline(), process.stdout.readline()]
+        lines = [process.stdout.readline() for _ in range(3)]
         assert lines[0] == f"Callboard serves smol at http://127.0.0.1:{port}/v1\n", process.stderr.read()
-        assert lines[1].startswith("curl -N ")
-        curl = lines[1].replace('"stream": true', '"stream": true, "max_tokens": 60')  # else as long as it likes
+        assert lines[1] == f"Chat: http://127.0.0.1:{port}/   API: http://127.0.0.1:{port}/v1   Ctrl-C stops\n"
+        curl = lines[2].replace('"stream": true', '"stream": true, "max_tokens": 60')  # else as long as it likes
         answer = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=60)
         *events, done, _ = answer.stdout.split("\n\n")
         assert done == "data: [DONE]"

@@ -29,12 +29,14 @@ _SUFFIXES = r"(?:_total|_bucket|_sum|_count)?"
 
 async def test_every_metric_on_our_board_is_exposed():
     async with client_of(FakeEngine()) as client:
+        await client.get("/v1/models")  # a route is counted from its first request on
         text = (await client.get("/metrics")).text
     samples = {s.name for family in text_string_to_metric_families(text) for s in family.samples}
     board = json.loads((ROOT / "docs" / "grafana.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     queries += [v["query"]["query"] for v in board["templating"]["list"] if v["type"] == "query"]
-    named = {name for query in queries for name in re.findall(r"\b(?:vllm|callboard):\w+", query)}
+    named = {name for query in queries for name in re.findall(r"\b(?:vllm:|callboard:|process_|http_)\w+", query)}
+    assert {"process_resident_memory_bytes", "process_cpu_seconds_total", "http_requests_total"} <= named
     assert len(queries) > 30
     assert named <= samples
     ids = [panel["id"] for panel in board["panels"]]
@@ -175,12 +177,12 @@ def test_the_doctor_goes_on_without_a_network(monkeypatch):
     never = threading.Event()
     why = {"https://huggingface.co": "refused"}
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://huggingface.co")
-    monkeypatch.setattr(doctor, "_unreachable", lambda url: why.get(url) or str(never.wait()))
+    monkeypatch.setattr(doctor, "unreachable", lambda url: why.get(url) or str(never.wait()))
     hub, index = doctor.network()
     assert (hub.level, hub.value) == ("warn", "https://huggingface.co: refused")
     assert (index.level, index.value) == ("warn", "http://index.invalid: no answer within 0.2 s")
     never.set()
-    monkeypatch.setattr(doctor, "_unreachable", lambda url: None)
+    monkeypatch.setattr(doctor, "unreachable", lambda url: None)
     assert [found.level for found in doctor.network()] == ["ok", "ok"]
 
 
@@ -196,9 +198,9 @@ def test_an_answer_of_a_server_says_that_it_is_reached():
             thread = threading.Thread(target=answer, args=(status, listener))
             thread.start()
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            assert doctor._unreachable(url) == says
+            assert doctor.unreachable(url) == says
             thread.join()
-    assert doctor._unreachable(url) is not None
+    assert doctor.unreachable(url) is not None
 
 
 @pytest.mark.parametrize(
