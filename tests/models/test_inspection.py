@@ -53,17 +53,19 @@ def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
 def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):
     from runtime.text.tokenizer import Tokenizer
 
-    Tokenizer.load(write_tiny_gguf())._backend.save(str(tmp_path / "tokenizer.json"))
+    folder = tmp_path / "folder"  # the GGUF file lies beside it
+    folder.mkdir()
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
     _, _, config, _ = MODELS["mixtral"]
     config = config | {"architectures": ["MixtralForCausalLM"], "sliding_window": 7, "torch_dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    told = lines(model_report(EngineConfig(model=str(tmp_path), device="cpu")))
+    (folder / "config.json").write_text(json.dumps(config))
+    told = lines(model_report(EngineConfig(model=str(folder), device="cpu")))
     for kind, text in (("fp8", "fp8 with scale 1, 144"), ("int8", "int8 with a scale a token and head, 168")):
-        report = model_report(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_dtype=kind))
+        report = model_report(EngineConfig(model=str(folder), device="cpu", kv_cache_dtype=kind))
         assert lines(report)["KV cache"] == f"{text} bytes a token"
     asks = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": asks}))
-    report = model_report(EngineConfig(model=str(tmp_path), device="cpu"))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": asks}))
+    report = model_report(EngineConfig(model=str(folder), device="cpu"))
     assert lines(report)["KV cache"] == "fp8 with scale 1, 144 bytes a token"
     expert, other = 3 * 48 * 80, 2 * 61 * 48 + 48 + 3 * (2 * 48 * 48 + 2 * 24 * 48 + 2 * 48 + 4 * 48)
     assert told["parameters"] == f"{other + 12 * expert:,}, of which a token meets {other + 6 * expert:,}"
