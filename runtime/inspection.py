@@ -1,47 +1,32 @@
-"""The reports of `callboard models` and `callboard inspect`: which models run, and what one is, without its weights."""
+"""The report of `callboard inspect`: what a model is, without its weights."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec, RopeType
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.sharding import Shard
 from runtime.core.types import CallboardError
 from runtime.loading import folder
 from runtime.loading.adapters import read_adapter
-from runtime.loading.gguf import GgufFile, ggml_types
-from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
+from runtime.loading.gguf import GgufFile
+from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.loading.resolve import resolve
-from runtime.models import FAMILIES, load_spec
-from runtime.quant import METHODS
+from runtime.models import load_spec
 from runtime.quant.at_load import quantized_at_load
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
-from runtime.text.tool_calls import FORMATS
+from runtime.text.tool_calls import name_of
 
 if TYPE_CHECKING:
     from runtime.kernels.numerics import Numerics
     from runtime.loading.checkpoint import Checkpoint
 
 _LABEL_WIDTH = 14
-
-
-def families() -> str:
-    """Every family with an example and what of it was verified, and the formats that they may come in."""
-    lines = []
-    for architecture, family in FAMILIES.items():
-        lines += [family.models, _line("  config.json", architecture), _line("  example", family.example)]
-        lines += [_line("  verified", family.verified), ""]
-    methods = ", ".join(method for method in METHODS if method != "gguf")
-    lines.append(_line("quantized", f"safetensors whose quant_method is {methods}"))
-    lines.append(_line("GGUF", f"general.architecture {', '.join(ARCHITECTURES)}"))
-    lines.append(_line("", f"tensors in {', '.join(name for name, _, _ in ggml_types().values())}"))
-    lines.append(_line("RoPE", ", ".join(get_args(RopeType))))
-    return "\n".join(lines)
 
 
 def model_report(config: EngineConfig) -> str:
@@ -78,13 +63,26 @@ def check_model(config: EngineConfig) -> None:
     """Raises CallboardError if the model cannot be had, is not supported or cannot do what `config` asks. It fetches
     the model, reads what describes it and nothing else, and needs neither torch nor a second."""
     path = resolve(config.model, config.revision)
-    spec, _ = load_spec(folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config)
+    spec = _spec_of(path)
     spec.check(config)
     quantized_at_load(spec, config)
     load_tokenizer(path, config.chat_template, config.tool_call_parser)
-    SamplingDefaults.load(path, config.generation_config)
+    SamplingDefaults.load(path, config.generation_config, config.model)
     for adapter in config.adapters.values():
         read_adapter(adapter).check_rank(config.max_lora_rank)
+
+
+def save_tokenizer(config: EngineConfig, target: Path) -> None:
+    """Write the model's tokenizer to a folder that transformers reads. A hub model's weights are not fetched."""
+    path = resolve(config.model, config.revision, weights=False)
+    tokenizer = load_tokenizer(path, config.chat_template, config.tool_call_parser)
+    tokenizer.save(target, config.max_model_len or _spec_of(path).max_positions)
+
+
+def _spec_of(path: Path) -> DecoderSpec:
+    """What the files of a model say about its decoder; its weights are not read."""
+    config = folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config
+    return load_spec(config)[0]
 
 
 def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
@@ -163,12 +161,13 @@ def _text(config: EngineConfig, path: Path) -> list[str]:
     ends = ", ".join(f"{i} {tokenizer.id_to_token(i)}" for i in tokenizer.eos_token_ids) or "none"
     begin = "none" if tokenizer.bos_token_id is None else f"{tokenizer.bos_token_id}"
     lines = [_line("tokenizer", f"{tokenizer.vocab_size} tokens; begin of text {begin}; ends {ends}")]
-    lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config))))
+    lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config, config.model))))
     if tokenizer.chat_template is None:
         return [*lines, _line("chat template", "none: this model completes texts")]
-    form = ChatTemplate.of(tokenizer).tool_format
-    names = [name for name, each in FORMATS.items() if each is form]
-    tools = f"with tool calls ({names[0]})" if names else "without tool calls, or in a format that is not known here"
+    name = name_of(ChatTemplate.of(tokenizer).tool_format)
+    tools = f"with tool calls ({name})" if name else "without tool calls"
+    if name == "generic":
+        tools += "; it describes none in a known format, so the system message does"
     return [*lines, _line("chat template", f"{tools}:"), tokenizer.chat_template.rstrip()]
 
 

@@ -10,7 +10,7 @@ for answer in llm.generate(["Once upon a time", "def fibonacci(n):"], SamplingPa
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
@@ -132,8 +132,13 @@ _Owner = TypeVar("_Owner", _Choice, _Vector)  # of a request
 class LLM:
     """One engine and one runner in this process. Keyword arguments are EngineConfig's fields; not thread-safe."""
 
-    def __init__(self, model: str = DEFAULT_MODEL, **config: Any) -> None:
-        """Fetches the model if need be and loads it. Raises CallboardError with one sentence if that fails."""
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, on_phase: Callable[[str], None] = lambda phase: None, **config: Any
+    ) -> None:
+        """Fetches the model if need be and loads it. Raises CallboardError with one sentence if that fails.
+
+        `on_phase` is called as each phase of this begins."""
+        on_phase("importing PyTorch")
         from runtime.worker.draft_runner import load_draft  # torch loads here, not with the module
         from runtime.worker.runner import ModelRunner
         from runtime.worker.sources import CheckpointSource
@@ -143,9 +148,12 @@ class LLM:
             raise CallboardError("lora names adapters for clients of a server; use load_adapter instead.")
         if self.config.tensor_parallel_size != 1:
             raise CallboardError("tensor_parallel_size must be 1: one process holds the whole model; leave it out.")
+        on_phase("finding the model")
         path = resolve(model, self.config.revision)
+        on_phase("reading the tokenizer")
         self.tokenizer = load_tokenizer(path, self.config.chat_template, self.config.tool_call_parser)
-        self.defaults = SamplingDefaults.load(path, self.config.generation_config)
+        self.defaults = SamplingDefaults.load(path, self.config.generation_config, model)
+        on_phase("reading the weights")
         # It takes less memory than is free.
         self._draft = load_draft(self.config) if self.config.has_draft_model else None
         self.runner = ModelRunner(self.config, CheckpointSource(path))
@@ -203,8 +211,9 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: str = ""
-    ) -> Generator[str, None, None]:
-        """The text of one completion, piece by piece; closing the iterator ends the request.
+    ) -> Generator[str, None, Completion]:
+        """The text of one completion, piece by piece, and at last the completion as the generator's return value.
+        Closing the iterator ends the request.
 
         Several streams may be open at once, and other calls may come between their pieces. Raises CallboardError if
         the request fails."""
@@ -221,6 +230,7 @@ class LLM:
             self._end([choice])
         if choice.error:
             raise CallboardError(choice.error)
+        return choice.completion()
 
     def embed(
         self,

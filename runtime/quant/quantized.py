@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -17,6 +18,7 @@ from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, We
 from runtime.quant.forms import Form
 from runtime.quant.layouts import Layout
 from runtime.quant.products import Products
+from runtime.quant.threads import threads_for
 
 
 class Widened(Dense):
@@ -33,7 +35,8 @@ class Widened(Dense):
         if self.form.reordered and location.parts[:1] and location.parts[0].dim == 1:
             ((_, start, stop),) = location.parts  # columns of a rank are of all groups
             return (self.read(source, location._replace(parts=()), numerics)[0][:, start:stop].contiguous(),)
-        return (self.form.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
+        with threads_for(math.prod(location.shape)):
+            return (self.form.dequantize(self._layout.read(source, location, numerics.device), numerics.dtype),)
 
 
 class Kept(WeightFormat):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from runtime.core.config import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING
 from runtime.core.types import CallboardError, SamplingParams
 from runtime.loading.folder import read_json
 from runtime.loading.gguf import GgufFile
@@ -18,6 +19,7 @@ _FIELDS = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+RECOMMENDED = "recommended for the default model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,13 @@ class SamplingDefaults:
     """The fields of SamplingParams that a model's files name; OpenAI's defaults hold for the others."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    source: str = ""  # the file's name
+    source: str = ""  # the file's name, or RECOMMENDED; empty without values
 
     @classmethod
-    def load(cls, path: Path, use: Literal["auto", "none"] = "auto") -> SamplingDefaults:
-        """The defaults of a model folder or a .gguf file; raises CallboardError if a value is none that can be."""
+    def load(cls, path: Path, use: Literal["auto", "none"] = "auto", model: str = "") -> SamplingDefaults:
+        """The defaults of a model folder or a .gguf file, or else those recommended for a `model` of that name.
+
+        Raises CallboardError if a value is out of range."""
         if use == "none":
             return cls()
         if path.is_dir():
@@ -48,6 +52,8 @@ class SamplingDefaults:
             SamplingParams(**values)
         except CallboardError as e:
             raise CallboardError(f"{file}: {str(e).rstrip('.')}, or pass --generation-config none.") from None
+        if not values and model == DEFAULT_MODEL:
+            return cls(dict(DEFAULT_MODEL_SAMPLING), RECOMMENDED)
         return cls(values, file.name if values else "")
 
     def params(self, **given: Any) -> SamplingParams:

@@ -4,25 +4,24 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import click
 import pytest
-import uvicorn
+from click.testing import CliRunner
 from ray.exceptions import RayError
 
+from actors.process import told_fault
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
-from serve_app import chat, cli
-from serve_app.http import build_http_app
+from serve_app import cli
+from serve_app.commands.flags import engine_config, http_settings
 from serve_app.port import port_of_its_own
-from serve_app.service import Service
 from serve_app.settings import HttpSettings, ScalingSettings
-from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +35,7 @@ def callboard(*args: str, stdin: str = "", timeout: float = 60) -> subprocess.Co
 def test_help_explains_every_engine_field(command: str, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as exit_:
-        cli.main([command, "--help"])
+        cli.main([command, "--help=all"])
     assert exit_.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for f in fields(EngineConfig):
@@ -69,11 +68,11 @@ def test_every_flag_reaches_its_field():
             continue
         for one in value if isinstance(value, tuple) else (value,):
             argv += [f"--{flag}", str(one)]
-    config = cli._engine_config(cli._parser().parse_args(argv))
+    config = engine_config(cli.parser().parse_args(argv))
     assert config == EngineConfig("some/model", **values)
     assert config.adapters == {"a": "/x", "b": "/y=z"}
     for argv in ([], ["--num-draft-tokens", "auto", "--max-model-len", "auto"]):
-        assert cli._engine_config(cli._parser().parse_args(["serve", *argv])) == EngineConfig()
+        assert engine_config(cli.parser().parse_args(["serve", *argv])) == EngineConfig()
 
 
 def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
@@ -89,21 +88,23 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
         "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0, "body_timeout_s": 8.5,
         "allowed_host": ("llm.example.org", "b"), "response_store_bytes": 4000, "response_life_s": 60.5,
         "recorded_request_bytes": 5000, "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
+        "request_log": False, "allow_chaos": True,
     }  # fmt: skip
     assert set(values) == {f.name for f in fields(HttpSettings)}, "a new field needs a value here"
     argv = ["serve", "some/model"]
     for name, value in values.items():
         for v in value if isinstance(value, tuple) else (value,):
-            argv += ["--" + name.replace("_", "-"), *([] if v is True else [str(v)])]
-    settings = cli._http_settings(cli._parser().parse_args(argv))
+            flag = name.replace("_", "-")
+            argv += [f"--no-{flag}" if v is False else f"--{flag}", *([] if isinstance(v, bool) else [str(v)])]
+    settings = http_settings(cli.parser().parse_args(argv))
     assert settings == HttpSettings(**values)
     assert settings.api_keys() == ("k0", "k1", "k2", "k3")
-    assert cli._http_settings(cli._parser().parse_args(["serve"])) == HttpSettings()
+    assert http_settings(cli.parser().parse_args(["serve"])) == HttpSettings()
 
 
 def test_the_number_of_replicas_is_fixed_or_has_bounds():
     def bounds(*argv):
-        args = cli._parser().parse_args(["serve", *argv])
+        args = cli.parser().parse_args(["serve", *argv])
         scaling = ScalingSettings(**{f.name: getattr(args, f.name) for f in fields(ScalingSettings)})
         return scaling.least, scaling.most
 
@@ -137,6 +138,47 @@ def test_a_start_waits_for_an_engine_that_loads_its_model(monkeypatch):
         assert server._fronts_are_connected(settings) == is_connected
 
 
+def failed_application(**messages: str) -> SimpleNamespace:
+    """Serve's status of an application whose deployments failed with these messages, if any."""
+    deployments = {
+        name: SimpleNamespace(status="DEPLOY_FAILED" if message else "UPDATING", message=message)
+        for name, message in messages.items()
+    }
+    return SimpleNamespace(deployments=deployments, message="Failed to update the deployments ['Front'].")
+
+
+def test_a_front_that_cannot_start_gives_its_last_line(capfd):
+    from serve_app import server
+
+    told = 'Error:\nTraceback (most recent call last):\n  File "x.py"\nImportError: No module named y\n'
+    assert server._why(failed_application(Engine="", Front=told)) == "Front failed with ImportError: No module named y"
+    assert capfd.readouterr().err == f"{told}\n", "the log has all of it"
+    assert server._why(failed_application(Front="")) == "Failed to update the deployments ['Front']"
+
+
+def test_a_front_that_fails_later_gives_its_sentence_and_file(tmp_path: Path):
+    code = """
+from actors.process import telling_faults
+from runtime.core.types import CallboardError
+with telling_faults("A front"):
+    raise CallboardError("The tokenizer cannot be read; send another.")
+"""
+    assert told_fault(tmp_path) == ""
+    (tmp_path / "worker-1.err").write_text(":job_id:01000000\n")
+    with (log := tmp_path / "worker-2.err").open("w") as stderr:
+        subprocess.run([sys.executable, "-c", code], stderr=stderr, cwd=ROOT)
+    sentence = "A front cannot start: The tokenizer cannot be read; send another"
+    assert told_fault(tmp_path) == f"{sentence}; see {log}."
+    log.write_text("callboard: cannot start: A front\nTraceback (most recent call last):\n  File")  # half written
+    assert told_fault(tmp_path) == ""
+
+
+def test_spans_without_opentelemetry_are_refused_before_ray(monkeypatch, capsys):
+    monkeypatch.setattr("serve_app.settings._has_module", lambda name: False)
+    assert cli.main(["serve", "--otlp-traces-endpoint", "http://127.0.0.1:1/v1/traces"]) == 1
+    assert "pip install 'callboard[otel]'" in capsys.readouterr().err
+
+
 def test_without_keys_the_server_answers_to_its_own_names_only():
     own = ("10.0.0.1", socket.gethostname())
     assert HttpSettings().listening_on("10.0.0.1").allowed_host == own
@@ -152,15 +194,15 @@ def test_without_keys_the_server_answers_to_its_own_names_only():
         ([], "COMMAND"),
         (["serve", "--port", "0"], "between 1 and 65535"),
         (["serve", "--port", "http"], "'http' is no port"),
-        (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["serve", "--dtype", "int3"], "'int3' is no choice"),
         (["serve", "--num-replicas", "0"], "at least 1"),
         (["serve", "--num-draft-tokens", "some"], "'some' must be a whole number or auto"),
-        (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; it must be at least 1"),
-        (["serve", "--max-body-bytes", "0"], "max_body_bytes is 0; it must be at least 1"),
+        (["serve", "--max-num-seqs", "0"], "--max-num-seqs is 0; it must be at least 1"),
+        (["serve", "--max-body-bytes", "0"], "--max-body-bytes is 0; it must be at least 1"),
         (["serve", "--bogus"], "--bogus"),
-        (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["generate", "hi", "--temperature", "-1"], "--temperature is -1.0"),
         (["generate"], "prompt"),
-        (["chat", "--top-p", "0"], "top_p is 0.0"),
+        (["chat", "--top-p", "0"], "--top-p is 0.0"),
         (["chaos", "http://127.0.0.1:8000", "--every", "nan"], "'nan' must be a number of seconds above 0"),
     ],
 )
@@ -193,10 +235,10 @@ def test_the_later_of_two_servers_on_one_port_is_told_before_the_other_listens()
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--max-model-len", "129"], "max_model_len is 129; the model's context is 128 tokens at most."),
+        (["--max-model-len", "129"], "--max-model-len is 129; the model's context is 128 tokens at most."),
         (
             ["--tensor-parallel-size", "3"],
-            "tensor_parallel_size is 3, which does not divide the model's 2 heads, 1 of keys and values, and "
+            "--tensor-parallel-size is 3, which does not divide the model's 2 heads, 1 of keys and values, and "
             "feed-forward size of 64; it can be 1, 2.",
         ),
     ],
@@ -258,12 +300,6 @@ def test_errors_of_files_are_one_sentence(error, says, monkeypatch, capsys):
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("event", ["{", "[]", '{"choices": [{}]}', '{"choices": 1}', '{"error": "busy"}'])
-def test_odd_events_of_a_server_are_one_sentence(event):
-    with pytest.raises(CallboardError, match=r"^The server"):
-        chat._texts(event)
-
-
 def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_started(write_tiny_gguf):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
@@ -271,41 +307,6 @@ def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_started(writ
     assert done.returncode == 1
     assert "splits text by the rules of 'nope'" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-# ---- callboard chat --url -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake_server():
-    engine = FakeEngine("Hello, wörld!", max_model_len=90)
-    app = build_http_app(Service(engine, byte_tokenizer(), MODEL))
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield engine, f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(timeout=10)
-
-
-def test_chat_with_a_server_remembers_the_conversation(fake_server):
-    engine, url = fake_server
-    done = callboard("chat", "--url", url, "--system", "S", "--seed", "7", stdin="a\n\nb\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "Hello, wörld!\nHello, wörld!\n"
-    prompts = [bytes(r.token_ids).decode() for r in engine.requests]
-    assert prompts == ["<system>S<user>a<assistant>", "<system>S<user>a<assistant>Hello, wörld!<user>b<assistant>"]
-    assert engine.requests[0].seed == 7
-    assert engine.requests[0].params.temperature == 1.0  # the server's own
-
-
-def test_chat_tells_the_servers_error(fake_server):
-    _, url = fake_server
-    done = callboard("chat", "--url", f"{url}/v1/", stdin="x" * 100 + "\n")
-    assert done.returncode == 1
-    assert "maximum context length is 90 tokens" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 # ---- in process ------------------------------------------------------------------------------------------------------
@@ -353,3 +354,20 @@ def test_serve_gives_the_builder_its_argument_model():
 
     with pytest.raises(ValueError, match="no_such_field"):
         call_user_app_builder_with_args_if_necessary(build_app, {"no_such_field": "1"})
+
+
+def test_serve_run_shows_one_sentence_on_a_model_that_cannot_be_had(monkeypatch):
+    from serve_app import app
+
+    nodes = [{"Alive": True}]
+    monkeypatch.setattr(app, "application_of", lambda args: "application")
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    args = app.AppArgs(model="/no/such/model")
+    with pytest.raises(CallboardError, match="There is no model at '/no/such/model'"):
+        app.build_app(args)
+    run = click.Command("run", callback=lambda: app.build_app(args))  # as Ray's own command is
+    told = CliRunner().invoke(run)
+    assert (told.exit_code, told.output.count("\n")) == (1, 1)
+    assert told.output.startswith("Error: There is no model at '/no/such/model'; ")
+    nodes.append({"Alive": True})  # the model may be on another machine
+    assert app.build_app(args) == "application"

@@ -1,0 +1,1 @@
+"""`callboard chat` and `callboard generate`: what a terminal shows."""

@@ -1,0 +1,45 @@
+"""What `callboard serve` prints when it is ready."""
+
+import json
+import shlex
+import threading
+
+import pytest
+
+from runtime.core.config import DEFAULT_MODEL, EngineConfig
+from serve_app.terminal.announcement import NextStep, announcement
+
+URL = "http://127.0.0.1:8000"
+
+
+def test_the_chat_page_the_api_and_the_end_are_named():
+    first, second, _ = announcement(EngineConfig(), (), URL)
+    assert first == f"Callboard serves HuggingFaceTB/SmolLM2-135M-Instruct at {URL}/v1"
+    assert second == f"Chat: {URL}/   API: {URL}/v1   Ctrl-C stops"
+
+
+def test_the_curl_command_is_greedy_and_names_the_model():
+    *_, curl = announcement(EngineConfig("some/model"), ("a", "b"), URL)
+    command = shlex.split(curl)
+    body = json.loads(command[command.index("-d") + 1])
+    assert (body["model"], body["temperature"], body["stream"]) == ("a", 0, True)
+    assert body["messages"] == [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def test_the_draft_and_the_adapters_are_named():
+    first, *_ = announcement(EngineConfig("m", draft="ngram", lora=("x=/x", "y=/y")), (), URL)
+    assert first == f"Callboard serves m (draft: ngram) with the adapters x, y at {URL}/v1"
+
+
+@pytest.mark.parametrize(
+    ("model", "reason", "is_shown"),
+    [(DEFAULT_MODEL, None, True), (DEFAULT_MODEL, "no route", False), ("m", None, False)],
+)
+def test_a_better_model_is_named_where_a_hub_answers(monkeypatch, model: str, reason: str | None, is_shown: bool):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("serve_app.doctor.unreachable", lambda url: reason)
+    before = set(threading.enumerate())
+    step = NextStep(model)
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert ("callboard serve Qwen/Qwen3-0.6B" in step.line()) == is_shown
