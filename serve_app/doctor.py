@@ -259,7 +259,7 @@ def network() -> Iterator[Finding]:
     from huggingface_hub.constants import ENDPOINT
 
     # pip reads more than this, and says itself what it cannot reach.
-    index = os.environ.get("PIP_INDEX_URL") or _run(sys.executable, "-m", "pip", "config", "get", "global.index-url")
+    index = os.environ.get("PIP_INDEX_URL") or _run(*_PYTHON, "-m", "pip", "config", "get", "global.index-url")
     places = {"hub": ENDPOINT, "package index": (index or "https://pypi.org/simple").strip()}
     answers: dict[str, str | None] = dict.fromkeys(places, f"no answer within {_NETWORK_S:g} s")
 

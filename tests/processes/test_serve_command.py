@@ -30,8 +30,9 @@ def test_serve_run_with_a_yaml_file(tiny_path: Path, tmp_path: Path, private_ray
     env = {name: value for name, value in private_ray.items() if "RAY_AUTH" not in name}  # Ray makes a token itself
     env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'serve_app/public'}"  # as an install has both
     env["RAY_worker_niceness"] = "0"  # or its workers would wait for tests that compute beside this one
+    (tmp_path / "runtime.py").write_text("x = 1")  # Ray's workers search the current folder first
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=tmp_path)
     try:
         deadline, answer = time.monotonic() + 200, None
         while answer is None and time.monotonic() < deadline and process.poll() is None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 
 TYPE_CHECKING = False  # typing takes long to import
 if TYPE_CHECKING:
@@ -56,10 +57,9 @@ def _find_own_packages() -> None:
     while not os.path.isfile(place := os.path.join(folder, "runtime", "start.py")):
         if folder == (folder := os.path.dirname(folder)):
             raise ImportError(f"{__file__} lies apart from Callboard's other packages; install it again.")
-    spec = spec_from_file_location("callboard._start", place)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(start := module_from_spec(spec))
+    start = ModuleType("start")
+    start.__file__ = place
+    SourceFileLoader("start", place).exec_module(start)
     start.find_own_packages()
 
 
