@@ -1,47 +1,32 @@
-"""The reports of `callboard models` and `callboard inspect`: which models run, and what one is, without its weights."""
+"""The report of `callboard inspect`: what a model is, without its weights."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from runtime.core.config import EngineConfig
-from runtime.core.decoder_spec import DecoderSpec, RopeType
+from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.sharding import Shard
 from runtime.core.types import CallboardError
 from runtime.loading import folder
 from runtime.loading.adapters import read_adapter
-from runtime.loading.gguf import GgufFile, ggml_types
-from runtime.loading.gguf_architectures import ARCHITECTURES, read_gguf_model
+from runtime.loading.gguf import GgufFile
+from runtime.loading.gguf_architectures import read_gguf_model
 from runtime.loading.resolve import resolve
-from runtime.models import FAMILIES, load_spec
-from runtime.quant import METHODS
+from runtime.models import load_spec
 from runtime.quant.at_load import quantized_at_load
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
-from runtime.text.tool_calls import FORMATS
+from runtime.text.tool_calls import name_of
 
 if TYPE_CHECKING:
     from runtime.kernels.numerics import Numerics
     from runtime.loading.checkpoint import Checkpoint
 
 _LABEL_WIDTH = 14
-
-
-def families() -> str:
-    """Every family with an example and what of it was verified, and the formats that they may come in."""
-    lines = []
-    for architecture, family in FAMILIES.items():
-        lines += [family.models, _line("  config.json", architecture), _line("  example", family.example)]
-        lines += [_line("  verified", family.verified), ""]
-    methods = ", ".join(method for method in METHODS if method != "gguf")
-    lines.append(_line("quantized", f"safetensors whose quant_method is {methods}"))
-    lines.append(_line("GGUF", f"general.architecture {', '.join(ARCHITECTURES)}"))
-    lines.append(_line("", f"tensors in {', '.join(name for name, _, _ in ggml_types().values())}"))
-    lines.append(_line("RoPE", ", ".join(get_args(RopeType))))
-    return "\n".join(lines)
 
 
 def model_report(config: EngineConfig) -> str:
@@ -166,9 +151,10 @@ def _text(config: EngineConfig, path: Path) -> list[str]:
     lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config))))
     if tokenizer.chat_template is None:
         return [*lines, _line("chat template", "none: this model completes texts")]
-    form = ChatTemplate.of(tokenizer).tool_format
-    names = [name for name, each in FORMATS.items() if each is form]
-    tools = f"with tool calls ({names[0]})" if names else "without tool calls, or in a format that is not known here"
+    name = name_of(ChatTemplate.of(tokenizer).tool_format)
+    tools = f"with tool calls ({name})" if name else "without tool calls"
+    if name == "generic":
+        tools += "; it describes none in a known format, so the system message does"
     return [*lines, _line("chat template", f"{tools}:"), tokenizer.chat_template.rstrip()]
 
 

@@ -63,7 +63,9 @@ _SHUTDOWN_MARGIN_S = 2.0  # for the ways between the processes, beside the drain
 class _ServeArgs(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    served_model_name: str | None = Field(None, description="the name that clients use; default: model")
+    served_model_name: Annotated[tuple[str, ...], BeforeValidator(lambda value: _split(value or ()))] = Field(
+        (), description="the names that clients use; answers have the first one; default: model"
+    )
     num_fronts: int | None = Field(
         None, ge=1, description="front replicas (CPU only) that share the engines; default: one per 4 CPUs, at most 4"
     )
@@ -81,10 +83,14 @@ class _ServeArgs(BaseModel):
         return HttpSettings(**{f.name: getattr(self, f.name) for f in fields(HttpSettings)})
 
 
+def _split(value: Any) -> Any:
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
 def _model_fields(config: type) -> dict[str, Any]:
     """The fields of a dataclass for pydantic. `serve run name=a,b` gives text where several values may be; a number
     that the engine may find itself can be "auto", as on the command line."""
-    split = BeforeValidator(lambda value: tuple(value.split(",")) if isinstance(value, str) else value)
+    split = BeforeValidator(_split)
     auto = BeforeValidator(lambda value: None if value == "auto" else value)
     read = {tuple[str, ...]: split, int | None: auto}
     types = {name: Annotated[t, read[t]] if t in read else t for name, t in get_type_hints(config).items()}
@@ -143,12 +149,14 @@ class Front:
         self,
         config: EngineConfig,
         settings: HttpSettings,
-        served_model_name: str | None,
+        names: tuple[str, ...],
         engines: DeploymentHandle[Any],
         may_be_none: bool,
     ) -> None:
         """Returns at once where nothing is served yet: until the tokenizer is loaded and an engine there, /ready says
         what is still to come. Beside or in place of fronts that serve, it returns when it can serve as well.
+
+        Clients call the model by `names`.
 
         `engines` is the deployment that this one needs. It is reached over sockets; only where there `may_be_none`, a
         call through its handle has Serve start one."""
@@ -167,7 +175,7 @@ class Front:
             settings.routing_policy,
         )
         draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
-        self._service = Service(self._engines, None, served_model_name or config.model, draft)
+        self._service = Service(self._engines, None, names[0], draft, names[1:])
         metrics = self._service.metrics
         metrics.lines = RequestLines(self._service.model, line_writer()) if settings.request_log else None
         settings.check_extras()
@@ -212,6 +220,15 @@ class Front:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._app
+
+    async def tool_call_format(self) -> str | None:
+        """How tools are described and called, by the name that --tool-call-parser takes; None if they cannot be."""
+
+        def find() -> str | None:
+            chats = self._service.named(None).chats
+            return None if chats is None else chats.tool_call_format
+
+        return await asyncio.to_thread(find)  # a child process runs the template
 
     async def drain(self, reason: str) -> int:
         """Take no new requests from now on, for `reason`; the number of live ones, which go on. Those of batches end:
@@ -304,8 +321,9 @@ def application_of(args: AppArgs) -> serve.Application:
     Raises CallboardError if a value is out of range or the cluster lacks what is asked for."""
     config, settings, scaling = args.engine_config(), args.http_settings(), args.scaling()
     settings.check_extras()
-    if (model := args.served_model_name or config.model) in config.adapters:
-        raise CallboardError(f"An adapter of lora is called {model!r}, as the model is; give it another name.")
+    names = args.served_model_name or (config.model,)
+    if twice := [name for name in names if name in config.adapters]:
+        raise CallboardError(f"An adapter of lora is called {twice[0]!r}, as the model is; give it another name.")
     if not ray.is_initialized():
         ray.init(namespace="serve")  # as `serve run` does, but after this: here the cluster's GPUs must be known
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -347,7 +365,7 @@ def application_of(args: AppArgs) -> serve.Application:
     application: serve.Application = front.bind(
         config,
         settings,
-        args.served_model_name,
+        names,
         engines.bind(config, gpu, settings.drain_timeout_s),
         scaling.least == 0,
     )

@@ -77,16 +77,20 @@ class LocalModel:
 class RemoteModel:
     """A model behind an OpenAI-compatible server."""
 
-    def __init__(self, url: str, given: dict[str, Any]) -> None:
+    def __init__(self, url: str, given: dict[str, Any], api_key: str | None = None) -> None:
         """`given` are fields of SamplingParams; the others are the server's to choose."""
         import httpx
 
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self._http = httpx.Client(timeout=httpx.Timeout(10, read=None))
+        self._http = httpx.Client(timeout=httpx.Timeout(10, read=None), headers=headers)
         try:
             models = self._http.get(f"{self._base}/models").raise_for_status().json()
             model = models["data"][0]["id"]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError) as e:
+            if isinstance(e, httpx.HTTPStatusError) and e.response.status_code == 401:
+                which = "needs an API key" if api_key is None else "does not know the API key"
+                raise CallboardError(f"{self._base} {which}; pass --api-key or set CALLBOARD_API_KEY.") from e
             raise CallboardError(f"No OpenAI-compatible server answers at {self._base}: {e}; check --url.") from e
         self._fields = {"model": model, "stream": True, **given}
 

@@ -13,13 +13,18 @@ import platform
 import resource
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
+
+from runtime.loading.resolve import cache_folder
 
 _GIB = 1 << 30
 _MIN_FILES = 4096  # a front holds two file descriptors for each stream
@@ -54,15 +59,32 @@ for i in range(torch.cuda.device_count()):
             cut.append([i, j])
 print(json.dumps({"cut": cut, "rates": rates}))
 """
+# The forms that plain weights can become, and whether a file's own codes of 4 bits stay codes in a dtype.
 _FORMS_PROBE = """
 import json
 from runtime.core.config import EngineConfig
 from runtime.quant.at_load import GROUPS
 from runtime.quant.formats import forms_at_load
+from runtime.quant.forms import Integer4
+from runtime.quant.products import products_of
 from runtime.worker.runner import choose_numerics
 numerics = {form: choose_numerics(EngineConfig(quantization=form)) for form in GROUPS}
-print(json.dumps([form for form in GROUPS if form in forms_at_load(numerics[form])]))
+own = {dtype: choose_numerics(EngineConfig(dtype=dtype)) for dtype in ("auto", "bfloat16")}
+four_bits = Integer4("int4", columns=32, has_minimum=True)
+stay = [dtype for dtype in own if (products := products_of(own[dtype])) and products.takes(four_bits)]
+print(json.dumps({"forms": [form for form in GROUPS if form in forms_at_load(numerics[form])], "stay": stay,
+                  "dtype": own["auto"].dtype_name, "bits": 8 * own["auto"].dtype.itemsize}))
 """
+_FOUR_BIT_FILE = 4.5  # bits of a weight in Q4_0 and Q4_K, scales included
+_CPU_FLAGS = {  # of /proc/cpuinfo, by what they are called elsewhere
+    "AVX2": ("avx2",),
+    "AVX-512": ("avx512f",),
+    "VNNI": ("avx512_vnni", "avx_vnni"),
+    "bf16": ("avx512_bf16",),
+    "AMX": ("amx_tile",),
+}
+_NETWORK_S = 3.0  # for an answer of a hub or an index
+_PORT = 8000  # of `callboard serve`
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +119,16 @@ def findings(address: str | None) -> Iterator[Finding]:
     yield gpu_links(len((nvidia_smi or "").splitlines()), lambda: _run(sys.executable, "-c", _PEERS_PROBE))
     yield quantization(_run(sys.executable, "-c", _FORMS_PROBE))
     yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
+    yield instruction_sets(Path("/proc/cpuinfo").read_text())
     yield memory(_meminfo()["MemAvailable"])
     shared = os.statvfs("/dev/shm")
     yield shared_memory(shared.f_bavail * shared.f_frsize)
     yield open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield haproxy()
-    yield model_cache()
+    yield from model_caches()
+    yield from network()
+    yield free_port(_PORT)
+    yield spans()
     if address is None:
         yield Finding("ok", "Ray cluster", "callboard serve starts its own; --address HOST:PORT checks another")
     else:
@@ -159,8 +185,28 @@ def gpu_links(num_gpus: int, ask: Callable[[], str | None]) -> Finding:
 
 def quantization(answer: str | None) -> Finding:
     """The forms that weights are multiplied with in 8 and 4 bits here; `answer`: what _FORMS_PROBE prints."""
-    forms = json.loads(answer) if answer else []
-    return Finding("ok", "quantization", ", ".join(forms) or "none: quantized weights are widened as they are read")
+    if answer is None:
+        return Finding("warn", "quantization", "unknown: torch did not answer", "try `python -c 'import torch'`.")
+    found = json.loads(answer)
+    forms = ", ".join(found["forms"]) or "none"
+    if "auto" in found["stay"]:
+        return Finding("ok", "quantization", forms)
+    factor = found["bits"] / _FOUR_BIT_FILE
+    text = (
+        f"{forms}: 4-bit weights of a file are read as {found['dtype']}, {factor:.0f} times their bytes for each token"
+    )
+    fix = "they stay 4-bit on a GPU, or on a CPU with AVX2 or AVX-512."
+    return Finding("warn", "quantization", text, "--dtype bfloat16 keeps them 4-bit." if found["stay"] else fix)
+
+
+def instruction_sets(cpuinfo: str) -> Finding:
+    """The instruction sets that CPU kernels use; `cpuinfo`: the text of /proc/cpuinfo."""
+    fields = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
+    values = {name.strip(): value.strip() for name, value in fields.items()}
+    flags = set(values.get("flags", values.get("Features", "")).split())
+    found = [name for name, names in _CPU_FLAGS.items() if flags.intersection(names)]
+    model = values.get("model name", platform.machine())
+    return Finding("ok", "CPU", f"{model}: {', '.join(found) or f'none of {chr(44).join(_CPU_FLAGS)}'}")
 
 
 def memory(available: int) -> Finding:
@@ -192,15 +238,75 @@ def haproxy() -> Finding:
     return Finding("fail", "HAProxy", "not found", "pip install 'ray[serve]' brings it.")
 
 
-def model_cache() -> Finding:
-    """Where models from a hub are kept."""
+def model_caches() -> Iterator[Finding]:
+    """The folders of models from wheels, such as the default one, and of models from a hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    place = Path(HF_HUB_CACHE)
+    yield _cache("model cache", cache_folder(), "the default model", "CALLBOARD_CACHE")
+    yield _cache("hub cache", Path(HF_HUB_CACHE), "models of a hub", "HF_HOME")
+
+
+def _cache(name: str, place: Path, holds: str, variable: str) -> Finding:
     existing = next(path for path in (place, *place.parents) if path.exists())
-    free = f"{place}, {shutil.disk_usage(existing).free / _GIB:.0f} GiB free"
-    fix = "it cannot be written: set HF_HOME to a folder that can."
-    return _checked(os.access(existing, os.W_OK), "model cache", free, fix)
+    text = f"{place} ({holds}), {shutil.disk_usage(existing).free / _GIB:.0f} GiB free"
+    fix = f"it cannot be written: set {variable} to a folder that can."
+    return _checked(os.access(existing, os.W_OK), name, text, fix)
+
+
+def network() -> Iterator[Finding]:
+    """Check that models can be fetched. A missing network is only a warning: models in the caches run without it."""
+    from huggingface_hub.constants import ENDPOINT
+
+    # pip reads more than this, and says itself what it cannot reach.
+    index = os.environ.get("PIP_INDEX_URL") or _run(sys.executable, "-m", "pip", "config", "get", "global.index-url")
+    places = {"hub": ENDPOINT, "package index": (index or "https://pypi.org/simple").strip()}
+    answers: dict[str, str | None] = dict.fromkeys(places, f"no answer within {_NETWORK_S:g} s")
+
+    def ask(name: str) -> None:
+        answers[name] = _unreachable(places[name])
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in places]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _NETWORK_S + 1
+    for thread in threads:  # a name's resolution has no timeout of its own
+        thread.join(max(0.0, end - time.monotonic()))
+    needs = {"hub": "models by ORG/NAME", "package index": "the default model, if it is not in the model cache,"}
+    for name, place in places.items():
+        fix = f"{needs[name]} need it; folders and .gguf files do not."
+        text = place if answers[name] is None else f"{place}: {answers[name]}"
+        yield _checked(answers[name] is None, name, text, fix, "warn")
+
+
+def _unreachable(url: str) -> str | None:
+    """Return the reason why a web address does not answer, or None if it answers."""
+    import httpx
+
+    try:
+        trusted = ssl.create_default_context(cafile=os.environ.get("PIP_CERT") or None)
+        status = httpx.head(url, timeout=_NETWORK_S, verify=trusted).status_code
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
+        return str(e) or type(e).__name__
+    return f"it answers {status}" if status >= 500 else None  # a proxy that does not reach it, say
+
+
+def free_port(port: int) -> Finding:
+    """Check that `callboard serve` can listen on this port."""
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as e:
+        return Finding("warn", "port", f"{port}: {e.strerror}", "pass another --port, or stop what has it.")
+    return Finding("ok", "port", f"{port} is free")
+
+
+def spans() -> Finding:
+    """The extra that --otlp-traces-endpoint needs."""
+    for package in ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            return Finding("ok", "otel", "not installed; for --otlp-traces-endpoint: pip install 'callboard[otel]'")
+    return Finding("ok", "otel", found)
 
 
 def ray_reachable(address: str) -> Finding:

@@ -1,4 +1,4 @@
-"""The HTTP front: OpenAI's and Anthropic's endpoints as a small ASGI application over a Service."""
+"""The HTTP front: OpenAI's, Anthropic's and Ollama's endpoints as a small ASGI application over a Service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from serve_app.answers import encode_json
 from serve_app.auth import AuthMiddleware, Cors, path_within
 from serve_app.batch_routes import batch_routes
 from serve_app.batches import Batches
-from serve_app.endpoints import ENDPOINTS
+from serve_app.endpoints import ENDPOINTS, ollama_models
+from serve_app.endpoints.endpoint import AnsweredAtOnce
 from serve_app.engine_routes import engine_routes
 from serve_app.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response, redacted
 from serve_app.generation import Generation
@@ -68,6 +69,7 @@ def build_http_app(
         HTTPException: _http_error,
         ApiError: _refusal,
         FieldError: _refusal,
+        AnsweredAtOnce: _answer_at_once,
         Exception: _internal_error,
     }
     batches.routes = Starlette(routes=routes, exception_handlers=errors)  # whose batch it is was checked
@@ -99,6 +101,10 @@ class _Routes:
             *engine_routes(service, settings),
             Route("/v1/abort", self.abort, methods=["POST"]),
             Route("/v1/messages/count_tokens", _post(count_tokens, service, settings, True), methods=["POST"]),
+            Route("/api/tags", _get(lambda: ollama_models.tags(service))),
+            Route("/api/ps", _get(lambda: ollama_models.running(service))),
+            Route("/api/show", _post(ollama_models.show, service, settings, True), methods=["POST"]),
+            Route("/api/version", _get(ollama_models.version)),
             Route("/tokenize", _post(tokenize, service, settings, True), methods=["POST"]),
             Route("/detokenize", _post(detokenize, service, settings), methods=["POST"]),
             Route("/tokenizer_info", _get(lambda: tokenizer_info(service))),
@@ -203,6 +209,11 @@ def _refusal(request: HttpRequest, error: Exception) -> Response:
     refusal = api_error(error) if isinstance(error, FieldError) else error
     RequestContext.of(request.scope).error = str(refusal)
     return error_response(refusal, path_within(request.scope))
+
+
+def _answer_at_once(request: HttpRequest, answer: Exception) -> Response:
+    assert isinstance(answer, AnsweredAtOnce)
+    return Response(answer.content, media_type="application/json")
 
 
 def _http_error(request: HttpRequest, error: Exception) -> Response:

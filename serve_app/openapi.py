@@ -13,6 +13,7 @@ from pydantic.json_schema import models_json_schema
 
 from serve_app.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
 from serve_app.batch_routes import BatchesQuery, CreateBatchRequest, FilesQuery, UploadForm
+from serve_app.endpoints.ollama_models import ShowRequest
 from serve_app.engine_routes import SleepQuery
 from serve_app.requests import (
     AbortRequest,
@@ -21,6 +22,8 @@ from serve_app.requests import (
     CountTokensRequest,
     EmbeddingRequest,
     MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
     PoolingRequest,
     RerankRequest,
     ResponsesRequest,
@@ -107,6 +110,15 @@ AnsweredMessage = _answer(
     usage=MessageUsage,
 )
 CountedTokens = _answer("CountedTokens", input_tokens=int)
+
+_LINE = {"model": str, "created_at": str, "done": bool, "done_reason": (str | None, None)}
+OllamaChatLine = _answer("OllamaChatLine", **_LINE, message=dict[str, Any])
+OllamaText = _answer("OllamaText", **_LINE, response=str)
+OllamaModels = _answer("OllamaModels", models=list[dict[str, Any]])
+OllamaModel = _answer(
+    "OllamaModel", template=str, details=dict[str, Any], model_info=dict[str, Any], capabilities=list[str]
+)
+OllamaError = _answer("OllamaError", error=str)
 
 PromptUsage = _answer("PromptUsage", prompt_tokens=int, total_tokens=int)
 _POOLED = {"id": str, "created": int, "model": str, "usage": PromptUsage}
@@ -212,6 +224,7 @@ _ENGINES = (403, 503, 504)
 _STORED = (400, 404, 503)
 _DISK = (404, 503)
 _RESPONSE = "/v1/responses/{response_id}"
+_LINES = "application/x-ndjson"  # an answer's objects, one a line
 _FILES, _BATCHES = "/v1/files", "/v1/batches"
 _ANSWER_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
 
@@ -226,6 +239,7 @@ class _Operation:
     requests: tuple[type[BaseModel], ...] = ()
     errors: tuple[int, ...] = ()
     streams: bool = False  # with "stream": true
+    media_type: str = "text/event-stream"  # of streams
     unready: type[BaseModel] | None = None  # the 503 of a probe, which is no error
     open: bool = False  # whether it needs no API key
     error: type[BaseModel] = Error
@@ -254,6 +268,32 @@ _OPERATIONS = (
         (*_BODY, 404, 503),
         error=MessagesError,
     ),
+    _Operation(
+        "/api/chat",
+        "Answer a chat, in Ollama's form",
+        OllamaChatLine,
+        (OllamaChatRequest,),
+        _GENERATION,
+        streams=True,
+        media_type=_LINES,
+        error=OllamaError,
+    ),
+    _Operation(
+        "/api/generate",
+        "Answer a prompt, in Ollama's form",
+        OllamaText,
+        (OllamaGenerateRequest,),
+        _GENERATION,
+        streams=True,
+        media_type=_LINES,
+        error=OllamaError,
+    ),
+    _Operation("/api/tags", "The models, for Ollama's clients", OllamaModels, errors=(503,), error=OllamaError),
+    _Operation("/api/ps", "The same models", OllamaModels, errors=(503,), error=OllamaError),
+    _Operation(
+        "/api/show", "A model, for Ollama's clients", OllamaModel, (ShowRequest,), (*_BODY, 404, 503), error=OllamaError
+    ),
+    _Operation("/api/version", "The version of Ollama's API", Version, error=OllamaError),
     _Operation("/v1/embeddings", "Vectors of texts", Embeddings, (EmbeddingRequest,), _GENERATION),
     _Operation("/pooling", "Vectors of texts as the model makes them", Pooled, (PoolingRequest,), _GENERATION),
     _Operation("/v1/score", "How well texts go together", Scores, (ScoreRequest,), _GENERATION),
@@ -334,7 +374,7 @@ def _operation(op: _Operation, has_keys: bool, has_hosts: bool) -> dict[str, Any
     if op.streams:
         # What each event looks like, which is how tools read the schema of a stream.
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-        content["text/event-stream"] = {"schema": event}
+        content[op.media_type] = {"schema": {} if op.media_type == _LINES else event}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     if op.unready is not None:
         responses["503"] = {"description": "Not now.", "content": _json(op.unready)}

@@ -61,7 +61,7 @@ class ServerSettings:
     http: HttpSettings
     host: str
     port: int
-    served_model_name: str | None
+    served_model_names: tuple[str, ...]  # the first is that of answers; none: the model's own
     scaling: ScalingSettings
     num_fronts: int | None
 
@@ -109,6 +109,7 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port, req
     if requests is not None:
         console.say(requests.describe())
     parent.tell(ready=True)
+    _report_generic_tools(settings, console)
     parent.wait_for_order()
     console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
     _drain(settings, folder, parent)
@@ -189,7 +190,7 @@ def _deploy(settings: ServerSettings) -> None:
         AppArgs(
             **asdict(settings.config),
             **asdict(settings.http),
-            served_model_name=settings.served_model_name,
+            served_model_name=settings.served_model_names,
             **asdict(settings.scaling),
             num_fronts=settings.num_fronts,
         )
@@ -359,12 +360,25 @@ def _announce(settings: ServerSettings, console: Console) -> None:
     """How to use the server."""
     host = _reachable(settings.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
-    name = settings.served_model_name or settings.config.model
+    name = next(iter(settings.served_model_names), settings.config.model)
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}], "stream": True})
     draft = f" (draft: {settings.config.draft})" if settings.config.draft else ""
     adapters = f" with the adapters {', '.join(settings.config.adapters)}" if settings.config.lora else ""
     console.announce(f"Callboard serves {name}{draft}{adapters} at {url}/v1")
     console.announce(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'")
+
+
+def _report_generic_tools(settings: ServerSettings, console: Console) -> None:
+    """Print a line if the model's chat template has no format of tool calls, and the generic one is taken instead."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    if settings.config.tool_call_parser == "auto":
+        with suppress(RayError, RayServeException, TimeoutError):
+            found = serve.get_app_handle(APP_NAME).tool_call_format.remote().result(timeout_s=_STATUS_POLL_S)
+            if found == "generic":
+                console.say("Tools: the chat template has no known format of tool calls, so the generic one is used.")
 
 
 def _reachable(host: str) -> str:

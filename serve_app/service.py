@@ -13,7 +13,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import count
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -32,17 +31,10 @@ from runtime.text.tokenizer import Tokenizer
 from serve_app.endpoints import Endpoint
 from serve_app.errors import ApiError, api_error, redacted
 from serve_app.metrics import RequestContext, RequestRecord, ServiceMetrics
+from serve_app.model_card import model_card
 from serve_app.prepared_request import PreparedRequest, R, ServedModel
 from serve_app.requests import SamplingFields
 
-_PERMISSION = {  # as OpenAI's models once had it, and vLLM's have
-    "object": "model_permission",
-    "organization": "*",
-    "group": None,
-    "is_blocking": False,
-    **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True),
-    **dict.fromkeys(("allow_create_engine", "allow_search_indices", "allow_fine_tuning"), False),
-}
 _RECOVERY_RETRY_S = 1.0
 _LOADING_RETRY_S = 5.0
 _REFUSALS: dict[Refusal, tuple[int, str | None, float | None]] = {  # status, code, and when to come back
@@ -62,10 +54,19 @@ _MAX_SCORES = 1 << 18  # log-probabilities of prompts that one request may ask f
 class Service:
     """Answers API requests with one model, whatever brings the requests here."""
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, model: str, draft: str | None = None) -> None:
-        """`model` is the name that clients use, `draft` that of what guesses for it, None if nothing does. Without a
-        tokenizer the service is loading until `start`."""
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        model: str,
+        draft: str | None = None,
+        aliases: Iterable[str] = (),
+    ) -> None:
+        """`model` is the name that clients use, `draft` that of what guesses for it, None if nothing does. `aliases`
+        are more names for the model; answers have the first. Without a tokenizer the service is loading until `start`.
+        """
         self.model, self.draft = model, draft
+        self._aliases = tuple(name for name in dict.fromkeys(aliases) if name != model)
         self._client = client
         self.metrics = ServiceMetrics(client, model)
         self._created = int(time.time())
@@ -91,7 +92,7 @@ class Service:
         """What a request for this model, or for none, gets: the model as it is now, or one of its adapters.
 
         Raises the 404 if nothing has the name, and the 503 while the service is loading."""
-        name = self.model if name is None else name
+        name = self.model if name is None or name in self._aliases else name
         adapter = None if name == self.model else self._client.adapters.served().get(name)
         if self._tokenizer is None:
             raise _unavailable(self.health() or "", _LOADING_RETRY_S)
@@ -101,7 +102,7 @@ class Service:
         return ServedModel(name, self._tokenizer, self._chats, self._client.info, self.draft, digest)
 
     def _unknown(self, name: str, param: str) -> ApiError:
-        names = ", ".join(map(repr, [self.model, *self._client.adapters.served()][:_MAX_NAMES]))
+        names = ", ".join(map(repr, [self.model, *self._aliases, *self._client.adapters.served()][:_MAX_NAMES]))
         text = f"There is no model {shortened(name)!r} here; this server has {names}."
         return ApiError(404, text, param=param, code="model_not_found")
 
@@ -131,30 +132,20 @@ class Service:
         return facts | {"system_fingerprint": model.fingerprint}
 
     def model_card(self, name: str | None = None) -> dict[str, Any]:
-        """OpenAI's model object, of the model or of an adapter; raises what `named` does."""
+        """OpenAI's model object, of the model, of another name for it or of an adapter; raises what `named` does."""
         model = self.named(name)
         adapter = self._client.adapters.served().get(model.name) if model.adapter else None
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": adapter.entry.version // 10**9 if adapter and adapter.entry.version else self._created,
-            "owned_by": "callboard",
-            "root": self.model if adapter is None else Path(adapter.entry.path).name,  # not where it lies
-            "parent": None if adapter is None else self.model,
-            "permission": [{**_PERMISSION, "id": f"modelperm-{model.name}", "created": self._created}],
-            "max_model_len": model.info.max_model_len,
-            "weights": model.info.weight_formats,
-            "draft": self.draft,
-        }
+        card_id = name if name in self._aliases else model.name
+        return model_card(card_id, self.model, model, None if adapter is None else adapter.entry, self._created)
 
     def model_cards(self) -> list[dict[str, Any]]:
         """Of all that a request may ask for, the model itself first."""
-        return [self.model_card(name) for name in (None, *self._client.adapters.served())]
+        return [self.model_card(name) for name in (None, *self._aliases, *self._client.adapters.served())]
 
     async def load_adapter(self, name: str, path: str, may_replace: bool) -> None:
         """Let requests ask for the adapter in a folder by this name; returns when all engines have it, or raises
         ApiError."""
-        if name == self.model:
+        if name in (self.model, *self._aliases):
             raise invalid("lora_name", f"is {shortened(name)!r}, which the model itself is called already")
         if name in self._client.adapters.served() and not may_replace:
             text = "which is a model here already; unload it first, or send load_inplace"

@@ -47,7 +47,9 @@ class HttpSettings:
     """The front replicas' settings. The engine's own limits (its queue, its context) are in EngineConfig."""
 
     api_key: tuple[str, ...] = setting(
-        (), "a key that lets clients in, sent as a Bearer token; may be given several times"
+        (),
+        "a key that lets clients in, sent as a Bearer token; may be given several times; without it `callboard serve` "
+        "takes those of $CALLBOARD_API_KEY",
     )
     api_key_file: str | None = setting(None, "file with more of them, one a line, at this path on every node")
     cors_origin: tuple[str, ...] = setting(

@@ -72,8 +72,11 @@ class EngineConfig:
         "deepseek_v3",
         "deepseek_v31",
         "harmony",
+        "generic",
     ] = setting(
-        "auto", "the format in which the model writes tool calls; auto is the one that its chat template writes"
+        "auto",
+        "the format in which the model writes tool calls; auto is the one that its chat template writes, or generic if "
+        "that is none; generic describes the tools in the system message, and works with any template",
     )
     lora: tuple[str, ...] = setting(
         (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.types import CallboardError
@@ -20,6 +20,14 @@ _WITHOUT_HEAD = re.compile("(Model|ForSequenceClassification)$")
 _RANDOM = "logits and greedy tokens of random weights, against transformers"
 
 
+class ChatForm(NamedTuple):
+    """What a published chat template was found to write."""
+
+    template: str  # which one
+    tools: str | None  # the format of tool calls, as --tool-call-parser names it; None: it has no tools
+    reasons: bool = False  # the model may write reasoning before its answer
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One architecture as people know it, and how its checkpoints are read."""
@@ -29,20 +37,32 @@ class Family:
     decoder_spec: Callable[[Mapping[str, Any]], DecoderSpec]  # of a config.json
     weight_map: WeightMap
     verified: str = _RANDOM  # what was compared, and with what
+    chats: tuple[ChatForm, ...] = ()  # of published models; none if no template of theirs was tried
 
 
 FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures`
     "GPT2LMHeadModel": Family("GPT-2, DistilGPT2", "openai-community/gpt2", gpt2.decoder_spec, gpt2.WEIGHT_MAP),
-    "Gemma2ForCausalLM": Family("Gemma 2", "google/gemma-2-2b-it", gemma.gemma2_spec, gemma.WEIGHT_MAP),
+    "Gemma2ForCausalLM": Family(
+        "Gemma 2",
+        "google/gemma-2-2b-it",
+        gemma.gemma2_spec,
+        gemma.WEIGHT_MAP,
+        chats=(ChatForm("gemma2", None),),
+    ),
     "Gemma3ForCausalLM": Family(
         "Gemma 3 270M, 1B",
         "google/gemma-3-270m",
         gemma.gemma3_spec,
         gemma.WEIGHT_MAP,
         f"{_RANDOM}; texts and perplexity of Gemma 3 270M",
+        (ChatForm("gemma3", None),),
     ),
     "Gemma3ForConditionalGeneration": Family(
-        "Gemma 3 4B, 12B, 27B, without images", "google/gemma-3-4b-it", gemma.gemma3_spec, gemma.WEIGHT_MAP
+        "Gemma 3 4B, 12B, 27B, without images",
+        "google/gemma-3-4b-it",
+        gemma.gemma3_spec,
+        gemma.WEIGHT_MAP,
+        chats=(ChatForm("gemma3", None),),
     ),
     "Glm4ForCausalLM": Family(
         "GLM-4-0414 9B, 32B; GLM-Z1", "zai-org/GLM-4-9B-0414", glm.post_norms_decoder_spec, glm.POST_NORMS_WEIGHT_MAP
@@ -63,6 +83,12 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         llama.decoder_spec,
         llama.WEIGHT_MAP,
         f"{_RANDOM}; texts and perplexity of SmolLM2-135M-Instruct",
+        (
+            ChatForm("llama3.2", "llama3_json"),
+            ChatForm("llama3", None),
+            ChatForm("llama2", None),
+            ChatForm("smollm2", None),
+        ),
     ),
     "Ministral3ForCausalLM": Family(
         "Ministral 3, text alone", "mistralai/Ministral-3-8B-Base-2512", mistral.ministral3_spec, mistral.WEIGHT_MAP
@@ -81,6 +107,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "mistralai/Mistral-7B-Instruct-v0.3",
         mistral.decoder_spec,
         mistral.WEIGHT_MAP,
+        chats=(ChatForm("mistral-v0.3", "mistral"), ChatForm("mistral-v0.1", None)),
     ),
     "MixtralForCausalLM": Family(
         "Mixtral 8x7B, 8x22B",
@@ -92,10 +119,26 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
     "Olmo2ForCausalLM": Family("OLMo 2", "allenai/OLMo-2-1124-7B-Instruct", olmo.olmo2_spec, olmo.WEIGHT_MAP),
     "Olmo3ForCausalLM": Family("OLMo 3, 3.1", "allenai/Olmo-3-7B-Instruct", olmo.olmo3_spec, olmo.WEIGHT_MAP),
     "Phi3ForCausalLM": Family(
-        "Phi-3, Phi-3.5, Phi-4, Phi-4-mini", "microsoft/Phi-4-mini-instruct", phi.decoder_spec, phi.WEIGHT_MAP
+        "Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
+        "microsoft/Phi-4-mini-instruct",
+        phi.decoder_spec,
+        phi.WEIGHT_MAP,
+        chats=(ChatForm("phi4-mini", None), ChatForm("phi3", None)),
     ),
-    "Qwen2ForCausalLM": Family("Qwen2, Qwen2.5", "Qwen/Qwen2.5-0.5B-Instruct", qwen.decoder_spec, qwen.WEIGHT_MAP),
-    "Qwen3ForCausalLM": Family("Qwen3", "Qwen/Qwen3-0.6B", qwen.decoder_spec, qwen.WEIGHT_MAP),
+    "Qwen2ForCausalLM": Family(
+        "Qwen2, Qwen2.5",
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        qwen.decoder_spec,
+        qwen.WEIGHT_MAP,
+        chats=(ChatForm("qwen2.5", "hermes"),),
+    ),
+    "Qwen3ForCausalLM": Family(
+        "Qwen3",
+        "Qwen/Qwen3-0.6B",
+        qwen.decoder_spec,
+        qwen.WEIGHT_MAP,
+        chats=(ChatForm("qwen3", "hermes", reasons=True),),
+    ),
     "Qwen3MoeForCausalLM": Family("Qwen3-MoE", "Qwen/Qwen3-30B-A3B", qwen.moe_decoder_spec, qwen.MOE_WEIGHT_MAP),
     "SeedOssForCausalLM": Family(
         "Seed-OSS 36B", "ByteDance-Seed/Seed-OSS-36B-Instruct", seed.decoder_spec, seed.WEIGHT_MAP

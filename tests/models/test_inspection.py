@@ -1,4 +1,4 @@
-"""`callboard models` and `callboard inspect`: what they tell, and that no weight is read for it."""
+"""`callboard inspect`: what it tells, and that no weight is read for it."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 from runtime.core.config import EngineConfig
 from runtime.inspection import model_report
 from runtime.loading import checkpoint
-from runtime.models import FAMILIES
 from serve_app import cli
 from tests.models.test_gguf_architectures import MODELS
 
@@ -28,15 +27,6 @@ def lines(report: str) -> dict[str, str]:
     return {label.strip(): text.strip() for label, _, text in labelled}
 
 
-def test_models_lists_every_family_with_an_example(capsys):
-    assert cli.main(["models"]) == 0
-    text = capsys.readouterr().out
-    for architecture, family in FAMILIES.items():
-        assert all(part in text for part in (architecture, family.models, family.example, family.verified))
-    assert "llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3, gpt2" in text
-    assert "Q2_K, Q3_K, Q4_K, Q5_K, Q6_K" in text
-
-
 def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
     path = write_tiny_gguf()
     assert cli.main(["inspect", str(path), "--device", "cpu", "--num-kv-blocks", "99"]) == 0
@@ -53,6 +43,9 @@ def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
     assert "(99 blocks of 16 tokens" in told["memory plan"]
     assert told["KV cache"] == "float32, 128 bytes a token"
     assert told["tokenizer"] == "262 tokens; begin of text 1; ends 0 <|end|>"
+    assert told["chat template"] == (
+        "with tool calls (generic); it describes none in a known format, so the system message does:"
+    )
     assert report.endswith("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}\n")
 
 

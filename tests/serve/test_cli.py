@@ -21,6 +21,7 @@ from actors.process import told_fault
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app import chat, cli
+from serve_app.commands.flags import engine_config, http_settings
 from serve_app.http import build_http_app
 from serve_app.port import port_of_its_own
 from serve_app.service import Service
@@ -39,7 +40,7 @@ def callboard(*args: str, stdin: str = "", timeout: float = 60) -> subprocess.Co
 def test_help_explains_every_engine_field(command: str, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as exit_:
-        cli.main([command, "--help"])
+        cli.main([command, "--help=all"])
     assert exit_.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for f in fields(EngineConfig):
@@ -72,11 +73,11 @@ def test_every_flag_reaches_its_field():
             continue
         for one in value if isinstance(value, tuple) else (value,):
             argv += [f"--{flag}", str(one)]
-    config = cli._engine_config(cli._parser().parse_args(argv))
+    config = engine_config(cli.parser().parse_args(argv))
     assert config == EngineConfig("some/model", **values)
     assert config.adapters == {"a": "/x", "b": "/y=z"}
     for argv in ([], ["--num-draft-tokens", "auto", "--max-model-len", "auto"]):
-        assert cli._engine_config(cli._parser().parse_args(["serve", *argv])) == EngineConfig()
+        assert engine_config(cli.parser().parse_args(["serve", *argv])) == EngineConfig()
 
 
 def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
@@ -100,15 +101,15 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
         for v in value if isinstance(value, tuple) else (value,):
             flag = name.replace("_", "-")
             argv += [f"--no-{flag}" if v is False else f"--{flag}", *([] if isinstance(v, bool) else [str(v)])]
-    settings = cli._http_settings(cli._parser().parse_args(argv))
+    settings = http_settings(cli.parser().parse_args(argv))
     assert settings == HttpSettings(**values)
     assert settings.api_keys() == ("k0", "k1", "k2", "k3")
-    assert cli._http_settings(cli._parser().parse_args(["serve"])) == HttpSettings()
+    assert http_settings(cli.parser().parse_args(["serve"])) == HttpSettings()
 
 
 def test_the_number_of_replicas_is_fixed_or_has_bounds():
     def bounds(*argv):
-        args = cli._parser().parse_args(["serve", *argv])
+        args = cli.parser().parse_args(["serve", *argv])
         scaling = ScalingSettings(**{f.name: getattr(args, f.name) for f in fields(ScalingSettings)})
         return scaling.least, scaling.most
 
@@ -198,15 +199,15 @@ def test_without_keys_the_server_answers_to_its_own_names_only():
         ([], "COMMAND"),
         (["serve", "--port", "0"], "between 1 and 65535"),
         (["serve", "--port", "http"], "'http' is no port"),
-        (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["serve", "--dtype", "int3"], "'int3' is no choice"),
         (["serve", "--num-replicas", "0"], "at least 1"),
         (["serve", "--num-draft-tokens", "some"], "'some' must be a whole number or auto"),
-        (["serve", "--max-num-seqs", "0"], "max_num_seqs is 0; it must be at least 1"),
-        (["serve", "--max-body-bytes", "0"], "max_body_bytes is 0; it must be at least 1"),
+        (["serve", "--max-num-seqs", "0"], "--max-num-seqs is 0; it must be at least 1"),
+        (["serve", "--max-body-bytes", "0"], "--max-body-bytes is 0; it must be at least 1"),
         (["serve", "--bogus"], "--bogus"),
-        (["generate", "hi", "--temperature", "-1"], "temperature is -1.0"),
+        (["generate", "hi", "--temperature", "-1"], "--temperature is -1.0"),
         (["generate"], "prompt"),
-        (["chat", "--top-p", "0"], "top_p is 0.0"),
+        (["chat", "--top-p", "0"], "--top-p is 0.0"),
         (["chaos", "http://127.0.0.1:8000", "--every", "nan"], "'nan' must be a number of seconds above 0"),
     ],
 )
@@ -239,10 +240,10 @@ def test_the_later_of_two_servers_on_one_port_is_told_before_the_other_listens()
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--max-model-len", "129"], "max_model_len is 129; the model's context is 128 tokens at most."),
+        (["--max-model-len", "129"], "--max-model-len is 129; the model's context is 128 tokens at most."),
         (
             ["--tensor-parallel-size", "3"],
-            "tensor_parallel_size is 3, which does not divide the model's 2 heads, 1 of keys and values, and "
+            "--tensor-parallel-size is 3, which does not divide the model's 2 heads, 1 of keys and values, and "
             "feed-forward size of 64; it can be 1, 2.",
         ),
     ],

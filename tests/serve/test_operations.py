@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -94,7 +95,8 @@ def test_the_doctor_tells_of_everything_and_what_to_fix():
     command = [sys.executable, "-m", "serve_app.cli", "doctor"]
     good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     for name in ("python", "callboard", "torch", "triton", "ray", "GPU", "quantization", "cores", "memory",
-                 "shared memory", "open files", "HAProxy", "model cache", "Ray cluster"):  # fmt: skip
+                 "shared memory", "open files", "HAProxy", "model cache", "Ray cluster", "CPU", "hub cache", "hub",
+                 "package index", "port", "otel"):  # fmt: skip
         assert name in good.stdout, name
     assert good.returncode == ("fail" in good.stdout)
     bad = subprocess.run([*command, "--address", f"127.0.0.1:{port}"], cwd=ROOT, capture_output=True, text=True)
@@ -118,9 +120,87 @@ def test_the_doctor_on_quantization():
     assert doctor.gpu_links(2, lambda: '{"cut": [[1, 0]], "rates": [20.0, 19.0]}').value == "1 does not reach 0"
     compile(doctor._PEERS_PROBE, "probe", "exec")
     assert doctor.gpu_links(2, lambda: None).level == "warn"
-    assert doctor.quantization('["fp8", "int4"]').value == "fp8, int4"
-    nothing = "none: quantized weights are widened as they are read"
-    assert doctor.quantization("[]").value == doctor.quantization(None).value == nothing
+
+
+@pytest.mark.parametrize(
+    ("forms", "stay", "dtype", "bits", "level", "value", "fix"),
+    [
+        (["fp8", "int4"], ["auto", "bfloat16"], "bfloat16", 16, "ok", "fp8, int4", ""),
+        (
+            ["int8"],
+            ["bfloat16"],
+            "float32",
+            32,
+            "warn",
+            "int8: 4-bit weights of a file are read as float32, 7 times",
+            "--dtype",
+        ),
+        ([], [], "float32", 32, "warn", "none: 4-bit weights of a file are read as float32, 7 times", "on a GPU"),
+        ([], [], "bfloat16", 16, "warn", "none: 4-bit weights of a file are read as bfloat16, 4 times", "on a GPU"),
+    ],
+)
+def test_the_doctor_warns_of_widened_weights(forms, stay, dtype, bits, level, value, fix):
+    found = doctor.quantization(json.dumps({"forms": forms, "stay": stay, "dtype": dtype, "bits": bits}))
+    assert found.level == level
+    assert found.value.startswith(value)
+    assert fix in found.fix
+
+
+def test_the_doctor_on_a_torch_that_fails():
+    assert doctor.quantization(None).level == "warn"
+
+
+def test_the_doctor_names_instruction_sets():
+    text = "processor: 0\nmodel name\t: A CPU\nflags\t\t: fpu avx2 avx512f avx_vnni amx_tile\n"
+    assert doctor.instruction_sets(text).value == "A CPU: AVX2, AVX-512, VNNI, AMX"
+    assert "none of AVX2" in doctor.instruction_sets("Features: asimd\n").value
+
+
+def test_the_doctor_names_both_caches(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("CALLBOARD_CACHE", str(tmp_path / "wheels"))
+    own, hub = doctor.model_caches()
+    assert (own.name, hub.name) == ("model cache", "hub cache")
+    assert own.value.startswith(f"{tmp_path / 'wheels'} (the default model), ")
+
+
+def test_the_doctor_on_a_port_in_use():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert doctor.free_port(port).level == "warn"
+    assert doctor.free_port(port) == doctor.Finding("ok", "port", f"{port} is free")
+
+
+def test_the_doctor_goes_on_without_a_network(monkeypatch):
+    """One place refuses connections, the other one's name is never resolved."""
+    monkeypatch.setattr(doctor, "_NETWORK_S", 0.2)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://index.invalid")
+    never = threading.Event()
+    why = {"https://huggingface.co": "refused"}
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://huggingface.co")
+    monkeypatch.setattr(doctor, "_unreachable", lambda url: why.get(url) or str(never.wait()))
+    hub, index = doctor.network()
+    assert (hub.level, hub.value) == ("warn", "https://huggingface.co: refused")
+    assert (index.level, index.value) == ("warn", "http://index.invalid: no answer within 0.2 s")
+    never.set()
+    monkeypatch.setattr(doctor, "_unreachable", lambda url: None)
+    assert [found.level for found in doctor.network()] == ["ok", "ok"]
+
+
+def test_an_answer_of_a_server_says_that_it_is_reached():
+    def answer(status: int, listener: socket.socket) -> None:
+        connection = listener.accept()[0]
+        connection.recv(1 << 16)
+        connection.sendall(f"HTTP/1.1 {status} X\r\ncontent-length: 0\r\n\r\n".encode())
+        connection.close()
+
+    for status, says in ((404, None), (502, "it answers 502")):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=answer, args=(status, listener))
+            thread.start()
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            assert doctor._unreachable(url) == says
+            thread.join()
+    assert doctor._unreachable(url) is not None
 
 
 @pytest.mark.parametrize(

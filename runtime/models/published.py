@@ -1,0 +1,86 @@
+"""The published shapes of some models, each as the part of its config.json that says them.
+
+`callboard models NAME` computes memory from them, and the benchmarks make random models of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _llama3(factor: float, **shape: Any) -> dict[str, Any]:
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 128256,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "rope_scaling": scaling | {"original_max_position_embeddings": 8192}, "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009], "tie_word_embeddings": True,
+    } | shape  # fmt: skip
+
+
+def _qwen3(**shape: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "vocab_size": 151936,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": [151645, 151643], "attention_bias": False,
+        "tie_word_embeddings": True,
+    } | shape  # fmt: skip
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _llama3(
+        32.0, num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, head_dim=64, intermediate_size=8192
+    ),
+    "llama-3.2-3b": _llama3(
+        32.0, num_hidden_layers=28, hidden_size=3072, num_attention_heads=24, head_dim=128, intermediate_size=8192
+    ),
+    "llama-3.1-8b": _llama3(
+        8.0, num_hidden_layers=32, hidden_size=4096, num_attention_heads=32, head_dim=128, intermediate_size=14336,
+        tie_word_embeddings=False,
+    ),
+    "llama-3.1-70b": _llama3(
+        8.0, num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, head_dim=128, intermediate_size=28672,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-0.6b": _qwen3(num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, intermediate_size=3072),
+    "qwen3-4b": _qwen3(num_hidden_layers=36, hidden_size=2560, num_attention_heads=32, intermediate_size=9728),
+    "qwen3-8b": _qwen3(
+        num_hidden_layers=36, hidden_size=4096, num_attention_heads=32, intermediate_size=12288,
+        tie_word_embeddings=False,
+    ),
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 262144, "num_hidden_layers": 26, "hidden_size": 1152, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window": 512,
+        "sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "bos_token_id": 2, "eos_token_id": [1, 106],
+        "tie_word_embeddings": True,
+    },
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 49152,
+        "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 100000.0,
+        "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": _qwen3(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048,
+        num_attention_heads=32, num_key_value_heads=4, intermediate_size=6144, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=False,
+    ),
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu", "vocab_size": 32000,
+        "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32768, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "intermediate_size": 9216, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "sliding_window": 4096,
+        "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "bos_token_id": 2, "eos_token_id": [1, 107],
+    },
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12,
+        "n_head": 12, "n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256,
+    },
+}  # fmt: skip

@@ -1,0 +1,78 @@
+"""`--config FILE`: read the flags of a command from a YAML or TOML file."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.core.types import CallboardError
+
+_MODEL = "model"  # the positional argument
+_NOT_IN_FILES = ("config", "help")
+
+
+def read_words(path: str, flags: Mapping[str, argparse.Action]) -> list[str]:
+    """Return the words of a command line with the values of a file.
+
+    `flags` are the flags of the command by name. Raises CallboardError if the file cannot be read, or if it has an
+    unknown name."""
+    words, model = [], []
+    for key, value in _read(path).items():
+        name = str(key).replace("_", "-")
+        if name == _MODEL and isinstance(value, str):
+            model = ["--", value]
+        elif name not in flags or name in _NOT_IN_FILES:
+            near = difflib.get_close_matches(name, {*flags, _MODEL}.difference(_NOT_IN_FILES), 1)
+            raise CallboardError(
+                f"{path} has {key!r}, which is no flag" + (f"; did you mean {near[0]}?" if near else "")
+            )
+        elif value is not None:
+            words += _words(path, name, value, flags[name])
+    return words + model
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
+        raise CallboardError(f"--config {path} cannot be read: {reason}") from e
+    found = _read_toml(path, text) if path.endswith(".toml") else _read_yaml(path, text)
+    if not isinstance(found, dict | None):
+        raise CallboardError(f"--config {path} must hold a flag's name and its value in each line")
+    return found or {}
+
+
+def _read_toml(path: str, text: str) -> Any:
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise CallboardError(f"--config {path} is no TOML: {e}") from e
+
+
+def _read_yaml(path: str, text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise CallboardError(f"--config {path} is no YAML: {' '.join(str(e).split())}") from e
+
+
+def _words(path: str, name: str, value: Any, action: argparse.Action) -> list[str]:
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise CallboardError(f"{path} has {value!r} for {name}; it must be true or false")
+        return [f"--{name}" if value else f"--no-{name}"]
+    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and not isinstance(action, argparse._AppendAction):
+        raise CallboardError(f"{path} has a list for {name}, which takes one value")
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, str | int | float):
+            raise CallboardError(f"{path} has {each!r} for {name}; it must be a text or a number")
+    return [f"--{name}={each}" for each in values]

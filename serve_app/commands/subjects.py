@@ -1,0 +1,76 @@
+"""The subjects of flags, as `--help=SUBJECT` shows them, with the settings of each.
+
+A setting without a subject in this table belongs to the one of its class in `HOME`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from runtime.core.config import EngineConfig
+from serve_app.settings import HttpSettings, ScalingSettings
+
+
+class Subject(NamedTuple):
+    """The description of a subject, and the names of its settings."""
+
+    about: str
+    names: tuple[str, ...] = ()
+
+
+SUBJECTS = {
+    "model": Subject(
+        "which model runs, and how its texts and vectors are made",
+        ("revision", "chat_template", "tool_call_parser", "generation_config", "pooling"),
+    ),
+    "http": Subject("where the server listens, and what a request may hold"),
+    "access": Subject(
+        "which clients may come in",
+        ("api_key", "api_key_file", "allowed_host", "cors_origin", "client_priority"),
+    ),
+    "scaling": Subject("how many engines and fronts there are", ("routing_policy",)),
+    "device": Subject(
+        "what the model runs on, and how steps are launched there",
+        ("device", "tensor_parallel_size", "num_threads", "kernel_backend", "cuda_graphs", "prefill_graph_tokens",
+         "packed_weights", "sleep_mode"),
+    ),
+    "quantization": Subject(
+        "the forms of weights, of the KV cache and of numbers in between",
+        ("quantization", "head_quantization", "dtype", "kv_cache_dtype"),
+    ),
+    "memory": Subject(
+        "the context, the KV cache and what they may take",
+        ("max_model_len", "gpu_memory_utilization", "kv_cache_memory", "num_kv_blocks", "block_size", "kv_layout",
+         "prefix_cache"),
+    ),
+    "engine": Subject(
+        "how requests share steps: policies, which change speed or memory, and tokens at most by rounding",
+    ),
+    "queue": Subject(
+        "how long requests and steps may take, and how many requests may wait",
+        ("max_queued_requests", "max_queued_tokens", "max_queued_bytes", "queue_timeout_s", "step_timeout_s",
+         "request_timeout_s", "drain_timeout_s"),
+    ),
+    "exactness": Subject("the same bits, whatever shares the step", ("deterministic", "rank_invariant")),
+    "speculation": Subject(
+        "guesses of tokens that the model verifies, several a step",
+        ("draft", "num_draft_tokens", "draft_quantization", "draft_device", "draft_ahead", "draft_kv_cache_memory",
+         "draft_shared"),
+    ),
+    "adapters": Subject(
+        "adapters (LoRA), which clients use as models", ("lora", "max_loras", "max_lora_rank", "lora_folder")
+    ),
+    "batches": Subject(
+        "files and batches of requests",
+        ("batch_folder", "batch_file_bytes", "batch_max_requests", "batch_concurrency", "batch_max_open",
+         "batch_max_open_per_key", "batch_max_ended_per_key", "batch_max_files", "batch_max_files_per_key",
+         "batch_max_bytes", "batch_max_bytes_per_key", "batch_max_uploads", "batch_max_uploads_per_key"),
+    ),
+    "stored": Subject(
+        "what the fronts keep of answers and report of requests",
+        ("response_store_bytes", "response_life_s", "recorded_request_bytes", "request_log",
+         "otlp_traces_endpoint"),
+    ),
+    "sampling": Subject("how tokens are chosen"),
+}  # fmt: skip
+
+HOME = {EngineConfig: "engine", ScalingSettings: "scaling", HttpSettings: "http"}  # of the other settings
