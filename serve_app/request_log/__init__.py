@@ -1,1 +1,1 @@
-"""One line for each request: what it holds, how a front writes it, and how `callboard serve` shows it."""
+"""The request log: one line for each request, from the front to the terminal and the file of `callboard serve`."""

@@ -17,7 +17,7 @@ _QUIET_PATHS = {"/health", "/ping", "/ready", "/load", "/metrics"} | {route.path
 
 
 class ObserveRequests:
-    """Tells a front's metrics of each request but probes and files of the page."""
+    """Reports each request to a front's metrics, except probes and files of the pages."""
 
     def __init__(self, app: ASGIApp, metrics: ServiceMetrics, routes: Iterable[Route]) -> None:
         self._app, self._metrics = app, metrics

@@ -38,7 +38,7 @@ class PipeWriter:
         self._num_dropped = 0
 
     def __call__(self, line: str) -> None:
-        """Write a line, or drop it if there is no room."""
+        """Write a line, or drop it if the pipe is full."""
         now = time.time()
         stamp = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now))}.{int(now % 1 * 1000):03d}"
         if self._num_dropped:
@@ -81,7 +81,7 @@ class RequestPipe:
             self._thread.start()
 
     def close(self) -> None:
-        """Copy what the fronts have written, as far as the terminal takes it within a few seconds."""
+        """Copy what the fronts have written; give up after a few seconds if the terminal takes nothing."""
         if self._thread.ident is not None and select.select([], [self._pipe], [], _LAST_S)[1]:
             os.write(self._pipe, _END)
             self._thread.join(_LAST_S)
@@ -99,7 +99,7 @@ class RequestPipe:
     def _show(self, line: str) -> None:
         if self._log is not None:
             self._log.emit(makeLogRecord({"msg": line}))
-        with suppress(OSError, ValueError):  # nobody reads any more: the server goes on
+        with suppress(OSError, ValueError):  # the terminal is gone: the server goes on
             print(line, file=sys.stderr, flush=True)
 
 
@@ -123,7 +123,7 @@ def line_writer() -> Callable[[str], None]:
 
 
 class _LogFile(RotatingFileHandler):
-    """A file whose faults, a full disk above all, cost its lines alone."""
+    """A file that drops the lines it cannot write, on a full disk for example."""
 
     def handleError(self, record: LogRecord) -> None:
         pass
