@@ -13,7 +13,7 @@ _NEXT = "The default model is small and often wrong. For better answers: callboa
 
 
 def announcement(config: EngineConfig, names: tuple[str, ...], url: str) -> list[str]:
-    """The lines for stdout. `names` are those that the user gave the model, `url` reaches the server."""
+    """The lines for stdout. `names` come from --served-model-name; `url` reaches the server."""
     name = (names or names_of(config.model))[0]
     question = {"role": "user", "content": "What is the capital of France?"}
     body = json.dumps({"model": name, "messages": [question], "temperature": 0, "stream": True})
