@@ -16,6 +16,7 @@ from actors.autoscaling import EngineFigures
 from actors.engine_loop import EngineLoop
 from actors.messages import EngineLoading
 from actors.process import SWITCH_INTERVAL_S, freeze_garbage
+from actors.process_meter import ProcessMeter
 from actors.runner_group import DraftKeeper, RunnerGroup, host_address
 from actors.transport import Address
 from runtime.core.config import EngineConfig, ModelInfo
@@ -30,10 +31,17 @@ class EngineActor:
     REMOTE: ClassVar[dict[str, Any]] = {"max_restarts": 0}
 
     def __init__(
-        self, config: EngineConfig, group: PlacementGroup, gpu: bool, num_restarts: int, application: str
+        self,
+        config: EngineConfig,
+        group: PlacementGroup,
+        gpu: bool,
+        num_restarts: int,
+        application: str,
+        supervisor: int,
     ) -> None:
+        """`supervisor` is the id of its process, which is on this machine."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._config, self._num_restarts = config, num_restarts
+        self._config, self._num_restarts, self._supervisor = config, num_restarts, supervisor
         self.runners = RunnerGroup(config, group, gpu)
         self.draft = DraftKeeper(config, group, gpu, application) if config.has_draft_model else None
         self._loaded = asyncio.Event()
@@ -50,6 +58,7 @@ class EngineActor:
             self.runners.set_sleep,
             self._num_restarts,
         )
+        self._loop.meter.processes = ProcessMeter(self._local_processes)
         if self.draft is not None:
             await asyncio.to_thread(self.draft.keep, self._loop.attach_draft)
         self._loaded.set()
@@ -95,6 +104,13 @@ class EngineActor:
             with suppress(RayError):
                 found.append((role, *(await actor.location.remote())))
         return found
+
+    def _local_processes(self) -> list[tuple[str, int]]:
+        """Role and id of each process of this engine that is on this machine, as far as they live."""
+        own = [("engine", os.getpid()), ("supervisor", self._supervisor)]
+        draft = self.draft.local_pid if self.draft is not None else None
+        runners = [("runner", pid) for pid in self.runners.local_pids]
+        return [*own, *runners, *([("draft", draft)] if draft is not None else [])]
 
     async def num_live(self) -> int:
         """Requests that run or wait."""

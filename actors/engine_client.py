@@ -29,6 +29,10 @@ class EngineRefusal(CallboardError):
         self.reason, self.retry_after_s = reason, retry_after_s
 
 
+class ServerStopped(CallboardError):
+    """The server ended before the request did."""
+
+
 OnEngine = Callable[[str], None]  # is told the id of the engine that serves a request, each time that another one does
 
 

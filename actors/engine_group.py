@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from actors.adapters import AdapterState
-from actors.engine_client import EngineRefusal, OnEngine, Refusal, nobody
+from actors.engine_client import EngineRefusal, OnEngine, Refusal, ServerStopped, nobody
 from actors.front_adapters import FrontAdapters
 from actors.link import EngineLink, Stream
 from actors.messages import AbortById, CacheUpdate, Refused
@@ -116,6 +116,13 @@ class EngineGroup:
             self._release(stream)
             self._park(stream)
         return self.num_streams
+
+    def end(self, reason: str) -> None:
+        """Take no new requests, and end the live ones with an error for `reason`, after what they have received."""
+        self._draining = reason
+        for stream in [*self._waiting, *(s for link in self._links.values() for s in link.streams)]:
+            self._release(stream)
+            stream.fail(ServerStopped(reason))
 
     @property
     def num_streams(self) -> int:

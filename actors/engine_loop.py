@@ -81,7 +81,7 @@ class EngineLoop:
         settled = partial(self._set_reason, None)
         self._sleep = EngineSleep(self.core, set_sleep, self._finish_steps, self._rebuild, settled, self._adapters)
         self._followers = Followers(CacheFeed(scheduler), time.monotonic)
-        self._meter = EngineMetrics(config, self.info, num_restarts)
+        self.meter = EngineMetrics(config, self.info, num_restarts)
         self.links = LinkServer(lambda connection, message: self._inbox.put((connection, message)), self.report)
         self.reason = None
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
@@ -121,7 +121,8 @@ class EngineLoop:
     def report(self, figures: MetricValues) -> Snapshot:
         """Add what a front has counted; all figures of this engine."""
         adapters = self._adapters.states
-        return self._meter.report(figures, self.core.scheduler, self.num_rebuilds, self._sleep.level, adapters)
+        memory = sum(connection.memory for connection in list(self._connections))
+        return self.meter.report(figures, self.core.scheduler, self.num_rebuilds, self._sleep.level, adapters, memory)
 
     def drain(self, reason: str) -> Future[object]:
         """Take no new requests, for `reason`; those that are live go on. When it is done, their number only falls."""
@@ -169,7 +170,7 @@ class EngineLoop:
     def _run(self) -> None:
         """New requests and the plan after a step go to the runners before the step's tokens go to the fronts, so that
         the runners compute while frames are written."""
-        meter = self._meter
+        meter = self.meter
         while True:
             self._take_messages()
             if self._closed:
@@ -194,10 +195,10 @@ class EngineLoop:
                     self._rebuild(str(e))
 
     def _collect(self) -> None:
-        self._meter.before_collect()
+        self.meter.before_collect()
         self._output = self.core.collect()
         if self._output is not None:
-            self._meter.collected()
+            self.meter.collected()
             self._followers.are_behind = True
         self._progress = time.monotonic()
 
@@ -342,7 +343,7 @@ class EngineLoop:
         if output is None:
             return
         touched, self._untold = self._untold, set()
-        logprobs, meter = output.logprobs, self._meter
+        logprobs, meter = output.logprobs, self.meter
         sampled_at, step, num_others, num_prompt = meter.sampled_at, self.core.steps_done, 0, 0
         for i, (state, token) in enumerate(zip(output.states, output.token_ids, strict=True)):
             stream: Stream = state.owner
@@ -392,7 +393,7 @@ class EngineLoop:
         """End a request between two steps."""
         self.core.abort(stream.key)
         self._end(stream, reason, None, error)
-        stream.connection.flush(self._meter.sampled_at_wall)
+        stream.connection.flush(self.meter.sampled_at_wall)
 
     def _end(self, stream: Stream, reason: FinishReason, stop_id: int | None, error: str) -> None:
         stream.connection.frame.ended.append(Ended(stream.number, int(reason), stop_id, error))

@@ -37,6 +37,8 @@ def start(folder: str, modules: Sequence[str]) -> str:
     Python, whose files are in `folder`. `modules` must neither use a GPU nor start threads when they are imported."""
     import subprocess
 
+    from runtime.start import command as command_of
+
     command, address = Path(folder, "python"), str(Path(folder, "fork-server"))
     program = [sys.executable, "-I", "-S", __file__, "run", address, sys.executable]
     command.write_text(f'#!/bin/sh\nexec {shlex.join(program)} "$@"\n')
@@ -46,7 +48,7 @@ def start(folder: str, modules: Sequence[str]) -> str:
         listener.bind(address)
         listener.listen(128)
         subprocess.Popen(
-            [sys.executable, "-m", "actors.fork_server", "serve", str(listener.fileno()), *modules],
+            command_of("actors.fork_server", "serve", str(listener.fileno()), *modules),
             pass_fds=[listener.fileno()], env=os.environ | settings,
         )  # fmt: skip
     return str(command)

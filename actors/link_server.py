@@ -34,6 +34,7 @@ from actors.messages import (
     encode,
 )
 from actors.metrics import MetricValues, Snapshot
+from actors.process_meter import MEMORY
 from actors.transport import Address, FrameSocket, Listener, framed
 from runtime.core.grammar_store import GrammarStore, GrammarUpdate
 from runtime.core.types import CallboardError
@@ -82,6 +83,7 @@ class Connection:
         self.last_stream = 0  # the number of the last that it has submitted
         self.sent_adapters: dict[str, AdapterState] = {}  # by name, as of the last Status
         self.last_heard = time.monotonic()
+        self.memory = 0.0  # resident bytes of its process, if it reports them here
         self.frame = Tokens()  # what this step gains, but for its columns
         self.stream_column, self.token_column = array("i"), array("i")
         self._backlog = bytearray()
@@ -182,6 +184,8 @@ class LinkServer:
                         if isinstance(message, Heartbeat):
                             connection.send(message)
                         elif isinstance(message, Report):
+                            memory = message.figures.numbers.pop(MEMORY, {})
+                            connection.memory = sum(memory.values())
                             connection.send(self._report(message.figures))
                         elif isinstance(message, GrammarUpdate):
                             connection.grammars.apply(message)

@@ -15,12 +15,14 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from actors.adapters import AdapterState
+from actors.process_meter import CPU, MEMORY, ROLES, of_this_process
 from runtime.core.config import EngineConfig, ModelInfo
 from runtime.core.request_state import RequestState
 from runtime.core.scheduler import Scheduler
@@ -40,7 +42,7 @@ class Metric(NamedTuple):
     kind: Literal["gauge", "counter", "histogram"]
     help: str
     bounds: tuple[float, ...] = ()
-    label: str = ""
+    label: str = ""  # several are separated by spaces, as are their values
     label_values: tuple[str, ...] = ("",)  # those that are there from the start, at zero
 
 
@@ -92,6 +94,8 @@ ENGINE_METRICS = {  # what an engine counts itself
         "Between a result and the next plan while the runners had none.", _SHORT_S
     ),
     "callboard:restarts": _counter("Starts after the first.", "actor", "engine", "runners"),
+    MEMORY: Metric("gauge", "Resident memory of processes; a GPU's is not in it.", (), "role", ROLES),
+    CPU: _counter("CPU time of processes, also of those that have ended.", "role", *ROLES),
 }
 METRICS = ENGINE_METRICS | {  # and what replicas count
     "vllm:request_success": _counter("Finished requests.", "finished_reason", "stop", "length", "abort", "error"),
@@ -122,6 +126,9 @@ METRICS = ENGINE_METRICS | {  # and what replicas count
         "found",
     ),
     "callboard:adapter_requests": _counter("Finished requests by adapter, until its name is forgotten.", "adapter"),
+    "http_requests": _counter(
+        "Requests by the path of their route, but not probes and files of the page.", "handler method status"
+    ),
     "callboard:requests_refused": _counter(
         "Requests that were not served, by the reason.", "reason", "never", "busy", "draining", "late"
     ),
@@ -186,10 +193,11 @@ class MetricValues(msgspec.Struct, array_like=True):
 
 
 class Snapshot(msgspec.Struct, array_like=True, tag=9):
-    """All figures of one engine, and what vllm:cache_config_info says of its cache and its weights."""
+    """All figures of one engine, and the labels of two metrics whose values are in these."""
 
     figures: MetricValues
-    cache_config: dict[str, str]
+    cache_config: dict[str, str]  # of vllm:cache_config_info: its cache and its weights
+    lora: dict[str, str] = {}  # of vllm:lora_requests_info: names of adapters; empty if there is no room for any
 
 
 class EngineMetrics:
@@ -208,7 +216,7 @@ class EngineMetrics:
             "enable_prefix_caching": str(config.prefix_cache),
             "gpu_memory_utilization": str(config.gpu_memory_utilization),
         }
-        self._counts_cache = config.prefix_cache
+        self._counts_cache, self._max_loras = config.prefix_cache, config.max_loras
         self.figures = all_at_zero()
         self.figures.count("callboard:restarts", "engine", num_restarts)
         histograms = self.figures.histograms
@@ -223,6 +231,7 @@ class EngineMetrics:
         self._runners_idle = self._is_busy = False
         self._num_tokens = 0
         self._num_moved_tokens = 0  # of prompts that were computed elsewhere before, and counted there
+        self.processes = of_this_process("engine")  # and others, where an actor has them
         self._replicas = all_at_zero()
         self._reporting = threading.Lock()  # replicas report from threads of their own
 
@@ -267,17 +276,20 @@ class EngineMetrics:
         scheduler: Scheduler,
         num_rebuilds: int,
         sleep_level: int = 0,
-        adapters: Collection[str] = (),
+        adapters: Mapping[str, AdapterState] | None = None,
+        fronts_memory: float = 0.0,
     ) -> Snapshot:
-        """Add a replica's figures; all of them and the engine's own. Read without a lock while the step thread counts:
-        each figure is right, together they may be a step apart. Counts of names that are not in `adapters` are dropped,
-        or each name that ever was would stay for ever."""
+        """Add a replica's figures; all of them and the engine's own, with the resident bytes of its fronts.
+
+        Read without a lock while the step thread counts: each figure is right, together they may be a step apart.
+        Counts of names that are not in `adapters` are dropped, or each name that ever was would stay for ever."""
+        adapters = adapters or {}
         total, pool, stats = all_at_zero(), scheduler.pool, scheduler.stats
         total.add(self.figures)
         with self._reporting:
             self._replicas.add(figures)
             by_adapter = self._replicas.numbers["callboard:adapter_requests"]
-            for name in by_adapter.keys() - adapters:
+            for name in by_adapter.keys() - adapters.keys():
                 del by_adapter[name]
             total.add(self._replicas)
         num_blocks = pool.num_blocks - 1
@@ -301,7 +313,20 @@ class EngineMetrics:
         for served_by, value in (("lazy", stats.structured_lazy), ("eager", stats.structured_eager)):
             total.count("callboard:structured_outputs", served_by, by=value)
         total.count("callboard:restarts", "runners", num_rebuilds)
-        return Snapshot(total, self._cache_config)
+        used = self.processes.read()
+        for name, by_role in ((MEMORY, used.memory | {"front": fronts_memory}), (CPU, used.cpu)):
+            for role, value in by_role.items():
+                total.count(name, role, by=value)
+        return Snapshot(total, self._cache_config, self._lora(scheduler, adapters) if self._max_loras else {})
+
+    def _lora(self, scheduler: Scheduler, adapters: Mapping[str, AdapterState]) -> dict[str, str]:
+        """Names of adapters that requests have, as the labels of vllm:lora_requests_info."""
+        names = {digest: name for name, state in list(adapters.items()) for digest in (state.held, state.digest)}
+        running = {state.request.adapter for state in list(scheduler.running)}
+        waiting = {state.request.adapter for state in list(scheduler.requests.values())} - running
+        labels = (("running_lora_adapters", running), ("waiting_lora_adapters", waiting))
+        named = {label: ",".join(sorted(names[d] for d in digests if d and d in names)) for label, digests in labels}
+        return {"max_lora": str(self._max_loras), **named}
 
 
 def all_at_zero() -> MetricValues:

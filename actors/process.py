@@ -9,11 +9,15 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from runtime.core.types import CallboardError
 from runtime.loading.resolve import cache_folder
 
+_FAULT = "callboard: cannot start:"
 SWITCH_INTERVAL_S = 0.0005  # a thread that a step waits for must not wait 5 ms for another to give up the GIL
 
 
@@ -56,6 +60,28 @@ def lose_what_no_log_takes() -> None:
     stderr, which Serve has written to the same log: each line would hold up the replica's streams for a tenth of a
     second and end its request with a RecursionError."""
     logging.raiseExceptions = False
+
+
+@contextmanager
+def telling_faults(what: str) -> Iterator[None]:
+    """Write why its body failed to the file of Ray's that is this process's stderr.
+
+    Serve keeps what a replica logs or prints in memory, and its status has no exception of a health check."""
+    try:
+        yield
+    except Exception:
+        os.write(2, f"{_FAULT} {what}\n{traceback.format_exc()}".encode(errors="replace"))
+        raise
+
+
+def told_fault(logs: Path) -> str:
+    """One sentence on the first fault that a process has told in the folder of Ray's logs; empty if there is none."""
+    for path in sorted(logs.glob("worker-*.err")):
+        _, mark, rest = path.read_text(errors="replace").partition(_FAULT)
+        if mark and (lines := rest.strip().splitlines()) and not lines[-1].startswith(" "):
+            reason = lines[-1].removeprefix(f"{CallboardError.__module__}.CallboardError: ").rstrip(".")
+            return f"{lines[0].strip()} cannot start: {reason}; see {path}."
+    return ""
 
 
 class StartupLog(logging.Handler):

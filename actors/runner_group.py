@@ -48,7 +48,7 @@ class LocalProcess:
 
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError if it has ended."""
-        self._pid, self._fd = pid, os.pidfd_open(pid)
+        self.pid, self._fd = pid, os.pidfd_open(pid)
         weakref.finalize(self, os.close, self._fd)
         self._end = select.poll()
         self._end.register(self._fd, select.POLLIN)
@@ -61,7 +61,7 @@ class LocalProcess:
     def is_stopped(self) -> bool:
         """A signal has stopped it, and none has let it go on yet."""
         try:
-            state = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return False
         return state == "T"
@@ -155,6 +155,11 @@ class Ranks:
             self._processes[rank] = process
         return host
 
+    @property
+    def local_pids(self) -> list[int]:
+        """The ids of the processes that are on this machine."""
+        return [process.pid for process in list(self._processes.values())]
+
     def kill(self) -> None:
         """End all of them, those that hang among them."""
         self.executor.close()
@@ -173,6 +178,11 @@ class RunnerGroup:
     def runners(self) -> list[Any]:
         """The actors, by rank."""
         return self._ranks.runners if self._ranks is not None else []
+
+    @property
+    def local_pids(self) -> list[int]:
+        """The ids of the processes that are on this machine."""
+        return self._ranks.local_pids if self._ranks is not None else []
 
     def start(self) -> tuple[Executor, ModelInfo]:
         """A fresh group of runners, loaded and connected; what was left of the old one is killed.
@@ -249,18 +259,27 @@ class DraftKeeper:
         self._attached: Any = None  # the actor that the step thread asks
         self._process: LocalProcess | None = None
 
+    @property
+    def local_pid(self) -> int | None:
+        """The id of its process; None if it is on another machine, or if another engine has started it."""
+        process = self._process
+        return process.pid if process is not None and self._is_own else None
+
     def load(self) -> None:
         """A draft actor with its model loaded; if engines share one, the oldest that lives."""
         actor: Any = ray.remote(**DraftActor.REMOTE)(DraftActor)
         options = draft_options(self._config, self._group, self._gpu)
+        self._is_own = True
         if not self._config.draft_shared:
             self.draft = actor.options(**options).remote()
         elif not (living := living_actors(f"{self._application}/draft#")):
             name = new_name(f"{self._application}/draft")
             mine = actor.options(**options, name=name, namespace=NAMESPACE).remote()
             oldest = living_actors(f"{self._application}/draft#")[0]  # another engine may have been faster
-            self.draft = mine if oldest == name else ray.get_actor(oldest, NAMESPACE)
+            self._is_own = oldest == name
+            self.draft = mine if self._is_own else ray.get_actor(oldest, NAMESPACE)
         else:
+            self._is_own = False
             self.draft = ray.get_actor(living[0], NAMESPACE)
         (self._step_us,) = _all([self.draft.load.remote(self._config)])
 

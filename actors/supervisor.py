@@ -36,6 +36,7 @@ _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 10.0  # an engine that does not answer for so long is frozen; its streams left it long before
 _START_TIMEOUT_S = 60.0  # so is one that loads its model, which leaves less of a busy machine for answers
 _FIGURES_TIMEOUT_S = 1.0
+STOPPED = "The server stopped before this answer was complete; send the request again later."
 DRAINING = "The server is shutting down and takes no new requests; try again later."
 
 
@@ -88,7 +89,7 @@ class Supervisor:
         actor: Any = ray.remote(**EngineActor.REMOTE)(EngineActor)
         options = engine_options(self._group) | {"name": new_name(self._name), "namespace": NAMESPACE}
         application = self._name.partition("/")[0]
-        start = self._config, self._group, self._gpu, self.num_restarts, application
+        start = self._config, self._group, self._gpu, self.num_restarts, application, os.getpid()
         # In a thread: a name is registered with Ray's head node, and this waits for as long as that is away.
         engine = await asyncio.to_thread(lambda: actor.options(**options).remote(*start))
         try:

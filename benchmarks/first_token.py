@@ -22,7 +22,8 @@ from statistics import mean, median
 
 from benchmarks.library.measure import Engine, Results, engine_config, new_parser
 from benchmarks.library.models import CONFIGS
-from benchmarks.serving.__main__ import Client, Draw, Turn, served
+from benchmarks.serving.__main__ import Draw, served
+from serve_app.bench.client import Client, Turn
 
 _PARTS = {  # what a histogram of the server adds up, by its name
     "front": "callboard:ingress_seconds",

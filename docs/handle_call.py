@@ -1,7 +1,7 @@
 """Another Ray job calls a running Callboard through its Serve handle and streams tokens: no HTTP in between.
 
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=...   # any secret, the same in two terminals of one machine
-callboard serve                                 # in the first one; or: serve run serve_app.app:build_app
+callboard serve                                 # in the first one; or: serve run callboard.app:build_app
 python docs/handle_call.py "Hi!"                # in the second one
 
 Where several Ray clusters run on the machine, RAY_ADDRESS=HOST:PORT says which one; otherwise Ray takes any of them.

@@ -1,6 +1,6 @@
 """Processes for work that may run away: each has a limit on its memory, and each piece of work a deadline.
 
-`python -m runtime.child FD MEMORY NICENESS` is the process; `Child` is its owner's side, `ChildPool` some of them.
+The module run with FD MEMORY NICENESS is the process; `Child` is its owner's side, `ChildPool` some of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from runtime import start
 from runtime.core.types import CallboardError
 
 _T = TypeVar("_T")
@@ -37,11 +38,10 @@ class Child:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "runtime.child", str(theirs.fileno()), str(memory), str(niceness)],
+                start.command("runtime.child", str(theirs.fileno()), str(memory), str(niceness)),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
             )
         self._connection = Connection(ours.detach())
 

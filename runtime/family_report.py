@@ -85,8 +85,7 @@ def _num_parameters(spec: DecoderSpec) -> int:
 
 def _row(architecture: str, family: Family) -> tuple[str, ...]:
     name = re.sub(rf",? ?-?\b{_SIZE}\b", "", _LIMITS.sub("", family.models), flags=re.IGNORECASE)
-    tools = dict.fromkeys(chat.tools for chat in family.chats if chat.tools is not None)
-    formats = ", ".join(tools) or "no"
+    formats = ", ".join(dict.fromkeys(chat.tools for chat in family.chats))
     reasons = "yes" if any(chat.reasons for chat in family.chats) else "no"
     has_texts = ";" in family.verified
     return (
@@ -134,9 +133,8 @@ def _details(architecture: str, family: Family) -> Iterator[str]:
         yield _line("", f"tensors in {', '.join(name for name, _, _ in ggml_types().values())}")
     yield _line("RoPE", ", ".join(get_args(RopeType)))
     for i, chat in enumerate(family.chats):
-        tools = "no tool calls" if chat.tools is None else f"tool calls ({chat.tools})"
         reasons = ", reasoning" if chat.reasons else ""
-        yield _line("" if i else "chat template", f"{chat.template}: {tools}{reasons}")
+        yield _line("" if i else "chat template", f"{chat.template}: tool calls ({chat.tools}){reasons}")
     if not family.chats:
         yield _line("chat template", "none was tried")
     yield from _memory(architecture, family)

@@ -20,7 +20,7 @@ from runtime.models import load_spec
 from runtime.quant.at_load import quantized_at_load
 from runtime.text.chat import ChatTemplate, load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
-from runtime.text.tool_calls import FORMATS
+from runtime.text.tool_calls import name_of
 
 if TYPE_CHECKING:
     from runtime.kernels.numerics import Numerics
@@ -30,7 +30,7 @@ _LABEL_WIDTH = 14
 
 
 def model_report(config: EngineConfig) -> str:
-    """A description of `config.model` and of how it would run here. A hub model's weights are not fetched.
+    """A description of `config.model` and of how it would run here. Safetensors of a hub model are not fetched.
 
     Raises CallboardError if there is no such model, or if it is not supported."""
     from runtime.loading.checkpoint import open_checkpoint  # torch loads here, not with the module
@@ -63,13 +63,26 @@ def check_model(config: EngineConfig) -> None:
     """Raises CallboardError if the model cannot be had, is not supported or cannot do what `config` asks. It fetches
     the model, reads what describes it and nothing else, and needs neither torch nor a second."""
     path = resolve(config.model, config.revision)
-    spec, _ = load_spec(folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config)
+    spec = _spec_of(path)
     spec.check(config)
     quantized_at_load(spec, config)
     load_tokenizer(path, config.chat_template, config.tool_call_parser)
     SamplingDefaults.load(path, config.generation_config, config.model)
     for adapter in config.adapters.values():
         read_adapter(adapter).check_rank(config.max_lora_rank)
+
+
+def save_tokenizer(config: EngineConfig, target: Path) -> None:
+    """Write the model's tokenizer to a folder that transformers reads. A hub model's weights are not fetched."""
+    path = resolve(config.model, config.revision, weights=False)
+    tokenizer = load_tokenizer(path, config.chat_template, config.tool_call_parser)
+    tokenizer.save(target, config.max_model_len or _spec_of(path).max_positions)
+
+
+def _spec_of(path: Path) -> DecoderSpec:
+    """What the files of a model say about its decoder; its weights are not read."""
+    config = folder.model_config(path) if path.is_dir() else read_gguf_model(GgufFile(path)).config
+    return load_spec(config)[0]
 
 
 def _architecture(config: dict[str, Any], spec: DecoderSpec) -> str:
@@ -151,9 +164,10 @@ def _text(config: EngineConfig, path: Path) -> list[str]:
     lines.append(_line("sampling", str(SamplingDefaults.load(path, config.generation_config, config.model))))
     if tokenizer.chat_template is None:
         return [*lines, _line("chat template", "none: this model completes texts")]
-    form = ChatTemplate.of(tokenizer).tool_format
-    names = [name for name, each in FORMATS.items() if each is form]
-    tools = f"with tool calls ({names[0]})" if names else "without tool calls, or in a format that is not known here"
+    name = name_of(ChatTemplate.of(tokenizer).tool_format)
+    tools = f"with tool calls ({name})" if name else "without tool calls"
+    if name == "generic":
+        tools += "; it describes none in a known format, so the system message does"
     return [*lines, _line("chat template", f"{tools}:"), tokenizer.chat_template.rstrip()]
 
 

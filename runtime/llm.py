@@ -1,5 +1,7 @@
 """Offline Python: a model in this process, without Ray and without HTTP.
 
+from callboard import LLM, SamplingParams
+
 llm = LLM("HuggingFaceTB/SmolLM2-135M-Instruct")
 for answer in llm.generate(["Once upon a time", "def fibonacci(n):"], SamplingParams(max_tokens=64)):
     print(answer.text)

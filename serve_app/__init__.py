@@ -1,0 +1,14 @@
+"""What clients talk to: the command and the HTTP API.
+
+Workers of Ray import this first, with the current folder first on their path. Imports of Callboard's packages find
+those beside this one from here on.
+"""
+
+import os
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+
+_start = ModuleType("start")
+_start.__file__ = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "runtime", "start.py")
+SourceFileLoader("start", _start.__file__).exec_module(_start)
+_start.find_own_packages()

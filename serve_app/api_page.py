@@ -1,19 +1,28 @@
 """`python -m serve_app.api_page`: writes docs/api.md, the fields of all requests and what becomes of each.
 
 What becomes of a field follows from the models that check requests. The names are those models' and those that OpenAI,
-Anthropic, vLLM and SGLang document; the first two are read off the packages of their clients.
+Anthropic, vLLM, SGLang and Ollama document; the first two are read off the packages of their clients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import AfterValidator
 
-from serve_app.requests import ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest
+from serve_app.requests import (
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ResponsesRequest,
+)
 from serve_app.requests.anthropic import FIELDS_OF_CHATS
-from serve_app.requests.other_servers import IGNORED_FIELDS
+from serve_app.requests.ollama import OllamaOptions
+from serve_app.requests.other_servers import IGNORED_FIELDS, UNSUPPORTED_FIELDS, Refused
 from serve_app.requests.sampling import SamplingFields
 from serve_app.requests.shapes import RequestModel
 
@@ -42,6 +51,15 @@ SGLANG = """
     bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank custom_labels
     return_hidden_states return_routed_experts routed_experts_start_len return_cached_tokens_details
     return_prompt_token_ids return_token_ids return_meta_info reasoning task"""
+_OLLAMA_SHARED = "model stream format options think keep_alive logprobs top_logprobs truncate shift"
+OLLAMA: dict[type[RequestModel], str] = {
+    OllamaChatRequest: f"{_OLLAMA_SHARED} messages tools",
+    OllamaGenerateRequest: f"{_OLLAMA_SHARED} prompt suffix images system template raw context",
+}
+OLLAMA_OPTIONS = """
+    num_keep seed num_predict top_k top_p min_p tfs_z typical_p repeat_last_n temperature repeat_penalty
+    presence_penalty frequency_penalty mirostat mirostat_tau mirostat_eta penalize_newline stop numa num_ctx num_batch
+    num_gpu main_gpu use_mmap num_thread"""
 
 _HEAD = """\
 # Fields of requests
@@ -62,10 +80,21 @@ All fields of OpenAI's, Anthropic's, vLLM's and SGLang's requests, and Callboard
 """
 
 
+_OLLAMA_HEAD = """
+## Ollama's requests
+
+`POST /api/chat` and `POST /api/generate` are answered with lines of JSON, or with `"stream": false` with one object.
+Fields that a chat has and this table has not (`chat_template_kwargs`, `structured_outputs` ...) may stand beside these.
+
+| field | chat | generate | what to send instead, or why |
+| --- | --- | --- | --- |
+"""
+
+
 class Fate(NamedTuple):
     """What becomes of a field."""
 
-    kind: Literal["**works**", "refused", "ignored"]
+    kind: Literal["**works**", "refused", "ignored", ""]
     why: str = ""
 
 
@@ -79,8 +108,15 @@ def fate(kind: type[RequestModel], name: str) -> Fate:
         return (
             Fate("refused", "send it to /v1/chat/completions") if name in FIELDS_OF_CHATS else fate(ChatRequest, name)
         )
+    if kind in OLLAMA:
+        return fate(ChatRequest, name)
     assert issubclass(kind, SamplingFields)
-    if (refused := kind.refused.get(name)) is not None:
+    return _fate_elsewhere(kind.refused, name)
+
+
+def _fate_elsewhere(refused_fields: Mapping[str, Refused], name: str) -> Fate:
+    """What becomes of a field that a request does not have."""
+    if (refused := refused_fields.get(name)) is not None:
         harmless = ", ".join(f"`{value!r}`" for value in refused.harmless if value is not None)
         return Fate("refused", refused.instead + (f" ({harmless})" if harmless else ""))
     return Fate("ignored", IGNORED_FIELDS.get(name, ""))
@@ -116,7 +152,26 @@ def page() -> str:
         whys = dict.fromkeys(fate.why for fate in fates if fate.why)
         cells: list[Any] = [f"`{name}`", ", ".join(who) or "Callboard", *(fate.kind for fate in fates), "; ".join(whys)]
         rows.append(f"| {' | '.join(cells)} |\n")
-    return _HEAD + "".join(rows)
+    return _HEAD + "".join(rows) + _OLLAMA_HEAD + "".join(_ollama_rows())
+
+
+def _ollama_rows() -> list[str]:
+    names = sorted({name for documented in OLLAMA.values() for name in documented.split()})
+    rows = []
+    for name in names:
+        fates = [fate(kind, name) if name in fields.split() else Fate("") for kind, fields in OLLAMA.items()]
+        whys = dict.fromkeys(fate.why for fate in fates if fate.why)
+        rows.append(f"| `{name}` | {' | '.join(fate.kind for fate in fates)} | {'; '.join(whys)} |\n")
+    for name in sorted(OLLAMA_OPTIONS.split()):
+        of = _fate_of_option(name)
+        rows.append(f"| `options.{name}` | {of.kind} | {of.kind} | {of.why} |\n")
+    return rows
+
+
+def _fate_of_option(name: str) -> Fate:
+    if name == "repeat_last_n":
+        return Fate("**works**", "as -1: penalties look at all tokens, and other values beside them are refused")
+    return Fate("**works**") if name in OllamaOptions.model_fields else _fate_elsewhere(UNSUPPORTED_FIELDS, name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Serve application: `serve run serve_app.app:build_app model=...`, a Serve YAML file, or `callboard serve`.
+"""The Serve application: `serve run callboard.app:build_app model=...`, a Serve YAML file, or `callboard serve`.
 
 No `from __future__ import annotations` here: Serve reads the type of build_app's argument at run time.
 """
@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+import click
 import ray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from ray import serve
@@ -26,10 +27,11 @@ from actors.engine_group import EngineGroup, FromZero
 from actors.environment import FAST_SERVE
 from actors.names import engines_of
 from actors.placement import FRONT_CPUS, SUPERVISOR_CPUS, bundles, default_fronts, has_room, uses_gpu
-from actors.process import freeze_garbage, lose_what_no_log_takes
+from actors.process import freeze_garbage, lose_what_no_log_takes, telling_faults
 from actors.supervisor import Supervisor
 from runtime.core.config import EngineConfig, names_of
 from runtime.core.types import CallboardError
+from runtime.inspection import check_model
 from runtime.loading.resolve import resolve
 from runtime.text.chat import load_tokenizer
 from runtime.text.sampling_defaults import SamplingDefaults
@@ -40,8 +42,11 @@ from serve_app.endpoints.chat import message_delta
 from serve_app.http import build_http_app
 from serve_app.lanes import run_preparation
 from serve_app.prepared_request import PreparedRequest
+from serve_app.processes import kill_any
 from serve_app.ray_fronts import AskedStore, RayFronts
 from serve_app.ray_metrics import RayMetrics
+from serve_app.request_log.line import RequestLines
+from serve_app.request_log.pipe import line_writer
 from serve_app.response_store import ResponseStore, StoredResponses
 from serve_app.service import Service
 from serve_app.settings import HttpSettings, ScalingSettings
@@ -172,23 +177,35 @@ class Front:
         )
         draft = Path(config.draft).name if config.draft else None  # clients need not know where it lies
         self._service = Service(self._engines, None, names[0], draft, names[1:])
+        metrics = self._service.metrics
+        metrics.lines = RequestLines(self._service.model, line_writer()) if settings.request_log else None
+        settings.check_extras()
         if settings.otlp_traces_endpoint is not None:
             from serve_app.tracing import Tracing
 
-            self._service.metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
+            metrics.add_sink(Tracing.to(self._service.model, settings.otlp_traces_endpoint))
         fronts = RayFronts()
         store = ResponseStore(settings, fronts.own)
         self.responses = AskedStore(store)
         stored = StoredResponses(store, fronts)
         self._batches = Batches(settings)
+
+        async def kill(role: str) -> dict[str, object]:
+            killed = await asyncio.to_thread(kill_any, app_name, role, settings)
+            return {"engine": killed.engine, "pid": killed.pid}
+
         self._app = build_http_app(
-            self._service, settings, stored=stored, batches=self._batches, echo_request_ids=False
+            self._service, settings, stored=stored, batches=self._batches, kill=kill, echo_request_ids=False
         )
         self._start = asyncio.create_task(self._connect(config))
         if await has_healthy_engine(engines_of(app_name)):  # of whichever model
             await self._start
 
     async def _connect(self, config: EngineConfig) -> None:
+        with telling_faults("A front"):
+            await self._load(config)
+
+    async def _load(self, config: EngineConfig) -> None:
         path = await asyncio.to_thread(resolve, config.model, config.revision)
         tokenizer = await asyncio.to_thread(load_tokenizer, path, config.chat_template, config.tool_call_parser)
         defaults = await asyncio.to_thread(SamplingDefaults.load, path, config.generation_config, config.model)
@@ -210,11 +227,24 @@ class Front:
     def __serve_build_asgi_app__(self) -> Starlette:
         return self._app
 
+    async def tool_call_format(self) -> str | None:
+        """How tools are described and called, by the name that --tool-call-parser takes; None if they cannot be."""
+
+        def find() -> str | None:
+            chats = self._service.named(None).chats
+            return None if chats is None else chats.tool_call_format
+
+        return await asyncio.to_thread(find)  # a child process runs the template
+
     async def drain(self, reason: str) -> int:
         """Take no new requests from now on, for `reason`; the number of live ones, which go on. Those of batches end:
         whoever runs the batch next sends them again."""
         self._batches.stop()
         return self._engines.drain(reason)
+
+    async def end(self, reason: str) -> None:
+        """End all live requests with an error, for `reason`."""
+        self._engines.end(reason)
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """For other Ray jobs: `body` is that of /v1/completions or, with messages, of /v1/chat/completions.
@@ -276,10 +306,27 @@ def _replicas(scaling: ScalingSettings) -> dict[str, Any]:
 
 
 def build_app(args: AppArgs) -> serve.Application:
-    """The application: a front that HTTP reaches, and the engines behind it.
+    """The application, for `serve run` and Serve's YAML files.
+
+    Raises CallboardError as `application_of` does, and if a cluster of one machine cannot have the model. `serve run`
+    shows that sentence alone, not the traceback of an engine that has failed."""
+    try:
+        application = application_of(args)
+        if sum(node["Alive"] for node in ray.nodes()) == 1:  # type: ignore[no-untyped-call]
+            check_model(args.engine_config())
+    except CallboardError as e:
+        if click.get_current_context(silent=True) is None:
+            raise
+        raise click.ClickException(str(e)) from e
+    return application
+
+
+def application_of(args: AppArgs) -> serve.Application:
+    """A front that HTTP reaches, and the engines behind it.
 
     Raises CallboardError if a value is out of range or the cluster lacks what is asked for."""
     config, settings, scaling = args.engine_config(), args.http_settings(), args.scaling()
+    settings.check_extras()
     names = args.served_model_name or names_of(config.model)
     if twice := [name for name in names if name in config.adapters]:
         raise CallboardError(f"An adapter of lora is called {twice[0]!r}, as the model is; give it another name.")

@@ -69,6 +69,8 @@ class AuthMiddleware:
         scope["owner"], scope["bodies"] = "", self._bodies
         send_on = send_with_id if self._echo_ids else send
         if error := self._refusal(scope, headers):
+            if (context := scope.get("context")) is not None:
+                context.error = str(error)
             await error_response(error, path_within(scope))(scope, receive, send_on)
         else:
             await self._app(scope, receive, send_on)
@@ -106,17 +108,18 @@ class AuthMiddleware:
             return ""
         host = headers.get(b"host", b"").decode("latin-1").lower()
         name = _PORT.sub("", host).rstrip(".")
-        if "." not in name or name in self._allowed_hosts or name.endswith(_PRIVATE_DOMAINS) or _is_address(name):
-            return ""
-        return name
+        return "" if name in self._allowed_hosts or _is_private(name) else name
 
 
 def check_origin(request: HttpRequest, settings: HttpSettings) -> None:
-    """Raises ApiError for a request without an API key of a web page that `--cors-origin` does not name.
+    """Raises ApiError for a request without an API key of a web page that is neither the server's own nor named by
+    `--cors-origin`.
 
     For requests without JSON: browsers send those of any site's page without asking the server first."""
     origin = request.headers.get("origin")
-    if origin is not None and not settings.has_keys and not {origin, "*"} & set(settings.cors_origin):
+    if origin is None or settings.has_keys or _is_own_page(origin, request, settings):
+        return
+    if not {origin, "*"} & set(settings.cors_origin):
         text = f"Web pages of {shortened(origin)} may not do this; pass their origin to --cors-origin if they should."
         raise ApiError(403, text, code="origin_not_allowed")
 
@@ -125,6 +128,19 @@ def path_within(scope: Scope) -> str:
     """The path within the application; Serve may have given that a prefix."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+def _is_own_page(origin: str, request: HttpRequest, settings: HttpSettings) -> bool:
+    """True if the origin is the host that the request names, by a name that no other site can have."""
+    host = request.headers.get("host", "").lower()
+    name = _PORT.sub("", host).rstrip(".")
+    is_known = _is_private(name) or name in {allowed.lower().rstrip(".") for allowed in settings.allowed_host}
+    return bool(host) and is_known and origin.lower().partition("://")[2] == host
+
+
+def _is_private(name: str) -> bool:
+    """True for addresses and names of private networks, which the public name service does not have."""
+    return "." not in name or name.endswith(_PRIVATE_DOMAINS) or _is_address(name)
 
 
 def _is_address(name: str) -> bool:

@@ -48,13 +48,26 @@ def _run(argv: list[str] | None) -> int:
 
 def parser() -> CommandParser:
     """Return the parser of all commands; --help lists them in this order."""
-    from serve_app.commands import chaos, chat, doctor, generate, inspect, models, replay, serve
+    from serve_app.commands import (
+        bench,
+        chaos,
+        chat,
+        doctor,
+        generate,
+        inspect,
+        ls,
+        models,
+        pull,
+        replay,
+        rm,
+        serve,
+    )  # fmt: skip
     from serve_app.commands.parser import CommandParser, Version
 
     found = CommandParser(prog="callboard", description="An LLM inference runtime made of Ray actors.")
     found.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     commands = found.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=CommandParser)
-    for command in (serve, chat, generate, models, inspect, doctor, replay, chaos):
+    for command in (serve, chat, generate, models, inspect, pull, ls, rm, doctor, replay, bench, chaos):
         command.add_parser(commands)
     return found
 

@@ -32,6 +32,7 @@ _MIN_SHARED_BYTES = 256 << 20  # Ray's object store (100 MiB) and what its proce
 _MIN_MEMORY_BYTES = 2 * _GIB
 _PROBE_TIMEOUT_S = 60
 _CONNECT_TIMEOUT_S = 5
+_PYTHON = (sys.executable, "-P")  # the current folder is not searched for modules
 _TORCH_PROBE = """
 import json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -116,8 +117,8 @@ def findings(address: str | None) -> Iterator[Finding]:
         yield package_version(package)
     nvidia_smi = _run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     yield from gpus(nvidia_smi, _torch)
-    yield gpu_links(len((nvidia_smi or "").splitlines()), lambda: _run(sys.executable, "-c", _PEERS_PROBE))
-    yield quantization(_run(sys.executable, "-c", _FORMS_PROBE))
+    yield gpu_links(len((nvidia_smi or "").splitlines()), lambda: _run(*_PYTHON, "-c", _PEERS_PROBE))
+    yield quantization(_run(*_PYTHON, "-c", _FORMS_PROBE))
     yield Finding("ok", "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}")
     yield instruction_sets(Path("/proc/cpuinfo").read_text())
     yield memory(_meminfo()["MemAvailable"])
@@ -258,7 +259,7 @@ def network() -> Iterator[Finding]:
     from huggingface_hub.constants import ENDPOINT
 
     # pip reads more than this, and says itself what it cannot reach.
-    index = os.environ.get("PIP_INDEX_URL") or _run(sys.executable, "-m", "pip", "config", "get", "global.index-url")
+    index = os.environ.get("PIP_INDEX_URL") or _run(*_PYTHON, "-m", "pip", "config", "get", "global.index-url")
     places = {"hub": ENDPOINT, "package index": (index or "https://pypi.org/simple").strip()}
     answers: dict[str, str | None] = dict.fromkeys(places, f"no answer within {_NETWORK_S:g} s")
 
@@ -313,14 +314,14 @@ def ray_reachable(address: str) -> Finding:
     """Asked by Ray's own command, unless nobody listens there: it would try for half a minute."""
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError, ValueError), socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S):
-        if _run(sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address) is not None:
+        if _run(*_PYTHON, "-m", "ray.scripts.scripts", "status", "--address", address) is not None:
             return Finding("ok", "Ray cluster", address)
     return Finding("fail", "Ray cluster", f"{address} does not answer", "start it (ray start) or check the address.")
 
 
 def _torch() -> dict:
     """torch's report on CUDA; empty if it cannot be imported."""
-    answer = _run(sys.executable, "-c", _TORCH_PROBE)
+    answer = _run(*_PYTHON, "-c", _TORCH_PROBE)
     return json.loads(answer) if answer else {}
 
 

@@ -1,8 +1,10 @@
-"""What all engines are told at once, in vLLM's form: /reset_prefix_cache, /sleep, /wake_up and /is_sleeping."""
+"""What all engines are told at once, in vLLM's form: /reset_prefix_cache, /sleep, /wake_up and /is_sleeping.
+
+And /chaos, which kills one of their processes."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -28,20 +30,30 @@ class SleepQuery(RequestModel):
     mode: Literal["keep"] = "keep"  # requests that run wait and go on; /v1/abort ends them
 
 
-def engine_routes(service: Service, settings: HttpSettings) -> list[Route]:
-    """The routes."""
-    routes = _Routes(service, settings)
+class ChaosQuery(RequestModel):
+    """POST /chaos."""
+
+    role: Literal["engine", "runner"] = "engine"
+
+
+Kill = Callable[[str], Awaitable[dict[str, object]]]  # kills a process of a role, and returns what it was
+
+
+def engine_routes(service: Service, settings: HttpSettings, kill: Kill | None) -> list[Route]:
+    """The routes. Without `kill` there are no processes that /chaos could end."""
+    routes = _Routes(service, settings, kill)
     return [
         Route("/reset_prefix_cache", routes.reset_prefix_cache, methods=["POST"]),
         Route("/sleep", routes.sleep, methods=["POST"]),
         Route("/wake_up", routes.wake_up, methods=["POST"]),
         Route("/is_sleeping", routes.is_sleeping),
+        Route("/chaos", routes.chaos, methods=["POST"]),
     ]
 
 
 class _Routes:
-    def __init__(self, service: Service, settings: HttpSettings) -> None:
-        self._service, self._settings = service, settings
+    def __init__(self, service: Service, settings: HttpSettings, kill: Kill | None) -> None:
+        self._service, self._settings, self._kill = service, settings, kill
 
     async def reset_prefix_cache(self, request: HttpRequest) -> Response:
         """Answers when every engine has forgotten the prefixes that no live request holds."""
@@ -64,6 +76,18 @@ class _Routes:
     async def is_sleeping(self, request: HttpRequest) -> Response:
         """True while an engine sleeps."""
         return JSONResponse({"is_sleeping": self._service.engine_client().is_asleep})
+
+    async def chaos(self, request: HttpRequest) -> Response:
+        """Kills an engine or a runner, drawn at random; answers with its engine and its process id."""
+        role = read_query(ChaosQuery, request).role
+        check_origin(request, self._settings)
+        if not self._settings.allow_chaos or self._kill is None:
+            text = "Clients may not kill processes of this server; start it with --allow-chaos if they should."
+            raise ApiError(403, text, code="chaos_not_allowed")
+        try:
+            return JSONResponse({"object": "chaos.kill", "role": role, **await self._kill(role)})
+        except CallboardError as e:
+            raise ApiError(503, str(e), code="nothing_killed", retry_after_s=1.0) from e
 
     def _check(self, request: HttpRequest) -> None:
         check_origin(request, self._settings)

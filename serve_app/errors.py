@@ -94,6 +94,8 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
     """The error object of the API that a route belongs to."""
+    if path.startswith("/api/"):  # Ollama's
+        return {"error": error.message()}
     is_anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
     return anthropic_body(error) if is_anthropic else error.body()
 

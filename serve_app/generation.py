@@ -31,11 +31,8 @@ logger = logging.getLogger(__name__)
 
 _WATCHED_AFTER_S = 0.02  # a client that leaves before is noticed then
 
-EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+EVENT_STREAM = [(b"content-type", EventStream.media_type), *_UNBUFFERED]
 
 
 class Generation:
@@ -113,7 +110,8 @@ class Generation:
             if not has_begun:
                 has_begun = True
                 headers = [
-                    *EVENT_STREAM,
+                    (b"content-type", stream.media_type),
+                    *_UNBUFFERED,
                     *((name.encode(), value.encode()) for name, value in prepared.headers().items()),
                 ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -1,4 +1,4 @@
-"""The HTTP front: OpenAI's and Anthropic's endpoints as a small ASGI application over a Service."""
+"""The HTTP front: OpenAI's, Anthropic's and Ollama's endpoints as a small ASGI application over a Service."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ from serve_app.answers import encode_json
 from serve_app.auth import AuthMiddleware, Cors, path_within
 from serve_app.batch_routes import batch_routes
 from serve_app.batches import Batches
-from serve_app.endpoints import ENDPOINTS
-from serve_app.engine_routes import engine_routes
+from serve_app.endpoints import ENDPOINTS, ollama_models
+from serve_app.endpoints.endpoint import AnsweredAtOnce
+from serve_app.engine_routes import Kill, engine_routes
 from serve_app.errors import INTERNAL_ERROR, ApiError, api_error, error_body, error_response, redacted
 from serve_app.generation import Generation
+from serve_app.grammars import compiled, ignored_paths
 from serve_app.lanes import run_preparation, run_rendering
 from serve_app.limits import read_json_body
+from serve_app.metrics import RequestContext
 from serve_app.openapi import document
 from serve_app.page import ROUTES as PAGE_ROUTES
 from serve_app.pooling import pooled_routes
 from serve_app.recorded import RecordedRequests
-from serve_app.requests import AbortRequest, parse
+from serve_app.request_log.middleware import ObserveRequests
+from serve_app.requests import AbortRequest, GrammarRequest, parse
 from serve_app.response_routes import response_routes
 from serve_app.response_store import OneFront, ResponseStore, StoredResponses
 from serve_app.service import Service
@@ -49,27 +53,30 @@ def build_http_app(
     *,
     stored: StoredResponses | None = None,
     batches: Batches | None = None,
+    kill: Kill | None = None,
     echo_request_ids: bool = True,
 ) -> Starlette:
     """All routes; whatever goes wrong is answered in the error shape of the route's API.
 
     Without `stored` responses those of this application are kept in it alone. `batches` are told which routes answer
-    their requests; without them, those of this application are left to others.
+    their requests; without them, those of this application are left to others. `kill` ends a process for /chaos.
     Under Serve, which itself adds X-Request-Id to every answer, `echo_request_ids` is off.
     Raises CallboardError if the file of API keys cannot be read."""
     settings = settings or HttpSettings()
     stored = stored or StoredResponses(ResponseStore(settings), OneFront())
     batches = batches or Batches(settings)
     keys = settings.api_keys()  # once: the file may be replaced or gone later
-    routes = [*_Routes(service, settings, stored).all(), *batch_routes(settings, batches)]
+    routes = [*_Routes(service, settings, stored, kill).all(), *batch_routes(settings, batches)]
     errors: dict[Any, ExceptionHandler] = {
         HTTPException: _http_error,
         ApiError: _refusal,
         FieldError: _refusal,
+        AnsweredAtOnce: _answer_at_once,
         Exception: _internal_error,
     }
     batches.routes = Starlette(routes=routes, exception_handlers=errors)  # whose batch it is was checked
     middleware = [
+        Middleware(ObserveRequests, service.metrics, routes),
         *([Middleware(Cors, settings)] if settings.cors_origin else []),
         Middleware(AuthMiddleware, settings, keys, echo_ids=echo_request_ids),
     ]
@@ -79,8 +86,8 @@ def build_http_app(
 class _Routes:
     """The routes and the short answers."""
 
-    def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses) -> None:
-        self._service, self._settings, self._stored = service, settings, stored
+    def __init__(self, service: Service, settings: HttpSettings, stored: StoredResponses, kill: Kill | None) -> None:
+        self._service, self._settings, self._stored, self._kill = service, settings, stored, kill
         self._recorded = RecordedRequests(settings.recorded_request_bytes)
 
     def all(self) -> list[Route]:
@@ -93,22 +100,30 @@ class _Routes:
             Route("/v1/models", _get(lambda: {"object": "list", "data": service.model_cards()})),
             Route("/v1/models/{name:path}", self.model),
             *adapter_routes(service, settings),
-            *engine_routes(service, settings),
+            *engine_routes(service, settings, self._kill),
+            Route("/check_grammar", self.check_grammar, methods=["POST"]),
             Route("/v1/abort", self.abort, methods=["POST"]),
             Route("/v1/messages/count_tokens", _post(count_tokens, service, settings, True), methods=["POST"]),
+            Route("/api/tags", _get(lambda: ollama_models.tags(service))),
+            Route("/api/ps", _get(lambda: ollama_models.running(service))),
+            Route("/api/show", _post(ollama_models.show, service, settings, True), methods=["POST"]),
+            Route("/api/version", _get(ollama_models.version)),
             Route("/tokenize", _post(tokenize, service, settings, True), methods=["POST"]),
             Route("/detokenize", _post(detokenize, service, settings), methods=["POST"]),
             Route("/tokenizer_info", _get(lambda: tokenizer_info(service))),
             Route("/health", self.health),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/load", _get(lambda: {"server_load": service.num_live})),
-            Route("/server_info", _get(service.description)),
+            Route("/server_info", _get(self.description)),
             *PAGE_ROUTES,
             Route("/ready", self.ready),
             Route("/version", _get(lambda: {"version": version("callboard")})),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi),
         ]
+
+    def description(self) -> dict[str, Any]:
+        return self._service.description() | {"allow_chaos": self._settings.allow_chaos}
 
     async def health(self, request: HttpRequest) -> Response:
         if reason := self._service.health():
@@ -122,8 +137,10 @@ class _Routes:
         return _json({"status": "ready", **self._scale()})
 
     def _scale(self) -> dict[str, str]:
-        """A field that says so where a healthy server has no engine."""
-        return {} if self._service.engines() else {"phase": "scaled to zero; the next request starts an engine"}
+        """A field that says so where a healthy server has no engine, or one that sleeps."""
+        if not self._service.engines():
+            return {"phase": "scaled to zero; the next request starts an engine"}
+        return {"phase": "asleep; requests wait for POST /wake_up"} if self._service.is_asleep else {}
 
     async def metrics(self, request: HttpRequest) -> Response:
         return Response(await self._service.metrics.exposition(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -134,6 +151,13 @@ class _Routes:
         asked = parse(AbortRequest, await read_json_body(request.scope, request.receive, settings) or b"")
         self._service.abort(asked.request_id, request.scope["owner"])
         return _json({"request_id": asked.request_id, "object": "request.abort"})
+
+    async def check_grammar(self, request: HttpRequest) -> Response:
+        """Compiles the grammar of a request with these fields, whose faults so show before it is sent."""
+        asked = parse(GrammarRequest, await read_json_body(request.scope, request.receive, self._settings) or b"")
+        grammar = asked.requested_grammar()
+        ignored = ignored_paths(await compiled(self._service.grammars, grammar), grammar) if grammar else []
+        return _json({"object": "grammar.check", "ignored": ignored})
 
     async def recorded(self, request: HttpRequest) -> Response:
         owner = request.scope["owner"]
@@ -198,7 +222,13 @@ def _unavailable(why: str, **fields: str) -> Response:
 def _refusal(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ApiError | FieldError)
     refusal = api_error(error) if isinstance(error, FieldError) else error
+    RequestContext.of(request.scope).error = str(refusal)
     return error_response(refusal, path_within(request.scope))
+
+
+def _answer_at_once(request: HttpRequest, answer: Exception) -> Response:
+    assert isinstance(answer, AnsweredAtOnce)
+    return Response(answer.content, media_type="application/json")
 
 
 def _http_error(request: HttpRequest, error: Exception) -> Response:
@@ -206,9 +236,10 @@ def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {shortened(request.url.path)}"
     message = {
-        404: f"There is no {what} here; GET /openapi.json tells what there is.",
+        404: f"There is no {what} here; GET /docs shows what there is (/openapi.json for programs).",
         405: f"{what} is not allowed; use {(error.headers or {}).get('Allow', 'another method')}.",
     }.get(error.status_code, f"{what}: {error.detail}.")
+    RequestContext.of(request.scope).error = message
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
     body = error_body(ApiError(error.status_code, message, code=code), path_within(request.scope))
     return _json(body, error.status_code, error.headers)

@@ -1,4 +1,4 @@
-"""The counts of a replica's requests; GET /metrics, the log line and the spans of each; the same for Ray's metrics.
+"""The counts of a replica's requests; GET /metrics, the line and the spans of each; the same for Ray's metrics.
 
 A request's times are read when it arrives, at its first token and at its end: nothing is counted per token. Times that
 cross processes are the wall clock's, in seconds.
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -22,8 +22,11 @@ from starlette.types import Scope
 
 from actors.engine_client import EngineClient, EngineRefusal
 from actors.metrics import METRICS, MetricValues, Snapshot
+from actors.process_meter import CPU, MEMORY, of_this_process
 from runtime.core.types import Request, RequestOutput
+from serve_app.auth import path_within
 from serve_app.errors import ApiError
+from serve_app.request_log.line import RequestLines
 
 if TYPE_CHECKING:
     from serve_app.ray_metrics import RayMetrics
@@ -41,12 +44,24 @@ class RequestContext:
     arrived_at: float = field(default_factory=time.time)
     traceparent: str | None = None  # W3C Trace Context
     model: str = ""  # that answers it: the model's name or an adapter's; known when it has been read
+    method: str = ""
+    path: str = ""  # within the application; empty for a call by a Serve handle
+    ignored_fields: list[str] = field(default_factory=list)  # of its body
+    error: str = ""  # why it was refused or failed
+    has_line: bool = False  # in the request log
 
     @classmethod
     def of(cls, scope: Scope) -> Self:
-        """Of a request that arrives now."""
-        traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
-        return cls(traceparent=None if traceparent is None else traceparent.decode("latin-1"))
+        """Return the circumstances of the request with this scope; the first call is at its arrival."""
+        known: Self | None = scope.get("context")
+        if known is None:
+            traceparent = next((value for name, value in scope["headers"] if name == b"traceparent"), None)
+            known = scope["context"] = cls(
+                traceparent=None if traceparent is None else traceparent.decode("latin-1"),
+                method=scope["method"],
+                path=path_within(scope),
+            )
+        return known
 
 
 @dataclass(slots=True)
@@ -118,8 +133,10 @@ class ServiceMetrics:
     def __init__(self, client: EngineClient, model: str) -> None:
         self._client, self.model = client, model
         self._pending: defaultdict[str, MetricValues] = defaultdict(MetricValues)  # by engine: not reported yet
-        self._sinks: list[RequestLog] = [self._log]
+        self.lines: RequestLines | None = RequestLines(model)  # None: requests have no lines
+        self._sinks: list[RequestLog] = []
         self._ray: RayMetrics | None = None
+        self._process, self._cpu_s = of_this_process("front"), 0.0  # CPU seconds that were reported
 
     def add_sink(self, sink: RequestLog) -> None:
         """Tell `sink` too of every API request that has ended."""
@@ -132,10 +149,10 @@ class ServiceMetrics:
         try:
             yield record
         except ApiError as e:
-            status = e.status
+            status, context.error = e.status, str(e)
             raise
-        except Exception:
-            status = 500
+        except Exception as e:
+            status, context.error = 500, f"{type(e).__name__}: {e}"
             raise
         except BaseException:  # closed or cancelled: nobody reads it any more
             if not all(choice.reason in ("stop", "length") for choice in record.choices):
@@ -145,6 +162,14 @@ class ServiceMetrics:
             self._observe_prompts(record.choices, num_choices)
             for sink in self._sinks:
                 sink(request_id, context, record.choices, status)
+            if self.lines is not None:
+                self.lines(request_id, context, record.choices, status)
+
+    def answered(self, context: RequestContext, request_id: str, handler: str, status: int) -> None:
+        """Count an HTTP request, and write its line unless it has one; `handler` is the path of its route."""
+        self._pending[""].count("http_requests", f"{handler} {context.method} {status // 100}xx")
+        if self.lines is not None and not context.has_line:
+            self.lines.short(request_id, context, status)
 
     def _observe_prompts(self, choices: list[ChoiceStats], num_choices: int) -> None:
         longest: dict[int, ChoiceStats] = {}  # of each prompt
@@ -206,12 +231,17 @@ class ServiceMetrics:
     async def report(self) -> dict[str, Snapshot]:
         """Give every engine what was counted; all figures by engine. What an engine away could not be given is kept,
         and what was counted for one that is gone, or for none, is given to another: nothing is lost to the sums."""
+        used = self._process.read()
+        self._pending[""].count(CPU, "front", used.cpu["front"] - self._cpu_s)
+        self._cpu_s = used.cpu["front"]
         pending, self._pending = self._pending, defaultdict(MetricValues)
         if engines := self._client.engines():
             for engine in pending.keys() - set(engines):
                 pending[engines[0]].add(pending.pop(engine))
+            pending[engines[0]].numbers[MEMORY] = used.memory
         snapshots = await self._client.report(pending)
         for engine, figures in pending.items():
+            figures.numbers.pop(MEMORY, None)
             if engine not in snapshots:
                 self._pending[engine].add(figures)
             elif self._ray is not None:
@@ -235,36 +265,18 @@ class ServiceMetrics:
                     for engine, snapshot in (await self.report()).items():
                         await ray_metrics.publish_engine(engine, snapshot)
                     ray_metrics.clear_gauges(self._client.engines())
-                elif self._pending:
+                else:
                     await self.report()
             except Exception as e:  # counts of one second may be lost, those of the next ones are not
                 if last != (last := f"{type(e).__name__}: {e}"):
                     logger.exception("metrics could not be reported")
 
-    def _log(self, request_id: str, context: RequestContext, choices: list[ChoiceStats], status: int) -> None:
-        """One line: never a prompt nor a text, which may be private."""
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        began = [choice for choice in choices if choice.first_at]
-        first = min(began, key=lambda choice: choice.first_at, default=None)
-        fields = {
-            "id": request_id,
-            "model": context.model or self.model,
-            "status": status,
-            "finish_reason": ",".join(choice.reason for choice in choices),
-            "prompt_tokens": sum(choice.request.prompt_len for choice in choices),
-            "cached_tokens": sum(choice.num_cached for choice in choices),
-            "output_tokens": sum(choice.num_output for choice in choices),
-            "total_s": f"{time.time() - context.arrived_at:.4f}",
-        }
-        if first is not None:
-            fields |= {
-                "queue_s": f"{first.queued_s:.4f}",
-                "prefill_s": f"{first.prefill_s:.4f}",
-                "ttft_s": f"{first.first_at - context.arrived_at:.4f}",
-                "decode_s": f"{max(choice.last_at for choice in began) - first.first_at:.4f}",
-            }
-        logger.info("request %s", " ".join(f"{name}={value}" for name, value in fields.items()))
+
+_OLDER_NAMES = {  # of vLLM's metrics, which dashboards still read
+    "vllm:gpu_cache_usage_perc": "vllm:kv_cache_usage_perc",
+    "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
+}
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the level of sleep
 
 
 class _Collector:
@@ -274,23 +286,52 @@ class _Collector:
         self._model, self._snapshots = model, snapshots
 
     def collect(self) -> Iterator[Metric]:
-        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
-        for name, metric in METRICS.items():
-            labels = ["model_name", "engine", *([metric.label] if metric.label else [])]
-            family = families[metric.kind](name, metric.help, labels=labels)
-            for engine, snapshot in self._snapshots.items():
-                at = [self._model, engine]
-                if metric.kind == "histogram":
-                    histogram = snapshot.figures.histograms[name]
-                    family.add_metric(at, list(histogram.cumulative()), sum(histogram.sums))
-                    continue
-                for label_value, value in snapshot.figures.numbers[name].items():
-                    family.add_metric([*at, label_value] if metric.label else at, value)
-            yield family
+        for name in METRICS:
+            yield from self._family(name, name)
+        for older, name in _OLDER_NAMES.items():
+            yield from self._family(older, name)
+        caches = {engine: snapshot.cache_config for engine, snapshot in self._snapshots.items()}
+        adapters = {engine: snapshot.lora for engine, snapshot in self._snapshots.items()}
+        yield self._infos("vllm:cache_config_info", "The KV cache and the weights, in labels.", 1, caches)
+        about = "Adapters of requests that run and that wait, in labels; the value is the time."
+        yield self._infos("vllm:lora_requests_info", about, time.time(), adapters)
+        swapped = self._gauge("vllm:num_requests_swapped", "Always 0: preempted requests are computed again.")
+        sleep = self._gauge("vllm:engine_sleep_state", "1 for the state that an engine is in.", "sleep_state")
         for engine, snapshot in self._snapshots.items():
-            info = {"model_name": self._model, "engine": engine, **snapshot.cache_config}
-            cache = GaugeMetricFamily(
-                "vllm:cache_config_info", "The KV cache and the weights, in labels.", labels=list(info)
-            )
-            cache.add_metric(list(info.values()), 1)
-            yield cache
+            swapped.add_metric([self._model, engine], 0)
+            level = snapshot.figures.numbers["callboard:sleep_level"][""]
+            for at, state in enumerate(_SLEEP_STATES):
+                sleep.add_metric([self._model, engine, state], at == level)
+        yield swapped
+        yield sleep
+
+    def _family(self, shown: str, name: str) -> Iterator[Metric]:
+        """The metric `name` of all engines, under the name `shown`."""
+        families: dict[str, Any] = {
+            "gauge": GaugeMetricFamily,
+            "counter": CounterMetricFamily,
+            "histogram": HistogramMetricFamily,
+        }
+        metric = METRICS[name]
+        family = families[metric.kind](shown, metric.help, labels=["model_name", "engine", *metric.label.split()])
+        for engine, snapshot in self._snapshots.items():
+            at = [self._model, engine]
+            if metric.kind == "histogram":
+                histogram = snapshot.figures.histograms[name]
+                family.add_metric(at, list(histogram.cumulative()), sum(histogram.sums))
+                continue
+            for label_value, value in snapshot.figures.numbers[name].items():
+                family.add_metric([*at, *label_value.split(" ")] if metric.label else at, value)
+        yield family
+
+    def _gauge(self, name: str, about: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, about, labels=["model_name", "engine", *labels])
+
+    def _infos(self, name: str, about: str, value: float, by_engine: Mapping[str, dict[str, str]]) -> Metric:
+        """A gauge whose labels are facts about each engine; an engine without facts has none."""
+        labels: list[str] = next((list(facts) for facts in by_engine.values() if facts), [])
+        family = self._gauge(name, about, *labels)
+        for engine, facts in by_engine.items():
+            if facts:
+                family.add_metric([self._model, engine, *(facts.get(label, "") for label in labels)], value)
+        return family

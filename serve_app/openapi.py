@@ -13,14 +13,18 @@ from pydantic.json_schema import models_json_schema
 
 from serve_app.adapter_routes import LoadAdapterRequest, UnloadAdapterRequest
 from serve_app.batch_routes import BatchesQuery, CreateBatchRequest, FilesQuery, UploadForm
-from serve_app.engine_routes import SleepQuery
+from serve_app.endpoints.ollama_models import ShowRequest
+from serve_app.engine_routes import ChaosQuery, SleepQuery
 from serve_app.requests import (
     AbortRequest,
     ChatRequest,
     CompletionRequest,
     CountTokensRequest,
     EmbeddingRequest,
+    GrammarRequest,
     MessagesRequest,
+    OllamaChatRequest,
+    OllamaGenerateRequest,
     PoolingRequest,
     RerankRequest,
     ResponsesRequest,
@@ -48,6 +52,8 @@ Detokenized = _answer("Detokenized", prompt=str)
 TokenizerInfo = _answer("TokenizerInfo", tokenizer_class=str, chat_template=str | None, model_max_length=int)
 Health = _answer("Health", status=Literal["ok"], phase=(str | None, None))  # only where there is no engine
 Ready = _answer("Ready", status=Literal["ready"], phase=(str | None, None))
+Killed = _answer("Killed", object=Literal["chaos.kill"], role=str, engine=str, pid=int)
+CheckedGrammar = _answer("CheckedGrammar", object=Literal["grammar.check"], ignored=list[str])
 Sleeping = _answer("Sleeping", is_sleeping=bool)
 Load = _answer("Load", server_load=int)
 ServerInfo = _answer(
@@ -58,6 +64,7 @@ ServerInfo = _answer(
     dtype=str,
     system_fingerprint=str,
     sampling=dict[str, float],  # the defaults of the model's makers
+    allow_chaos=bool,
 )
 Version = _answer("Version", version=str)
 Document = _answer("Document", openapi=str)
@@ -115,6 +122,15 @@ AnsweredMessage = _answer(
     usage=MessageUsage,
 )
 CountedTokens = _answer("CountedTokens", input_tokens=int)
+
+_LINE = {"model": str, "created_at": str, "done": bool, "done_reason": (str | None, None)}
+OllamaChatLine = _answer("OllamaChatLine", **_LINE, message=dict[str, Any])
+OllamaText = _answer("OllamaText", **_LINE, response=str)
+OllamaModels = _answer("OllamaModels", models=list[dict[str, Any]])
+OllamaModel = _answer(
+    "OllamaModel", template=str, details=dict[str, Any], model_info=dict[str, Any], capabilities=list[str]
+)
+OllamaError = _answer("OllamaError", error=str)
 
 PromptUsage = _answer("PromptUsage", prompt_tokens=int, total_tokens=int)
 _POOLED = {"id": str, "created": int, "model": str, "usage": PromptUsage}
@@ -220,6 +236,7 @@ _ENGINES = (403, 503, 504)
 _STORED = (400, 404, 503)
 _DISK = (404, 503)
 _RESPONSE = "/v1/responses/{response_id}"
+_LINES = "application/x-ndjson"  # an answer's objects, one a line
 _FILES, _BATCHES = "/v1/files", "/v1/batches"
 _ANSWER_HEADERS = {429: "Retry-After", 503: "Retry-After", 401: "WWW-Authenticate", 405: "Allow"}
 
@@ -234,6 +251,7 @@ class _Operation:
     requests: tuple[type[BaseModel], ...] = ()
     errors: tuple[int, ...] = ()
     streams: bool = False  # with "stream": true
+    media_type: str = "text/event-stream"  # of streams
     unready: type[BaseModel] | None = None  # the 503 of a probe, which is no error
     open: bool = False  # whether it needs no API key
     error: type[BaseModel] = Error
@@ -262,6 +280,32 @@ _OPERATIONS = (
         (*_BODY, 404, 503),
         error=MessagesError,
     ),
+    _Operation(
+        "/api/chat",
+        "Answer a chat, in Ollama's form",
+        OllamaChatLine,
+        (OllamaChatRequest,),
+        _GENERATION,
+        streams=True,
+        media_type=_LINES,
+        error=OllamaError,
+    ),
+    _Operation(
+        "/api/generate",
+        "Answer a prompt, in Ollama's form",
+        OllamaText,
+        (OllamaGenerateRequest,),
+        _GENERATION,
+        streams=True,
+        media_type=_LINES,
+        error=OllamaError,
+    ),
+    _Operation("/api/tags", "The models, for Ollama's clients", OllamaModels, errors=(503,), error=OllamaError),
+    _Operation("/api/ps", "The same models", OllamaModels, errors=(503,), error=OllamaError),
+    _Operation(
+        "/api/show", "A model, for Ollama's clients", OllamaModel, (ShowRequest,), (*_BODY, 404, 503), error=OllamaError
+    ),
+    _Operation("/api/version", "The version of Ollama's API", Version, error=OllamaError),
     _Operation("/v1/embeddings", "Vectors of texts", Embeddings, (EmbeddingRequest,), _GENERATION),
     _Operation("/pooling", "Vectors of texts as the model makes them", Pooled, (PoolingRequest,), _GENERATION),
     _Operation("/v1/score", "How well texts go together", Scores, (ScoreRequest,), _GENERATION),
@@ -299,6 +343,8 @@ _OPERATIONS = (
     _Operation("/sleep", "Give memory back", None, errors=(400, *_ENGINES), method="post", query=SleepQuery),
     _Operation("/wake_up", "Compute again", None, errors=(400, *_ENGINES), method="post"),
     _Operation("/is_sleeping", "Whether an engine sleeps", Sleeping, errors=(503,)),
+    _Operation("/chaos", "Kill an engine or runner", Killed, errors=(400, *_ENGINES), method="post", query=ChaosQuery),
+    _Operation("/check_grammar", "Whether an output can be bound", CheckedGrammar, (GrammarRequest,), (*_BODY, 429)),
     _Operation("/load", "How many requests this front answers now", Load),
     _Operation("/server_info", "The model, and how it computes", ServerInfo, errors=(503,)),
     _Operation("/metrics", "All metrics of the application, for Prometheus", None),
@@ -342,7 +388,7 @@ def _operation(op: _Operation, has_keys: bool, has_hosts: bool) -> dict[str, Any
     if op.streams:
         # What each event looks like, which is how tools read the schema of a stream.
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-        content["text/event-stream"] = {"schema": event}
+        content[op.media_type] = {"schema": {} if op.media_type == _LINES else event}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
     if op.unready is not None:
         responses["503"] = {"description": "Not now.", "content": _json(op.unready)}

@@ -57,7 +57,7 @@ class PooledRoute:
             prepared = await run_preparation(body, scope["owner"], False, prepare)
         if prepared is None:
             return
-        context.model = prepared.model.name
+        context.model, context.ignored_fields = prepared.model.name, prepared.request.ignored_fields()
         async with UntilClientLeaves(receive, send) as send:
             async with Deadline(self._settings.request_timeout_s):
                 pooled = await self._service.pool(prepared.id, prepared.requests, context)

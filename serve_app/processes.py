@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import random
 import re
 import signal
 import socket
@@ -22,6 +23,7 @@ from urllib.parse import urlsplit
 
 from runtime.core.types import CallboardError
 from serve_app.process_tree import children_of_all
+from serve_app.settings import HttpSettings
 
 ROLES = {  # of a process, and how Ray titles it
     "engine": "ray::EngineActor",
@@ -216,3 +218,21 @@ def processes_of(application: str, session: str) -> list[Process]:
                 engine = replica["replica_id"] if role == "supervisor" else ""
                 told.append((engine, role, replica["node_id"], replica["pid"]))
     return [Process(role, engine, pid, application, session) for engine, role, node, pid in told if node in here]
+
+
+def kill_any(application: str, role: str, settings: HttpSettings) -> Process:
+    """Kill a process of this role on this machine, drawn at random. Raises CallboardError if there is none, or if
+    clients of other machines can ask for it without a key."""
+    import ray
+    from ray.serve.context import _get_global_client
+
+    client: Any = _get_global_client()
+    settings.check_chaos(client.http_config.host)  # under `serve run`, which alone chooses it
+    node: Any = ray._private.worker._global_node
+    found = [process for process in processes_of(application, node.get_session_dir_path()) if process.role == role]
+    random.shuffle(found)
+    for process in found:
+        with suppress(ProcessLookupError):  # it has ended since
+            process.send(signal.SIGKILL)
+            return process
+    raise CallboardError(f"This machine has no {role} of the server now, so none was killed; try again in a second.")

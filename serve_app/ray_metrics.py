@@ -33,6 +33,8 @@ class RayMetrics:
         """Publishes new counts."""
         tags = {**self._tags, "engine": engine}
         for name, values in new.numbers.items():
+            if ":" not in name:
+                continue  # of processes and HTTP: Ray and Serve have their own
             label = METRICS[name].label
             if label and not METRICS[name].label_values:
                 continue  # names of adapters: Ray would keep each that ever was
@@ -77,7 +79,7 @@ class RayMetrics:
         """All but these are gone and run nothing; Ray shows a last value for as long as this process lives."""
         for engine in self._last.keys() - engines - self._gone.keys():
             for name, metric in METRICS.items():
-                if metric.kind == "gauge":
+                if metric.kind == "gauge" and ":" in name:
                     self._metric(name).set(0, {**self._tags, "engine": engine})
             self._gone[engine] = None
         while len(self._gone) > _MAX_GONE:

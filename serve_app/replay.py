@@ -17,6 +17,8 @@ _PATHS = {
     "response": "/v1/responses",
     "message": "/v1/messages",
 }
+_ALL_PATHS = (*_PATHS.values(), "/api/chat", "/api/generate")  # answers of Ollama's tell no path: their files have it
+_DRAWN = ("choices", "output", "content", "message", "response")
 _CHANCE = frozenset({"id", "call_id"})  # what no two answers have in common
 
 
@@ -101,8 +103,8 @@ def _read(file: Path) -> dict[str, Any]:
             seed = seeds[0] if len(set(seeds)) == 1 else seeds
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CallboardError(f"{file} holds no JSON object of a request and its answer; it must have both.") from e
-    if path not in _PATHS.values():  # appended to a URL, another one may lead to another host, with the API key
-        raise CallboardError(f"{file} has the path {str(path)[:60]!r}; it must be one of {', '.join(_PATHS.values())}.")
+    if path not in _ALL_PATHS:  # appended to a URL, another one may lead to another host, with the API key
+        raise CallboardError(f"{file} has the path {str(path)[:60]!r}; it must be one of {', '.join(_ALL_PATHS)}.")
     return {"path": path, "seed": seed, "request": request, "answer": answer}
 
 
@@ -116,7 +118,8 @@ def _plain(path: str, request: dict[str, Any]) -> dict[str, Any]:
 
 def _drawn(answer: dict[str, Any]) -> Any:
     """The part of an answer that the seed decides."""
-    return next((answer[name] for name in ("choices", "output", "content") if name in answer), None)
+    drawn = next((answer[name] for name in _DRAWN if name in answer), None)
+    return drawn if isinstance(drawn, list) else [drawn]
 
 
 def _difference(before: Any, after: Any, at: str) -> str | None:
@@ -135,5 +138,5 @@ def _difference(before: Any, after: Any, at: str) -> str | None:
 
 def _size(choices: Any, answer: dict[str, Any]) -> str:
     usage = answer.get("usage") or {}
-    num_tokens = usage.get("completion_tokens", usage.get("output_tokens"))
+    num_tokens = usage.get("completion_tokens", usage.get("output_tokens", answer.get("eval_count")))
     return f"{num_tokens} tokens in {len(choices)} parts"

@@ -20,16 +20,18 @@ from typing import Any
 
 from actors import fork_server, haproxy
 from actors.environment import quiet_port, single_machine
-from actors.process import keep_bytecode
+from actors.process import keep_bytecode, told_fault
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app.console import Console
 from serve_app.port import Port, port_of_its_own
-from serve_app.process_tree import Parent, run
+from serve_app.process_tree import News, Parent, run
+from serve_app.request_log.pipe import VARIABLE, RequestPipe, opened_pipe
 from serve_app.settings import HttpSettings, ScalingSettings
 from serve_app.terminal.announcement import NextStep, announcement
 
 APP_NAME = "callboard"
+_LOG = "callboard-serve.log"  # beside Ray's logs: what this process writes to stdout and stderr
 WORKERS_MODULES = (  # what Ray's workers import: Serve's actors, the replicas, the runner
     "ray.serve._private.controller",
     "ray.serve._private.haproxy",
@@ -72,11 +74,18 @@ def serve(settings: ServerSettings) -> None:
     with (
         port_of_its_own(settings.host, settings.port) as port,
         tempfile.TemporaryDirectory(prefix="callboard-", dir=place) as folder,
+        opened_pipe(folder, settings.host, settings.port, settings.http.request_log) as requests,
     ):
-        run(lambda parent: _live(settings, folder, parent, port), port.hear)
+
+        def hear(news: News) -> None:
+            port.hear(news)
+            if requests is not None:
+                requests.start()
+
+        run(lambda parent: _live(settings, folder, parent, port, requests), hear)
 
 
-def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> None:
+def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port, requests: RequestPipe | None) -> None:
     """All that the server's process does."""
     port.close()  # it is the other process that has it
     parent.tell(phase="checking the model")
@@ -87,6 +96,8 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> 
     console.phase("model checked")
     next_step = NextStep(settings.config.model)
     _set_environment(settings, folder)
+    if requests is not None:
+        os.environ[VARIABLE] = requests.path
     console.divert(Path(folder, "log"))
     keep_bytecode()
     python = fork_server.start(folder, WORKERS_MODULES)
@@ -94,9 +105,12 @@ def _live(settings: ServerSettings, folder: str, parent: Parent, port: Port) -> 
     _open_door(settings, logs)
     console.phase("front door open")
     _deploy(settings)
-    _wait_until_up(settings, console, parent)
+    _wait_until_up(settings, console, parent, logs)
     _announce(settings, console, next_step)
+    if requests is not None:
+        console.say(requests.describe())
     parent.tell(ready=True)
+    _report_generic_tools(settings, console)
     parent.wait_for_order()
     console.say(f"Stopping; running requests have {settings.http.drain_timeout_s:g} s to end.")
     _drain(settings, folder, parent)
@@ -137,6 +151,8 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=_OBJECT_STORE_BYTES,
+            # Without this, Ray's workers search the current folder for modules before any other.
+            job_config=ray.job_config.JobConfig(_client_job=True),
         )
     except Exception as e:  # of many kinds
         raise CallboardError(f"Ray did not start: {_last_line(str(e))}") from e
@@ -144,7 +160,7 @@ def _start_ray(settings: ServerSettings, console: Console, parent: Parent, pytho
         sys.executable = own
     importing.join()
     logs = Path(context.address_info["session_dir"], "logs")
-    console.divert(logs / "callboard-serve.log")
+    console.divert(logs / _LOG)
     parent.tell(log=str(logs))
     parent.end_with("gcs_server", "raylet")  # nothing works without them, and Ray would wait for them for ever
     console.phase("Ray started")
@@ -171,9 +187,9 @@ def _deploy(settings: ServerSettings) -> None:
     """Lets Serve start the application; returns at once."""
     from ray import serve
 
-    from serve_app.app import AppArgs, build_app
+    from serve_app.app import AppArgs, application_of
 
-    app = build_app(
+    app = application_of(
         AppArgs(
             **asdict(settings.config),
             **asdict(settings.http),
@@ -213,7 +229,7 @@ def _open_door(settings: ServerSettings, logs: Path) -> None:
     raise CallboardError(f"Ray Serve did not start ({_last_line(reason)}); see {logs}.")
 
 
-def _wait_until_up(settings: ServerSettings, console: Console, parent: Parent) -> None:
+def _wait_until_up(settings: ServerSettings, console: Console, parent: Parent, logs: Path) -> None:
     """Returns when all fronts have all engines and HAProxy has the fronts; meanwhile tells how the model is loaded.
     HAProxy gets the port as soon as there is a front to answer."""
     from ray import serve
@@ -234,11 +250,21 @@ def _wait_until_up(settings: ServerSettings, console: Console, parent: Parent) -
             front = application.deployments.get("Front")
             if front is not None and front.status == "HEALTHY":
                 parent.tell(port=True)
-            if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise CallboardError(f"The application did not start: {_last_line(application.message)}")
+            fault = told_fault(logs)
+            if fault or application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise CallboardError(fault or f"The application did not start: {_why(application)}; see {logs / _LOG}.")
             if application.status == "RUNNING" and _fronts_are_connected(settings) and _answers(settings):
                 return
         time.sleep(_POLL_S)
+
+
+def _why(application: Any) -> str:
+    """The last line of what Serve reports of a deployment that failed: its exception. All of it goes to the log."""
+    for name, deployment in application.deployments.items():
+        if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY") and deployment.message:
+            print(deployment.message, file=sys.stderr, flush=True)
+            return f"{name} failed with {_last_line(deployment.message).rstrip('.')}"
+    return _last_line(application.message).rstrip(".")
 
 
 def _engine_phases() -> list[str]:
@@ -286,7 +312,7 @@ def _answers(settings: ServerSettings) -> bool:
 
 
 def _drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
-    """No new requests, and time for those that run; another order ends the wait."""
+    """No new requests, and time for those that run. Another order or the end of that time ends them with an error."""
     from ray import serve
     from ray.exceptions import RayError
 
@@ -295,6 +321,7 @@ def _drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
         fronts = serve.get_app_handle(APP_NAME)
         while _num_live(fronts):
             if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
+                _end_requests(fronts)
                 return
         # The fronts still write what their readers have not taken; HAProxy lives until they are done.
         haproxy.leave_fronts(folder)
@@ -302,6 +329,16 @@ def _drain(settings: ServerSettings, folder: str, parent: Parent) -> None:
         while APP_NAME in serve.status().applications:
             if parent.wait_for_order(_POLL_S) or time.monotonic() > end:
                 return
+
+
+def _end_requests(fronts: Any) -> None:
+    """Clients read an error at the end of what they have; HAProxy passes it on before it ends."""
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    from actors.supervisor import STOPPED
+
+    with suppress(DeploymentUnavailableError, TimeoutError):
+        fronts.broadcast("end", STOPPED).results(timeout_s=_STATUS_POLL_S, return_exceptions=True)
 
 
 def _num_live(fronts: Any) -> int:
@@ -330,6 +367,19 @@ def _announce(settings: ServerSettings, console: Console, next_step: NextStep) -
         console.announce(line)
     if advice := next_step.line():
         console.say(advice)
+
+
+def _report_generic_tools(settings: ServerSettings, console: Console) -> None:
+    """Print a line if the model's chat template has no format of tool calls, and the generic one is taken instead."""
+    from ray import serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    if settings.config.tool_call_parser == "auto":
+        with suppress(RayError, RayServeException, TimeoutError):
+            found = serve.get_app_handle(APP_NAME).tool_call_format.remote().result(timeout_s=_STATUS_POLL_S)
+            if found == "generic":
+                console.say("Tools: the chat template has no known format of tool calls, so the generic one is used.")
 
 
 def _reachable(host: str) -> str:

@@ -14,22 +14,21 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from itertools import count
 from typing import Any
-from urllib.parse import quote
 
-from actors.engine_client import EngineClient, EngineRefusal, Refusal
+from actors.engine_client import EngineClient, EngineRefusal, Refusal, ServerStopped
 from runtime.core.requests import requests_of
 from runtime.core.types import CallboardError, FinishReason, Request, RequestOutput
 from runtime.output.chat_prompt import ChatPrompter
 from runtime.output.fields import invalid, shortened
 from runtime.output.processor import Delta, OutputProcessor
 from runtime.output.response_format import RequestedGrammar
-from runtime.structured.compiler import CompilerBusy, GrammarCompiler
-from runtime.structured.pattern import GrammarError
+from runtime.structured.compiler import GrammarCompiler
 from runtime.text.sampling_defaults import SamplingDefaults
 from runtime.text.stream import StopStrings
 from runtime.text.tokenizer import Tokenizer
 from serve_app.endpoints import Endpoint
-from serve_app.errors import ApiError, api_error, redacted
+from serve_app.errors import ApiError, redacted
+from serve_app.grammars import compiled, ignored_paths
 from serve_app.metrics import RequestContext, RequestRecord, ServiceMetrics
 from serve_app.model_card import model_card
 from serve_app.prepared_request import PreparedRequest, R, ServedModel
@@ -47,7 +46,6 @@ MAX_PROMPT_TOKENS = 4_000_000  # of one request: its prompts and their predictio
 _BURST, _CHOICE_COST = 1 << 18, 1 << 10  # tokens submitted at once, some milliseconds' work; a choice is work itself
 _MOST_POOLED = 256  # prompts of one request for vectors that engines have at a time: their queues are for others, too
 _MAX_NAMES = 8  # of models, in an error
-_MAX_IGNORED = 32  # keywords of a schema that are not enforced, in a header
 _MAX_SCORES = 1 << 18  # log-probabilities of prompts that one request may ask for: 80 bytes of JSON each
 
 
@@ -109,6 +107,11 @@ class Service:
     def engines(self) -> list[str]:
         """The ids of the engines that there are; a healthy server may have none, and start one for the next request."""
         return self._client.engines()
+
+    @property
+    def is_asleep(self) -> bool:
+        """True while an engine sleeps."""
+        return self._client.is_asleep
 
     def health(self) -> str | None:
         """None if requests can be served now; else one sentence that says why not."""
@@ -216,7 +219,7 @@ class Service:
         Raises ApiError: 400 if no engine can serve it or a grammar is too complex, 429 if the engines or the compiler
         are full, 503 if the engines are away, 504 if they are late, 500 if one fails."""
         context = context or RequestContext()
-        context.model = prepared.model.name
+        context.model, context.ignored_fields = prepared.model.name, prepared.ignored_fields
         with self._counted(), self.metrics.request(prepared.id, context, prepared.num_choices) as record:
             if reason := self._client.health():
                 raise _unavailable(reason, _RECOVERY_RETRY_S)
@@ -347,15 +350,10 @@ class Service:
         asked_at = time.monotonic()
         self.metrics.waits_for_grammar()
         try:
-            grammar = await self.grammars.compile(asked.spec)
-        except GrammarError as e:
-            raise api_error(invalid(asked.field, str(e))) from e
-        except CompilerBusy as e:
-            raise ApiError(429, str(e), code="grammars_busy", retry_after_s=e.retry_after_s) from e
+            grammar = await compiled(self.grammars, asked)
         finally:
             self.metrics.waited_for_grammar(time.monotonic() - asked_at)
-        paths = grammar.ignored[:_MAX_IGNORED]
-        prepared.ignored_fields.extend(quote(f"{asked.field}{path}", safe="/#$.")[:128] for path in paths)
+        prepared.ignored_fields.extend(ignored_paths(grammar, asked))
         grammar = replace(grammar, ignored=())
         return [replace(request, params=replace(request.params, grammar=grammar)) for request in prepared.requests]
 
@@ -415,6 +413,8 @@ def _as_answers() -> Iterator[None]:
         raise _refused(e) from e
     except ApiError:
         raise
+    except ServerStopped as e:
+        raise _unavailable(str(e), _RECOVERY_RETRY_S) from e
     except CallboardError as e:
         raise ApiError(500, str(e), code="engine_error") from e
 

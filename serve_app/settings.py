@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import ipaddress
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,6 +108,14 @@ class HttpSettings:
     batch_max_bytes_per_key: int = setting(16 << 30, "most bytes of one key's files, results of batches included", 1)
     batch_max_uploads: int = setting(16, "most files that each front receives at once", 1)
     batch_max_uploads_per_key: int = setting(4, "most files that each front receives at once from one key", 1)
+    request_log: bool = setting(
+        True, "a line for each request: on the terminal and in a file, or in Serve's log if Serve runs the application"
+    )
+    allow_chaos: bool = setting(
+        False,
+        "clients may kill a random engine or runner (POST /chaos, and a button of the page); needs keys unless the "
+        "server listens on a loopback address",
+    )
     otlp_traces_endpoint: str | None = setting(
         None, "OTLP/HTTP endpoint for a span of each request (extra otel), such as http://127.0.0.1:4318/v1/traces"
     )
@@ -114,12 +124,29 @@ class HttpSettings:
     def __post_init__(self) -> None:
         check_settings(self)
 
+    def check_extras(self) -> None:
+        """Raises CallboardError if a package that a setting needs is not installed."""
+        if self.otlp_traces_endpoint is not None and not _has_module("opentelemetry.exporter.otlp.proto.http"):
+            raise CallboardError(
+                "otlp_traces_endpoint needs OpenTelemetry's exporter, which is not installed; "
+                "run: pip install 'callboard[otel]'"
+            )
+
     def listening_on(self, host: str) -> HttpSettings:
         """The settings of a server that listens on `host`: without keys, which browsers do not send by themselves, it
-        answers only to its own names and those given. Raises CallboardError as `api_keys` does."""
+        answers only to its own names and those given. Raises CallboardError as `api_keys` and `check_chaos` do."""
+        self.check_chaos(host)
         if self.api_keys() and not self.allowed_host:
             return self
         return replace(self, allowed_host=(*self.allowed_host, host, socket.gethostname()))
+
+    def check_chaos(self, host: str) -> None:
+        """Raises CallboardError if clients of other machines could kill processes without a key."""
+        if self.allow_chaos and not self.has_keys and not _is_loopback(host):
+            raise CallboardError(
+                f"allow_chaos lets anyone who reaches {host} kill this server's processes; "
+                "give api_key, or listen on 127.0.0.1."
+            )
 
     @property
     def has_keys(self) -> bool:
@@ -138,3 +165,17 @@ class HttpSettings:
         if "" in keys or (self.api_key_file is not None and not keys):
             raise CallboardError("An API key is empty; give each at least one character.")
         return tuple(keys)
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package that it is in
+        return False
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

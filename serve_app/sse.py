@@ -50,9 +50,10 @@ class ChoiceRenderer(ABC):
 
 
 class EventStream(ABC):
-    """Renders one request's deltas as server-sent events: `first()`, `events()` any number of times, and `last()` or
-    `failed()`."""
+    """Renders one request's deltas as server-sent events, or in another `media_type`: `first()`, `events()` any number
+    of times, and `last()` or `failed()`."""
 
+    media_type = b"text/event-stream; charset=utf-8"
     keep_alive = b": the request waits\n\n"  # a comment, which readers of event streams skip
 
     def first(self) -> bytes:

@@ -84,9 +84,4 @@ def detokenize(service: Service, body: bytes) -> dict[str, Any]:
 def tokenizer_info(service: Service) -> dict[str, Any]:
     """The facts that a client needs to render chats by itself, named as in a tokenizer_config.json."""
     model = service.named(None)
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": model.tokenizer.chat_template,
-        "model_max_length": model.info.max_model_len,
-        **model.tokenizer.special_tokens,
-    }
+    return model.tokenizer.settings(model.info.max_model_len)

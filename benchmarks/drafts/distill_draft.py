@@ -300,9 +300,7 @@ def save(folder: Path, config: dict[str, Any], draft: LlamaForCausalLM, tokenize
     del weights["lm_head.weight"]  # the embedding
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    settings = tokenizer.special_tokens | {"chat_template": tokenizer.chat_template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-    tokenizer.save(folder / "tokenizer.json")
+    tokenizer.save(folder, config["max_position_embeddings"])
     return sum(w.nbytes for w in weights.values())
 
 

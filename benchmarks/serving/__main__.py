@@ -21,16 +21,13 @@ import contextlib
 import heapq
 import itertools
 import json
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from tqdm import tqdm
@@ -38,28 +35,11 @@ from tqdm import tqdm
 from benchmarks.library.measure import Engine, Results, engine_config, middle, new_parser
 from benchmarks.library.models import CONFIGS
 from runtime.core.types import Request, SamplingParams
+from serve_app.bench.client import Client, Turn
+from serve_app.bench.figures import distribution, gaps
+from serve_app.bench.load import Session, play
 
 _IDS = (1000, 30000)  # in every measured model's vocabulary
-
-
-@dataclass(slots=True)
-class Turn:
-    """One request, and what was seen of it, in seconds of one clock."""
-
-    prompt: list[int]
-    max_tokens: int
-    pause: float = 0.0  # before it, after the session's last turn has ended
-    sent: float = 0.0
-    events: list[float] = field(default_factory=list)
-    num_tokens: int = 0
-
-
-@dataclass(slots=True)
-class Session:
-    """Requests that follow one another."""
-
-    start: float
-    turns: list[Turn]
 
 
 class Draw:
@@ -117,86 +97,15 @@ WORKLOADS: dict[str, Callable[[Draw], list[Session]]] = {
 }
 
 
-# ---- over HTTP ------------------------------------------------------------------------------------------------------
-
-
-class Connection(asyncio.Protocol):
-    """One request at a time; as little work an event as Python can do, since one process reads them all."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
-
-    def ask(self, turn: Turn, request: bytes) -> asyncio.Future[None]:
-        self._turn, self._tail, self._done = turn, b"", asyncio.get_running_loop().create_future()
-        turn.sent = time.perf_counter()
-        self.transport.write(request)
-        return self._done
-
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        if not self._tail and not data.startswith(b"HTTP/1.1 200"):
-            self._done.set_exception(RuntimeError(f"The server answered {data[:400]!r}."))
-            return
-        # A search from 5 bytes back finds a mark that two reads share, and no mark twice.
-        text = self._tail[-5:] + data
-        self._turn.events += [now] * text.count(b"data: ")
-        self._tail = (self._tail + data)[-4096:]
-        if b"data: [DONE]" in self._tail and self._tail.endswith(b"0\r\n\r\n"):
-            usage = re.search(rb'"completion_tokens": ?(\d+)', self._tail)
-            self._turn.num_tokens = int(usage[1]) if usage else 0
-            del self._turn.events[-2:]  # usage and [DONE]; the last token's own event has the finish reason
-            self._done.set_result(None)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self._done.done():
-            self._done.set_exception(error or RuntimeError("The server closed the connection."))
-
-
-class Client:
-    """Keeps connections open from one request to the next, as real clients do."""
-
-    def __init__(self, url: str, sampling: dict[str, float] | None = None) -> None:
-        self._host, self._port = urlsplit(url).hostname, urlsplit(url).port or 80
-        self._sampling = sampling or {"temperature": 0.0}
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
-            self._model = json.load(answer)["data"][0]["id"]
-        self._idle: list[Connection] = []
-
-    async def ask(self, turn: Turn) -> None:
-        body = {
-            "model": self._model, "prompt": turn.prompt, "max_tokens": turn.max_tokens, **self._sampling,
-            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-        request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
-        loop = asyncio.get_running_loop()
-        while self._idle:
-            if not (connection := self._idle.pop()).transport.is_closing():
-                break
-        else:
-            connection = (await loop.create_connection(Connection, self._host, self._port))[1]
-        try:
-            await connection.ask(turn, request)
-        except asyncio.CancelledError:
-            connection.transport.abort()
-            raise
-        self._idle.append(connection)
-
-
-async def play(sessions: list[Session], ask: Callable[[Turn], Awaitable[None]]) -> None:
-    """All sessions at their times."""
-    begin = time.perf_counter()
+async def play_over_http(sessions: list[Session], client: Client) -> None:
+    """All sessions at their times, with a bar of the requests that are complete."""
     with tqdm(total=sum(len(s.turns) for s in sessions), unit="request", leave=False) as bar:
 
-        async def run(session: Session) -> None:
-            await asyncio.sleep(max(0.0, begin + session.start - time.perf_counter()))
-            for turn in session.turns:
-                await asyncio.sleep(turn.pause)
-                await ask(turn)
-                bar.update()
+        async def ask(turn: Turn) -> None:
+            await client.ask(turn)
+            bar.update()
 
-        await asyncio.gather(*map(run, sessions))
+        await play(sessions, ask)
 
 
 # ---- in this process ------------------------------------------------------------------------------------------------
@@ -246,12 +155,14 @@ def figures(sessions: list[Session]) -> dict[str, float]:
             raise RuntimeError(f"{turn.num_tokens} tokens came where {turn.max_tokens} were asked for.")
     num_tokens = sum(turn.num_tokens for turn in turns)
     seconds = max(turn.events[-1] for turn in turns) - min(turn.sent for turn in turns)
-    ttft = np.percentile([turn.events[0] - turn.sent for turn in turns], [50, 99]) * 1e3
-    itl = np.percentile(np.concatenate([np.diff(turn.events) for turn in turns]), [50, 99]) * 1e3
-    values = (num_tokens / seconds, *ttft, *itl, num_tokens / sum(len(turn.events) for turn in turns))
-    return dict(
-        zip(("tok_s", "ttft50", "ttft99", "itl50", "itl99", "tokens_per_event"), map(float, values), strict=True)
-    )
+    ttft = distribution([turn.events[0] - turn.sent for turn in turns])
+    itl = distribution(gaps(turns))
+    return {
+        "tok_s": num_tokens / seconds,
+        **{f"ttft{percentile}": 1e3 * ttft[f"p{percentile}"] for percentile in (50, 99)},
+        **{f"itl{percentile}": 1e3 * itl[f"p{percentile}"] for percentile in (50, 99)},
+        "tokens_per_event": num_tokens / sum(len(turn.events) for turn in turns),
+    }
 
 
 @contextlib.contextmanager
@@ -300,7 +211,7 @@ def main() -> None:
         else:
             config = None
             url = args.url or stack.enter_context(served(args.serve, args.flags))
-            run = lambda sessions, sampling: asyncio.run(play(sessions, Client(url, sampling).ask))  # noqa: E731
+            run = lambda sessions, sampling: asyncio.run(play_over_http(sessions, Client(url, sampling)))  # noqa: E731
         run(Draw(1 << 20).requests(64, (64, 512), (16, 64)), args.sampling[0])  # every batch size and length class once
         cells = list(itertools.product(args.workloads, enumerate(args.sampling)))
         for name, (shift, sampling) in tqdm(cells, unit="workload"):

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.library.measure import Results, new_parser
-from benchmarks.serving.__main__ import Client, Turn, served
+from benchmarks.serving.__main__ import served
 from benchmarks.simulate.scenarios import MOST_TTFT_S
 from benchmarks.simulate.traces import GENERATED, Conversation, Part
+from serve_app.bench.client import Client, Turn
 
 _FIRST_ID, _NUM_IDS = 1000, 29_000  # in every measured model's vocabulary
 

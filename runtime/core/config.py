@@ -54,7 +54,11 @@ class EngineConfig:
     policy (C6): it changes speed or memory, and tokens at most by rounding; in deterministic mode not even so, but for
     num_threads."""
 
-    model: str = setting(DEFAULT_MODEL, "hub id, folder, .gguf file, or pypi:NAME==VERSION of a wheel with a GGUF")
+    model: str = setting(
+        DEFAULT_MODEL,
+        "hub id, ORG/REPO:Q4_K_M of a GGUF repository, folder, .gguf file, web address of one of these, or "
+        "pypi:NAME==VERSION of a wheel with a GGUF",
+    )
     revision: str | None = setting(None, "the hub revision (branch, tag or commit) to load")
     generation_config: Literal["auto", "none"] = setting(
         "auto",
@@ -81,8 +85,11 @@ class EngineConfig:
         "deepseek_v3",
         "deepseek_v31",
         "harmony",
+        "generic",
     ] = setting(
-        "auto", "the format in which the model writes tool calls; auto is the one that its chat template writes"
+        "auto",
+        "the format in which the model writes tool calls; auto is the one that its chat template writes, or generic if "
+        "that is none; generic describes the tools in the system message, and works with any template",
     )
     lora: tuple[str, ...] = setting(
         (),

@@ -73,8 +73,6 @@ def weight_files(folder: Path) -> list[Path]:
         return files
     if files:
         raise CallboardError(f"{folder} has {len(files)} safetensors files and no {INDEX_NAME} to say what is in them.")
-    if any(folder.glob("*.gguf")):
-        raise CallboardError(f"{folder} has no *.safetensors file but GGUF files; name the .gguf file itself.")
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise CallboardError(
             f"{folder} has weights only as .bin or .pt files, which are pickles and can run code; "

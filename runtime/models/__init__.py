@@ -24,7 +24,7 @@ class ChatForm(NamedTuple):
     """What a published chat template was found to write."""
 
     template: str  # which one
-    tools: str | None  # the format of tool calls, as --tool-call-parser names it; None: it has no tools
+    tools: str  # the format of tool calls, as --tool-call-parser names it; generic if the template has no tools
     reasons: bool = False  # the model may write reasoning before its answer
 
 
@@ -47,7 +47,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "google/gemma-2-2b-it",
         gemma.gemma2_spec,
         gemma.WEIGHT_MAP,
-        chats=(ChatForm("gemma2", None),),
+        chats=(ChatForm("gemma2", "generic"),),
     ),
     "Gemma3ForCausalLM": Family(
         "Gemma 3 270M, 1B",
@@ -55,14 +55,14 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         gemma.gemma3_spec,
         gemma.WEIGHT_MAP,
         f"{_RANDOM}; texts and perplexity of Gemma 3 270M",
-        (ChatForm("gemma3", None),),
+        (ChatForm("gemma3", "generic"),),
     ),
     "Gemma3ForConditionalGeneration": Family(
         "Gemma 3 4B, 12B, 27B, without images",
         "google/gemma-3-4b-it",
         gemma.gemma3_spec,
         gemma.WEIGHT_MAP,
-        chats=(ChatForm("gemma3", None),),
+        chats=(ChatForm("gemma3", "generic"),),
     ),
     "Glm4ForCausalLM": Family(
         "GLM-4-0414 9B, 32B; GLM-Z1", "zai-org/GLM-4-9B-0414", glm.post_norms_decoder_spec, glm.POST_NORMS_WEIGHT_MAP
@@ -85,9 +85,9 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         f"{_RANDOM}; texts and perplexity of SmolLM2-135M-Instruct",
         (
             ChatForm("llama3.2", "llama3_json"),
-            ChatForm("llama3", None),
-            ChatForm("llama2", None),
-            ChatForm("smollm2", None),
+            ChatForm("llama3", "generic"),
+            ChatForm("llama2", "generic"),
+            ChatForm("smollm2", "generic"),
         ),
     ),
     "Ministral3ForCausalLM": Family(
@@ -107,7 +107,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "mistralai/Mistral-7B-Instruct-v0.3",
         mistral.decoder_spec,
         mistral.WEIGHT_MAP,
-        chats=(ChatForm("mistral-v0.3", "mistral"), ChatForm("mistral-v0.1", None)),
+        chats=(ChatForm("mistral-v0.3", "mistral"), ChatForm("mistral-v0.1", "generic")),
     ),
     "MixtralForCausalLM": Family(
         "Mixtral 8x7B, 8x22B",
@@ -123,7 +123,7 @@ FAMILIES: dict[str, Family] = {  # by the name in a config.json's `architectures
         "microsoft/Phi-4-mini-instruct",
         phi.decoder_spec,
         phi.WEIGHT_MAP,
-        chats=(ChatForm("phi4-mini", None), ChatForm("phi3", None)),
+        chats=(ChatForm("phi4-mini", "generic"), ChatForm("phi3", "generic")),
     ),
     "Qwen2ForCausalLM": Family(
         "Qwen2, Qwen2.5",

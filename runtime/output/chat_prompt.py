@@ -16,7 +16,7 @@ from runtime.output.tools import CustomTool, with_calls
 from runtime.text import reasoning
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import ToolFormat
+from runtime.text.tool_calls import ToolFormat, name_of
 from runtime.text.tool_calls.harmony import FINAL, HARMONY, START
 
 _SWITCH = re.compile(r"\benable_thinking\b|\bthinking is\b")  # of reasoning, in a template
@@ -44,6 +44,16 @@ class ChatPrompter:
         return self._template.roles
 
     @property
+    def tool_call_format(self) -> str | None:
+        """The name of the format of tool calls; None if there is none. The first time, a child process finds it."""
+        return name_of(self._template.tool_format)
+
+    @property
+    def thinks(self) -> bool:
+        """True if the model may write reasoning before its answer."""
+        return self._template.thinks or self._template.has_channels
+
+    @property
     def has_channels(self) -> bool:
         """True if the model reasons in channels, where `thinking_token_budget` is no limit."""
         return self._template.has_channels
@@ -55,8 +65,8 @@ class ChatPrompter:
         if tools and form is None:
             raise invalid(
                 "tools",
-                "cannot be used: this model's chat template does not tell of them, or in no format of calls that is "
-                "known; see --chat-template and --tool-call-parser",
+                "cannot be used: this model answers in channels, but its chat template does not describe tools; see "
+                "--chat-template",
             )
         kwargs = self._effort(options) | (options.chat_template_kwargs or {})
         try:
@@ -95,7 +105,7 @@ class ChatPrompter:
             tools=form,
             functions=functions,
             custom_tools=frozenset(tool.function.name for tool in tools if isinstance(tool, CustomTool)),
-            most_calls=options.most_calls(),
+            most_calls=_most_calls(options, form),
             forced=forced,
             kept_special_ids=frozenset(special_marks.values()),
             begun=begun,
@@ -150,6 +160,15 @@ class ChatPrompter:
             special_marks.keys(),
             form.thinks,
         )
+
+
+def _most_calls(options: ChatOptions, form: ToolFormat | None) -> int | None:
+    """How many calls an answer may have; None: any number.
+
+    A model that was not trained on calls repeats the one that a request insists on until its output is full. So it
+    writes one, unless the request says parallel_tool_calls."""
+    is_untrained = form is not None and form.is_text and options.forced_call() is not None
+    return 1 if is_untrained and options.parallel_tool_calls is None else options.most_calls()
 
 
 def _in_reasoning(messages: Sequence[Mapping[str, Any]], options: ChatOptions, prompt: str) -> bool:

@@ -17,7 +17,8 @@ from runtime.child import ChildPool, Overrun
 from runtime.core.types import CallboardError
 from runtime.text import reasoning, sandbox
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import FORMATS, CallDelta, ToolFormat
+from runtime.text.tool_calls import FORMATS, GENERIC, CallDelta, ToolFormat
+from runtime.text.tool_calls.generic import with_tools_as_text
 from runtime.text.tool_calls.harmony import HARMONY, START
 
 MAX_PROMPT_CHARS = 4 << 20
@@ -70,8 +71,21 @@ class ChatTemplate:
     def tool_format(self) -> ToolFormat | None:
         """How the model writes tool calls: the format that reads back the one that its template writes.
 
-        None if the template tells of no tools, or writes calls in no format that is known here."""
-        return self._probed[0]
+        GENERIC if the template describes no tools or writes calls in an unknown format; None if it then has channels,
+        in which nothing but HARMONY is read."""
+        own = self._probed[0]
+        return GENERIC if own is None and not self.has_channels else own
+
+    @cached_property
+    def _has_system(self) -> bool:
+        """True if a system message stays at the head of a conversation with several turns."""
+        turns = ("system", "callboard_probe"), ("user", "first_turn"), ("assistant", "an_answer"), ("user", "last_turn")
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            prompt = self._rendered(messages, {"tools": None, "add_generation_prompt": True})
+        except CallboardError:
+            return False
+        return "callboard_probe" in prompt.partition("first_turn")[0]
 
     @cached_property
     def _probed(self) -> tuple[ToolFormat | None, bool]:
@@ -117,6 +131,9 @@ class ChatTemplate:
         `continue_final_message` ends the prompt within the last message, in place of a new turn.
         Raises CallboardError with the template's own words if it refuses the messages, and if the prompt is over
         4 Mi characters or takes over 1 second of CPU time."""
+        has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
+        if (tools or has_calls) and self.tool_format is GENERIC:
+            messages, tools = with_tools_as_text(messages, tools, bool(tools) and self._has_system), None
         if continue_final_message:
             add_generation_prompt = False
             messages = _with_end_marked(messages)

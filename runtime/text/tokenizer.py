@@ -7,6 +7,7 @@ grammars stand.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,20 @@ class Tokenizer:
         """The id of every token."""
         return self._backend.get_vocab(with_added_tokens=True)
 
-    def save(self, path: Path) -> None:
-        """As a tokenizer.json; the chat template and the names of special tokens are not part of one."""
-        self._backend.save(str(path))
+    def settings(self, max_model_len: int) -> dict[str, Any]:
+        """The chat template and the special tokens, as a tokenizer_config.json has them."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "chat_template": self.chat_template,
+            "model_max_length": max_model_len,
+            **self.special_tokens,
+        }
+
+    def save(self, folder: Path, max_model_len: int) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which transformers reads."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(self.settings(max_model_len), indent=1) + "\n")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; special tokens that are spelled out in it become theirs.

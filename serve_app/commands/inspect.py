@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from runtime.core.config import EngineConfig
@@ -22,13 +23,17 @@ def add_parser(commands: Any) -> None:
         "inspect", help="tell what a model is, without loading its weights", most_used=_MOST_USED, examples=_EXAMPLES
     )
     add_model(parser)
+    what = "write the tokenizer's files there, for clients that read them from a folder"
+    parser.add_argument("--save-tokenizer", type=Path, metavar="FOLDER", help=what)
     add_flags(parser, EngineConfig)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
-    from runtime.inspection import model_report
+    from runtime.inspection import model_report, save_tokenizer
 
     print(model_report(config))
+    if args.save_tokenizer is not None:
+        save_tokenizer(config, args.save_tokenizer)
     return 0

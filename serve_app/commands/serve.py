@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         config = replace(config, chat_template=os.path.abspath(config.chat_template))
     config = replace(config, lora=tuple(f"{name}={os.path.abspath(path)}" for name, path in config.adapters.items()))
     http = http_settings(args).listening_on(args.host)
+    http.check_extras()
     if http.lora_folder is not None and not config.max_loras:
         raise UsageError("--lora-folder is given, but there is no room for adapters; give --max-loras, too.")
     serve(

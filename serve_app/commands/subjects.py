@@ -25,7 +25,7 @@ SUBJECTS = {
     "http": Subject("where the server listens, and what a request may hold"),
     "access": Subject(
         "which clients may come in",
-        ("api_key", "api_key_file", "allowed_host", "cors_origin", "client_priority"),
+        ("api_key", "api_key_file", "allowed_host", "cors_origin", "client_priority", "allow_chaos"),
     ),
     "scaling": Subject("how many engines and fronts there are", ("routing_policy",)),
     "device": Subject(
@@ -67,7 +67,7 @@ SUBJECTS = {
     ),
     "stored": Subject(
         "what the fronts keep of answers and report of requests",
-        ("response_store_bytes", "response_life_s", "recorded_request_bytes", "otlp_traces_endpoint"),
+        ("response_store_bytes", "response_life_s", "recorded_request_bytes", "request_log", "otlp_traces_endpoint"),
     ),
     "sampling": Subject("how tokens are chosen"),
 }  # fmt: skip

@@ -13,6 +13,14 @@ from serve_app.requests import parse
 from serve_app.sse import EventStream, header
 
 
+class AnsweredAtOnce(Exception):
+    """A request that asks nothing of the model; `content` is the JSON of its answer."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.content = content
+
+
 class Endpoint(ABC, Generic[R]):
     """One kind of request. A new one is a class of its own, listed in ENDPOINTS."""
 

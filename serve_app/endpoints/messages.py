@@ -32,7 +32,7 @@ class MessagesEndpoint(ChatEndpoint):
             content.append(_thinking(choice.reasoning))
         if choice.text:
             content.append(_text(choice.text))
-        content += [_tool_use(call.id, call.name, _input(call.arguments)) for call in choice.calls]
+        content += [_tool_use(call.id, call.name, parsed_arguments(call.arguments)) for call in choice.calls]
         message = _message(prepared, content, _usage(prepared, usage))
         return encode_json(message | _end(choice))
 
@@ -149,9 +149,9 @@ def _tool_use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, A
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def parsed_arguments(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object: those of a call that was cut off as far as they go, and those that are no JSON
-    as Anthropic's clients wrap such."""
+    in the form that Anthropic's clients know."""
     try:
         value = from_json(arguments, allow_partial=True) if arguments.strip() else {}
     except ValueError:

@@ -1,4 +1,4 @@
-"""The page at `GET /`: this folder's static files, read once. They ask nothing but the server's own API.
+"""The pages at `GET /` and `GET /docs`: this folder's static files, read once. They send requests to this server alone.
 
 `vendor` holds libraries of others as they are (vendor/LICENSES.txt): markdown-it and Temml make markup of what a model
 writes, and DOMPurify lets through what is harmless. Nothing else may make any: the browser enforces it.
@@ -24,6 +24,7 @@ _TYPES = {
     "woff2": "font/woff2",
     "txt": "text/plain",
 }
+_PAGES = {"index.html": "/", "docs.html": "/docs"}
 _HEADERS = {
     "cache-control": "no-cache",  # kept by the browser, but asked about each time: a new version shows at once
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -43,7 +44,8 @@ def _route(folder: str, file: Traversable) -> Route:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=media_type)
 
-    return Route("/" if name == "index.html" else f"/page/{folder}{name}", answer, include_in_schema=False)
+    path = _PAGES.get(name) or f"/page/{folder}{name}"
+    return Route(path, answer, include_in_schema=False)
 
 
 _PAGE = files(__name__)

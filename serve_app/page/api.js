@@ -3,16 +3,22 @@
 const KEY = 'callboard-key';
 
 export const setKey = key => sessionStorage.setItem(KEY, key);
+export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
 
-/** The response, if it is a good one. A 401 also fires the event "key-wanted" on the window, with what is wrong. */
-export async function request(path, { body, signal } = {}) {
+/**
+ * The response, if it is a good one. A 401 also fires the event "key-wanted" on the window, with what is wrong, and a
+ * server that cannot be reached fires "server-lost".
+ */
+export async function request(path, { body, signal, method = body ? 'POST' : 'GET' } = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...(key && { authorization: `Bearer ${key}` }), ...(body && { 'content-type': 'application/json' }) };
   let response;
   try {
-    response = await fetch(path, { method: body ? 'POST' : 'GET', headers, body: JSON.stringify(body), signal });
+    response = await fetch(path, { method, headers, body: JSON.stringify(body), signal });
   } catch (error) {
-    throw signal?.aborted ? error : new Error('The server cannot be reached. Is it still running?');
+    if (signal?.aborted) throw error;
+    dispatchEvent(new Event('server-lost'));
+    throw new Error('The server cannot be reached. Is it still running?');
   }
   if (response.ok) return response;
   if (response.status === 401) {
@@ -24,14 +30,18 @@ export async function request(path, { body, signal } = {}) {
   throw new Error(answer?.error?.message ?? `The server answered with status ${response.status}.`);
 }
 
+/** `body` as it is sent for a stream; the count of tokens comes with each chunk, so that a stopped answer has one. */
+export const streamed = body => ({ ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } });
+
 /** The chunks of a streamed answer, as they come. */
 export async function* stream(path, body, signal) {
-  const options = { stream: true, stream_options: { include_usage: true } };
-  const response = await request(path, { body: { ...body, ...options }, signal });
+  const response = await request(path, { body: streamed(body), signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ''; ;) {
     const { value, done } = await reader.read().catch(error => {
-      throw signal.aborted ? error : new Error('The connection broke off before the answer ended.');
+      if (signal.aborted) throw error;
+      dispatchEvent(new Event('server-lost'));
+      throw new Error('The connection broke off before the answer ended.');
     });
     if (done) throw new Error('The answer ended without its end mark; it may be incomplete.');
     const lines = (rest + value).split('\n');

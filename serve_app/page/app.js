@@ -1,14 +1,14 @@
-// Tabs, the connection to the server, and the key.
+// The tabs and the panels beside them.
 
-import { request, setKey } from './api.js';
+import { startChaos } from './chaos.js';
 import { startChat } from './chat.js';
 import { startCompletion } from './completion.js';
+import { model, startConnection } from './connection.js';
 import { startEngine } from './engine.js';
+import { startPanels } from './panels.js';
 
 const byId = id => document.getElementById(id);
 const tabs = [...document.querySelectorAll('[role=tab]')];
-const wide = matchMedia('(min-width: 60rem)');
-let served = {}; // the model's card, once known
 
 function show(tab) {
   for (const other of tabs) {
@@ -32,41 +32,11 @@ tabs.forEach((tab, at) => {
   });
 });
 
-/** Asks for the model's name until the server tells it; meanwhile says why it does not. */
-async function connect() {
-  try {
-    const { data } = await (await request('v1/models')).json();
-    served = data[0];
-    byId('server').dataset.state = 'ready';
-    byId('model').textContent = served.id.split('/').at(-1);
-    byId('model').title = served.draft ? `${served.id}, draft ${served.draft}` : served.id;
-    byId('key').hidden = byId('trouble').hidden = true;
-  } catch (error) {
-    byId('model').textContent = 'Not ready';
-    byId('trouble').textContent = error.message;
-    byId('trouble').hidden = !byId('key').hidden;
-    if (byId('key').hidden) setTimeout(connect, 2000);
-  }
-}
-
-addEventListener('key-wanted', ({ detail }) => {
-  byId('key').querySelector('label').textContent = detail;
-  if (!byId('key').hidden) return;
-  byId('key').hidden = false;
-  byId('key-field').focus();
-});
-byId('key').addEventListener('submit', event => {
-  event.preventDefault();
-  setKey(byId('key-field').value);
-  connect();
-});
-
-const openSettings = () => document.querySelectorAll('aside > details').forEach(box => (box.open = wide.matches));
-wide.addEventListener('change', openSettings);
-openSettings();
-startChat(() => served);
-startCompletion(() => served);
-startEngine(() => served);
+startPanels();
+startChat(model);
+startCompletion(model);
+startEngine(model);
+startChaos(model);
 show(byId(`tab-${location.hash.slice(2)}`) ?? tabs[0]);
 if (!matchMedia('(pointer: coarse)').matches) byId('message').focus(); // there it would open the screen's keyboard
-connect();
+startConnection();

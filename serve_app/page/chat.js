@@ -1,30 +1,36 @@
 // A conversation: its turns, and the next answer as it comes.
 
-import { stream } from './api.js';
+import { stream, streamed } from './api.js';
 import { startChats } from './chats.js';
+import { compare } from './compare.js';
 import { Composer } from './composer.js';
 import { element, quietButton } from './dom.js';
+import { repeat } from './repeat.js';
 import { Reply } from './reply.js';
-import { buildSettings, settings } from './settings.js';
+import { buildSettings, drawnSeed, settings, showDefaults } from './settings.js';
+import { startSnippets } from './snippets.js';
 import { deleteChat, saveChat } from './store.js';
+import { checkStructure, fits } from './structure.js';
+import { newId } from './transfer.js';
 
-const SETTINGS = { temperature: '0.7' };
+const PATH = 'v1/chat/completions';
 
 export function startChat(served) {
   const panel = document.getElementById('chat');
   const [scroll, list] = [panel.querySelector('.scroll'), document.getElementById('turns')];
-  const [welcome, newChat] = [document.getElementById('welcome'), document.getElementById('new-chat')];
+  const welcome = document.getElementById('welcome');
   const form = panel.querySelector('.settings form');
-  const resetSettings = buildSettings(form, 'chat-settings', SETTINGS);
+  const resetSettings = buildSettings(form, 'chat-settings', {});
   const composer = new Composer(panel.querySelector('.composer'), (question, signal) => ask(question, shown.length, signal));
   const chats = startChats(open, resetSettings);
   const isBusy = () => shown.at(-1)?.reply.element.ariaBusy === 'true';
   let chat; // { id, turns }, as it is stored
   let shown = []; // of each turn: { turn, element, reply }
+  let seed = drawnSeed(); // of the next request, if the settings have none
 
   function open(opened) {
     interrupt();
-    chat = opened ?? { id: crypto.randomUUID?.() ?? String(Math.random()), turns: [] };
+    chat = opened ?? { id: newId(), turns: [] };
     shown = chat.turns.map(show);
     list.replaceChildren(...shown.map(({ element }) => element));
     chats.opened(chat);
@@ -42,8 +48,7 @@ export function startChat(served) {
 
   /** Sends `question` as the turn `at`; those that were there and behind it go. */
   async function ask(question, at, signal) {
-    while (hasFailed(shown.at(-1))) shown.pop().element.remove(); // the new one takes its place
-    for (const { element } of shown.splice(at)) element.remove();
+    for (const { element } of shown.splice(Math.min(at, numKept()))) element.remove();
     const entry = show({ question, text: '', reasoning: '', end: '' });
     shown.push(entry);
     list.append(entry.element);
@@ -52,17 +57,18 @@ export function startChat(served) {
   }
 
   /** Lets the model answer the last turn, or go on with the answer that it has. If nothing comes, `before` stays. */
-  async function answer({ turn, reply }, signal, before = {}) {
-    const conversation = chat;
-    const goesOn = Boolean(turn.text);
+  async function answer(entry, signal, before = {}) {
+    const [conversation, { turn, reply }] = [chat, entry];
     turn.text = turn.text.trimEnd(); // templates cut it off, and models write it with the next word
+    delete turn.request;
     reply.begin();
     update();
     scroll.scrollTop = scroll.scrollHeight;
     try {
-      const body = { model: served().id, messages: messages(), ...settings(form) };
-      if (goesOn) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
-      for await (const chunk of stream('v1/chat/completions', body, signal)) reply.add(chunk);
+      const request = asked(turn.text);
+      await checkStructure(request.fields, signal);
+      [turn.request, seed] = [request, drawnSeed()];
+      for await (const chunk of stream(PATH, bodyOf(turn, shown.indexOf(entry)), signal)) reply.add(chunk);
       reply.finish(reply.reason === 'length' ? 'cut at the token limit' : '');
     } catch (error) {
       signal.aborted ? reply.finish('stopped') : reply.finish('', error.message);
@@ -73,15 +79,52 @@ export function startChat(served) {
     update();
   }
 
-  /** What the model is told: each question whose answer came, that answer, and the last question with what it has. */
-  function messages() {
-    const system = document.getElementById('system').value.trim();
-    const said = shown.flatMap(({ turn: { question, text } }, at) => {
-      const asked = { role: 'user', content: question };
-      if (text) return [asked, { role: 'assistant', content: text }];
-      return at === shown.length - 1 ? [asked] : [];
+  /** What a request has beside the turns, as things are now; `prefix` is the text that it goes on from. */
+  const asked = prefix => ({
+    model: served().id, system: document.getElementById('system').value.trim(), fields: { seed, ...settings(form) }, prefix,
+  });
+
+  /** The request of the turn `at`: each question before it whose answer came, that answer, and its own question. */
+  function bodyOf({ question, request: { model, system, fields, prefix } }, at) {
+    const said = shown.slice(0, at).flatMap(({ turn: { question, text } }) =>
+      text ? [{ role: 'user', content: question }, { role: 'assistant', content: text }] : []);
+    const messages = [...said, { role: 'user', content: question }];
+    if (system) messages.unshift({ role: 'system', content: system });
+    if (!prefix) return { model, messages, ...fields };
+    messages.push({ role: 'assistant', content: prefix });
+    return { model, messages, ...fields, continue_final_message: true, add_generation_prompt: false };
+  }
+
+  /** The request on screen: of what is written in the box, else of the last answer; null if there is neither. */
+  function current() {
+    const [last, question] = [shown.at(-1), composer.box.value];
+    if (question.trim()) return { path: PATH, body: streamed(bodyOf({ question, request: asked('') }, numKept())) };
+    return last?.turn.request ? { path: PATH, body: streamed(bodyOf(last.turn, shown.length - 1)) } : null;
+  }
+
+  /** The number of turns before those at the end that failed, whose place the next one takes. */
+  const numKept = () => shown.findLastIndex(entry => !hasFailed(entry)) + 1;
+
+  /** Asks for an answer once more, and shows beneath it whether it is the same. */
+  function again({ turn, reply }, at) {
+    const { reasoning, text, end, request: { prefix } } = turn;
+    const kept = prefix ? text.slice(prefix.length) : reasoning + text;
+    const isWhole = end !== 'stopped' && end !== 'broken off';
+    composer.run(signal => repeat(reply.note, bodyOf(turn, at), kept, isWhole, signal));
+  }
+
+  /** Answers the last question with the settings as they are now, beside the answer that it has. */
+  function beside({ turn, reply }, at) {
+    composer.run(async signal => {
+      try {
+        const now = asked('');
+        if (!form.elements.seed.value) now.fields.seed = turn.request.fields.seed;
+        await checkStructure(now.fields, signal);
+        await compare(reply, turn.request, now, PATH, bodyOf({ ...turn, request: now }, at), signal);
+      } catch (error) {
+        if (!signal.aborted) reply.note.textContent = error.message;
+      }
     });
-    return system ? [{ role: 'system', content: system }, ...said] : said;
   }
 
   function edit(entry, asked) {
@@ -114,7 +157,7 @@ export function startChat(served) {
   /** An answer that is not whole yet ends here, and is kept as it is. */
   function interrupt() {
     if (isBusy()) {
-      shown.at(-1).turn.end = 'stopped';
+      shown.at(-1).reply.interrupt();
       update();
     }
     composer.stop();
@@ -126,20 +169,36 @@ export function startChat(served) {
     chat.turns.length ? saveChat(chat) : deleteChat(chat.id);
     chats.show(chat);
     welcome.hidden = shown.length > 0;
-    newChat.hidden = shown.length === 0;
     panel.querySelectorAll('.again').forEach(button => button.remove());
-    const last = shown.at(-1);
-    if (!last || isBusy() || hasFailed(last)) return;
-    const again = (label, onClick) => Object.assign(quietButton(label, onClick), { className: 'quiet again' });
-    const facts = last.reply.foot.lastChild;
-    facts.before(again('Regenerate', () => regenerate(last)));
-    if (last.turn.text && last.turn.end) facts.before(again('Continue', () => composer.run(signal => answer(last, signal))));
+    if (isBusy()) return;
+    shown.forEach((entry, at) => {
+      const { turn, reply } = entry;
+      if (hasFailed(entry)) return;
+      const facts = reply.foot.lastChild;
+      const add = (label, title, onClick) =>
+        facts.before(Object.assign(quietButton(label, onClick), { className: 'quiet again', title }));
+      if (turn.text && turn.request) add('Again', 'Sends the same request, and compares the answers', () => again(entry, at));
+      if (at < shown.length - 1) return;
+      if (turn.text && turn.request) {
+        add('Compare', 'Answers with the settings as they are now, beside this answer', () => beside(entry, at));
+      }
+      add('Regenerate', 'Asks for another answer', () => regenerate(entry));
+      if (turn.text && turn.end && !fits(turn.request?.fields)) {
+        add('Continue', 'Lets the model go on', () => composer.run(signal => answer(entry, signal)));
+      }
+    });
   }
 
-  newChat.addEventListener('click', () => {
-    open();
-    composer.box.focus();
-  });
+  for (const button of panel.querySelectorAll('.new-chat')) {
+    button.addEventListener('click', () => {
+      open();
+      button.dispatchEvent(new Event('chosen', { bubbles: true }));
+      composer.box.focus();
+    });
+  }
+  startSnippets(panel.querySelector('.menu'), current);
+  addEventListener('process-killed', ({ detail }) => isBusy() && shown.at(-1).reply.witness(detail));
+  addEventListener('model-known', () => showDefaults(form, served().sampling));
   for (const suggestion of welcome.querySelectorAll('button')) {
     suggestion.addEventListener('click', () => {
       composer.box.value = suggestion.textContent;

@@ -1,12 +1,15 @@
 // The playground: a prompt, its completion, how likely each token was, and what of it a draft had guessed.
 
-import { Pace, stream } from './api.js';
+import { Pace, stream, streamed } from './api.js';
 import { Composer } from './composer.js';
 import { copyButton, element, following } from './dom.js';
-import { buildSettings, settings } from './settings.js';
+import { buildSettings, drawnSeed, settings, showDefaults } from './settings.js';
+import { startSnippets } from './snippets.js';
+import { checkStructure } from './structure.js';
 import { Tokens, chances } from './tokens.js';
 
-const SETTINGS = { temperature: '0.7', max_tokens: '64' };
+const PATH = 'v1/completions';
+const SETTINGS = { max_tokens: '64' };
 
 export function startCompletion(served) {
   const panel = document.getElementById('completion');
@@ -16,29 +19,38 @@ export function startCompletion(served) {
 
   const form = panel.querySelector('.settings form');
   buildSettings(form, 'completion-settings', SETTINGS);
-  form.elements.max_tokens.placeholder = '16';
+  form.elements.max_tokens.dataset.placeholder = '16';
+  addEventListener('model-known', () => showDefaults(form, served().sampling));
+  let seed = drawnSeed(); // of the next request, if the settings have none
 
-  new Composer(panel.querySelector('.composer'), async (prompt, signal) => {
-    document.getElementById('blank').hidden = true;
+  function bodyOf(prompt) {
     const { id: model, draft } = served();
-    const fields = {};
+    return { model, prompt, seed, ...settings(form), ...(draft && { return_draft_spans: true }) };
+  }
+
+  const composer = new Composer(panel.querySelector('.composer'), async (prompt, signal) => {
+    document.getElementById('blank').hidden = true;
+    const { draft } = served();
+    let body;
     try {
-      Object.assign(fields, settings(form), draft && { return_draft_spans: true });
+      body = bodyOf(prompt);
+      await checkStructure(body, signal);
     } catch (error) {
       note.replaceChildren(element('span', { className: 'error', role: 'alert' }, error.message));
       return;
     }
+    seed = drawnSeed();
     output.replaceChildren(element('span', { className: 'given' }, prompt));
     legend.hidden = !draft;
     legend.querySelector('span').textContent = draft;
     output.ariaBusy = 'true';
     note.replaceChildren();
-    alternatives.hidden = !fields.logprobs;
+    alternatives.hidden = !body.logprobs;
     alternatives.textContent = 'Point at a token, or reach it with the arrow keys, to see what else it could have been.';
     const [pace, tokens] = [new Pace(), new Tokens(output)];
     let [end, completion, length] = ['', '', 0]; // its length is in characters, as the server counts them
     try {
-      for await (const chunk of stream('v1/completions', { model, prompt, ...fields }, signal)) {
+      for await (const chunk of stream(PATH, body, signal)) {
         pace.see(chunk);
         const [choice] = chunk.choices;
         if (choice?.finish_reason === 'length') end = 'cut at the token limit';
@@ -60,8 +72,13 @@ export function startCompletion(served) {
     const first = output.querySelector('.token');
     if (first) first.tabIndex = 0;
     following(scroll, () => {
-      note.append(completion ? copyButton(() => completion) : '', [String(pace), end].filter(Boolean).join(', '));
+      note.append(completion ? copyButton(() => completion) : '', [String(pace), end, `seed ${body.seed}`].filter(Boolean).join(', '));
     });
+  });
+
+  startSnippets(panel.querySelector('.menu'), () => {
+    const prompt = composer.box.value;
+    return prompt.trim() ? { path: PATH, body: streamed(bodyOf(prompt)) } : null;
   });
 
   /** One stop for the Tab key; the arrow keys go from token to token. */

@@ -13,13 +13,29 @@ export function quietButton(label, onClick) {
   return button;
 }
 
-/** A button that copies `text()`; nothing where the browser has no clipboard (plain HTTP from another machine). */
+/** Shows `text` on a button for a moment. */
+export function flash(button, text) {
+  button.dataset.label ??= button.textContent;
+  button.textContent = text;
+  clearTimeout(button.flashing);
+  button.flashing = setTimeout(() => (button.textContent = button.dataset.label), 1500);
+}
+
+/** Copies `text`, also where the browser has no clipboard for scripts (plain HTTP from another machine). */
+export async function copyText(text) {
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const box = element('textarea', { value: text, className: 'copied' });
+  document.body.append(box);
+  box.select();
+  document.execCommand('copy');
+  box.remove();
+}
+
+/** A button that copies `text()`. */
 export function copyButton(text) {
-  if (!navigator.clipboard) return '';
   const button = quietButton('Copy', async () => {
-    await navigator.clipboard.writeText(text());
-    button.textContent = 'Copied';
-    setTimeout(() => (button.textContent = 'Copy'), 1500);
+    await copyText(text());
+    flash(button, 'Copied');
   });
   return button;
 }

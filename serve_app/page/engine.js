@@ -56,10 +56,10 @@ export function startEngine(served) {
 class Card {
   constructor(cards, figure) {
     this.figure = figure;
-    [this.value, this.caption] = [element('dd', {}, '–'), element('dd', {}, 'nothing to tell yet')];
+    [this.value, this.caption] = [element('dd', {}, '–'), element('dd', {}, 'none yet')];
     this.element = element('div', { id: figure.id, hidden: Boolean(figure.isOptional) },
       element('dt', {}, figure.title), this.value, this.caption, element('dd', { className: 'about' }, figure.about));
-    this.line = new Sparkline(this.element);
+    this.line = new Sparkline(this.element, figure.most);
     cards.append(this.element);
   }
 
@@ -68,6 +68,6 @@ class Card {
     if (!read) return;
     this.element.hidden = false;
     [this.value.textContent, this.caption.textContent] = [read.text, read.caption];
-    this.line.push(read.value);
+    if (read.value !== null) this.line.push(read.value);
   }
 }

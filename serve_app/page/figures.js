@@ -9,7 +9,8 @@ export function duration(seconds) {
 }
 
 /**
- * `read({ now, before, first, seconds, draft })` gives `{ value, text, caption }`, or nothing if there is nothing to tell;
+ * `read({ now, before, first, seconds, draft })` gives `{ value, text, caption }`, or nothing if there is nothing to tell
+ * (without a `value`, nothing for the line); `most` is the top of the line, where it has one;
  * `now` is this reading, `before` the last one, `first` the oldest one kept, and `seconds` the time since the last one.
  */
 export const FIGURES = [
@@ -31,6 +32,7 @@ export const FIGURES = [
   {
     id: 'kv',
     title: 'KV cache in use',
+    most: 1,
     about: 'Memory for the tokens of running requests. When it is full, requests wait, or the last one gives up its place and is computed again later.',
     read({ now }) {
       const [used, lost] = [now.largest('vllm:kv_cache_usage_perc'), now.sum('vllm:num_preemptions_total')];
@@ -41,6 +43,7 @@ export const FIGURES = [
   {
     id: 'prefix',
     title: 'Prefix cache',
+    most: 1,
     about: 'Prompt tokens that an earlier request had in the same places, such as a system prompt or the chat so far: they are not computed again.',
     read({ now, first }) {
       const [hits, queries] = ['vllm:prefix_cache_hits_total', 'vllm:prefix_cache_queries_total'];
@@ -88,6 +91,7 @@ export const FIGURES = [
     id: 'draft',
     title: 'Draft',
     isOptional: true,
+    most: 1,
     about: 'A quicker guesser proposes the next tokens and the model checks them all in one step. A wrong guess changes no answer; it only gains no time.',
     read({ now, first, draft }) {
       const names = ['num_drafts', 'num_draft_tokens', 'num_accepted_tokens'].map(name => `vllm:spec_decode_${name}_total`);
@@ -152,8 +156,10 @@ function count(now, name, caption) {
   return { value: now.sum(name), text: String(now.sum(name)), caption };
 }
 
+/** Tokens a second, and how many there were in all, which is all that a first reading tells. */
 function rate({ now, before, seconds }, name) {
-  if (!before) return null;
+  const sum = Math.round(now.sum(name)).toLocaleString('en');
+  if (!before) return { value: null, text: sum, caption: 'tokens since the start' };
   const value = now.since(before, name) / seconds;
-  return { value, text: perSecond(value), caption: 'tokens a second' };
+  return { value, text: perSecond(value), caption: `tokens a second; ${sum} in all` };
 }

@@ -3,6 +3,15 @@
 import { Pace } from './api.js';
 import { copyButton, element, following } from './dom.js';
 import { render } from './markdown.js';
+import { fits } from './structure.js';
+
+const FENCE = '~~~~~~~~';
+
+/** Shows the text of an answer to a request with `fields` in `target`: as Markdown, unless it is bound to a form. */
+export function renderAnswer(target, text, fields) {
+  const form = fits(fields);
+  render(target, form && text ? `${FENCE}${form === 'the schema' ? 'json' : 'text'}\n${text}\n${FENCE}` : text);
+}
 
 /** Text that has come is drawn once a frame, however many tokens that is. */
 export class Reply {
@@ -10,6 +19,7 @@ export class Reply {
   reason = null;
   #pace = new Pace();
   #frame = 0;
+  #killed = null; // the process killed meanwhile: its role, the time of the last chunk, and the longest pause since
 
   /** `turn` holds the text that is there already, and gets what comes. */
   constructor(scroll, turn) {
@@ -17,8 +27,9 @@ export class Reply {
     this.body = element('div', { className: 'text' });
     this.thoughts = element('p');
     this.folded = element('details', { hidden: true }, element('summary', {}, 'Reasoning'), this.thoughts);
-    this.foot = element('footer');
-    this.element = element('div', { className: 'answer' }, this.folded, this.body, this.foot);
+    [this.foot, this.note] = [element('footer'), element('p', { className: 'repeated', role: 'status' })];
+    this.pair = element('div', { className: 'pair' }, element('div', {}, this.body, this.foot));
+    this.element = element('div', { className: 'answer' }, this.folded, this.pair, this.note);
     this.#draw();
     this.finish(turn.end);
   }
@@ -27,8 +38,10 @@ export class Reply {
   begin() {
     this.element.querySelector('.error')?.remove();
     this.foot.replaceChildren();
+    this.pair.querySelector('.other')?.remove();
+    this.note.replaceChildren();
     this.element.ariaBusy = 'true';
-    [this.failed, this.reason, this.#pace] = [false, null, new Pace()];
+    [this.failed, this.reason, this.#pace, this.turn.pace, this.#killed] = [false, null, new Pace(), '', null];
     this.#draw();
   }
 
@@ -38,6 +51,7 @@ export class Reply {
     this.turn.text += choice?.delta.content ?? '';
     this.turn.reasoning += choice?.delta.reasoning_content ?? choice?.delta.reasoning ?? '';
     this.reason = choice?.finish_reason ?? this.reason;
+    if (this.#killed) this.#tellOfPause();
     this.#frame ||= requestAnimationFrame(() => this.#draw());
   }
 
@@ -45,19 +59,47 @@ export class Reply {
   finish(end, error) {
     cancelAnimationFrame(this.#frame);
     this.#draw();
-    [this.failed, this.turn.end] = [Boolean(error), end];
-    const facts = [String(this.#pace), end].filter(Boolean).join(', ');
+    this.failed = Boolean(error);
+    Object.assign(this.turn, { end: error && this.turn.text ? 'broken off' : end, pace: String(this.#pace) || this.turn.pace });
     following(this.scroll, () => {
       if (error) this.foot.before(element('p', { className: 'error', role: 'alert' }, error));
-      this.foot.append(this.turn.text ? copyButton(() => this.turn.text) : '', element('span', {}, facts));
+      this.#tell();
     });
     this.element.ariaBusy = 'false'; // a screen reader hears the answer once, whole
+  }
+
+  /** While this answer comes, a process of `role` was killed, or a `problem` prevented it. */
+  witness({ role, problem }) {
+    this.#killed = { role, at: performance.now(), longest: 0 };
+    following(this.scroll, () => (this.note.textContent = problem ?? `Killed the ${role}; waiting for the next token.`));
+    if (problem) this.#killed = null;
+  }
+
+  #tellOfPause() {
+    const { role, at, longest } = this.#killed;
+    const now = performance.now();
+    Object.assign(this.#killed, { at: now, longest: Math.max(longest, now - at) });
+    this.note.textContent = `The ${role} was killed; the answer went on after a pause of ${(this.#killed.longest / 1000).toFixed(2)} s.`;
+  }
+
+  /** The page goes while the answer comes: what is there is kept. */
+  interrupt() {
+    Object.assign(this.turn, { end: 'stopped', pace: String(this.#pace) });
   }
 
   /** Shows the turn as it was. */
   restore(before) {
     Object.assign(this.turn, before);
     this.#draw();
+    this.#tell();
+  }
+
+  /** The line below the answer. */
+  #tell() {
+    const { text, end, pace, request } = this.turn;
+    const form = text && !end && fits(request?.fields);
+    const facts = [pace, end, form && `fits ${form}`, request && `seed ${request.fields.seed}`].filter(Boolean).join(', ');
+    this.foot.replaceChildren(text ? copyButton(() => this.turn.text) : '', element('span', {}, facts));
   }
 
   #draw() {
@@ -65,7 +107,7 @@ export class Reply {
     following(this.scroll, () => {
       this.folded.hidden = !this.turn.reasoning;
       this.thoughts.textContent = this.turn.reasoning.trim();
-      render(this.body, this.turn.text);
+      renderAnswer(this.body, this.turn.text, this.turn.request?.fields);
     });
   }
 }

@@ -2,6 +2,7 @@
 
 import { element } from './dom.js';
 import { load, save } from './store.js';
+import { buildStructure, structureOf } from './structure.js';
 
 const NUMBERS = [
   ['temperature', 'Temperature', '1', '0 always takes the likeliest token; higher values vary more'],
@@ -33,13 +34,19 @@ export function buildSettings(form, name, initial) {
     ...MORE_NUMBERS.map(number), ...LISTS.map(list),
     element('label', { className: 'wide check' }, ignore, ' Go on after the end token')));
   const reset = element('button', { type: 'button', className: 'quiet reset' }, 'Back to the defaults');
-  form.append(...NUMBERS.map(number), more, reset);
+  form.append(...NUMBERS.map(number));
+  const showStructure = buildStructure(form);
+  form.append(more, reset);
+  more.addEventListener('toggle', () => more.open && more.scrollIntoView({ block: 'nearest' }));
 
   const fields = [...form.elements].filter(field => field.name);
-  const fill = values => fields.forEach(field => {
-    if (field.type === 'checkbox') field.checked = Boolean(values[field.name]);
-    else field.value = values[field.name] ?? '';
-  });
+  const fill = values => {
+    for (const field of fields) {
+      if (field.type === 'checkbox') field.checked = Boolean(values[field.name]);
+      else field.value = values[field.name] ?? '';
+    }
+    showStructure();
+  };
   const values = () => Object.fromEntries(fields.map(field => [field.name, field.type === 'checkbox' ? field.checked : field.value]));
   fill(load(name, initial));
   form.addEventListener('input', () => save(name, values()));
@@ -50,9 +57,20 @@ export function buildSettings(form, name, initial) {
   return () => fill(initial);
 }
 
+/** Shows what the server takes where a field is empty: what the model's makers recommend, else OpenAI's defaults. */
+export function showDefaults(form, sampling) {
+  for (const [name, , placeholder] of [...NUMBERS, ...MORE_NUMBERS]) {
+    const field = form.elements[name];
+    field.placeholder = sampling[name] ?? (field.dataset.placeholder || placeholder);
+  }
+}
+
+/** Draws a seed: one that is sent gives an answer that can be asked for again. */
+export const drawnSeed = () => crypto.getRandomValues(new Uint32Array(1))[0] >>> 1;
+
 /** The fields as those of an API request; empty ones are left to the server. Throws if one cannot be read. */
 export function settings(form) {
-  const fields = {};
+  const fields = structureOf(form);
   for (const { name, type, value, checked, dataset } of form.elements) {
     if (!name || dataset.own !== undefined || !value.trim() || (type === 'checkbox' && !checked)) continue;
     if (name === 'logit_bias') fields[name] = biases(value);

@@ -20,7 +20,10 @@ export function save(name, value) {
   }
 }
 
-/** All chats, the one last used first: `{ id, turns: [{ question, text, reasoning, end }] }`. */
+/**
+ * All chats, the one last used first: `{ id, turns: [{ question, text, reasoning, end, pace, request }] }`. A request has
+ * what the turns do not tell: `{ model, system, fields, prefix }`, where `prefix` is the text that it went on from.
+ */
 export const chats = () => load('chats', []);
 
 /** Puts a chat in front of the others; where there is no room, the oldest ones go. */

@@ -31,7 +31,7 @@ _INSTEAD = {
         separate_reasoning=true stream_reasoning=true parse_tool_calls=true xtc_probability=0 n_indent=0 penalty_alpha=0
         modalities=["text"] verbosity="medium" truncation_side="left"
         image enable_response_messages=false reasoning_format="auto"|"deepseek" min_keep=0|1 mcp_servers=[]
-        container""",
+        container penalize_newline=true""",
     "send it to /v1/chat/completions": """
         messages tools=[] tool_choice="none"|"auto" chat_template_kwargs={} continue_final_message=false
         thinking_token_budget=-1""",
@@ -115,7 +115,7 @@ _IGNORED = {
     "every token is spelled as its tokenizer does": "spaces_between_special_tokens",
     "where to compute: the front's router decides": """
         bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank data_parallel_rank num_ctx
-        num_batch num_gpu num_thread""",
+        num_batch num_gpu num_thread main_gpu numa use_mmap use_mlock low_vram""",
     "a hint, which changes no token": "prediction stream_interval",
     "only completions tell which of their text a draft had guessed": "return_draft_spans",
     "a report that no answer here has": "details timings_per_token return_progress diagnostics return_token_offsets",

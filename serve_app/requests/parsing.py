@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import Annotated, TypeVar
 
 import msgspec
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from runtime.core.types import CallboardError
 from runtime.output.fields import FieldError, fault_of, invalid, path_of
+from runtime.output.options import OutputOptions
 from serve_app.errors import ApiError
 from serve_app.requests.sampling import MAX_CHOICES
 from serve_app.requests.shapes import MAX_VALUES, RequestModel, TokenIds, has_too_many_values
@@ -25,6 +26,12 @@ class AbortRequest(RequestModel):
     """POST /v1/abort: the id of an answer, or the client's own for the request (X-Request-Id, request_id)."""
 
     request_id: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class GrammarRequest(RequestModel, OutputOptions):
+    """POST /check_grammar: the fields of a completion's or a chat's request that bind its output."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 _R = TypeVar("_R", bound=RequestModel)

@@ -16,7 +16,7 @@ from tests.actors.test_link import eventually
 async def test_a_hung_drafts_end_stops_no_look_at_the_steps(monkeypatch: pytest.MonkeyPatch):
     """Ray's head node may be away: to end an actor waits for it."""
     interval, is_back = sys.getswitchinterval(), threading.Event()
-    engine = EngineActor(EngineConfig(draft="x"), None, False, 0, "app")
+    engine = EngineActor(EngineConfig(draft="x"), None, False, 0, "app", 1)
     sys.setswitchinterval(interval)
     monkeypatch.setattr(engine_module, "_CHECK_S", 0.01)
     engine.runners, engine.draft, engine._loop = Mock(), Mock(), Mock()

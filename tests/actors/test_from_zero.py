@@ -148,7 +148,7 @@ async def test_requests_fail_when_no_engine_can_be_started():
 async def test_an_engine_that_loads_its_model_has_nothing_to_drain():
     """A server may end while it starts another engine; the streams of the others still have their time."""
     interval = sys.getswitchinterval()
-    engine = EngineActor(EngineConfig(), None, False, 0, "app")
+    engine = EngineActor(EngineConfig(), None, False, 0, "app", 1)
     sys.setswitchinterval(interval)
     await engine.drain("the server ends")
     assert await engine.num_live() == 0

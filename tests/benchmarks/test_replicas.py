@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from benchmarks.serving.__main__ import Turn
 from benchmarks.serving.replicas import figures, ids_of, play
 from benchmarks.simulate.traces import Conversation, Part
 from benchmarks.simulate.traces import Turn as Planned
+from serve_app.bench.client import Turn
 
 
 def test_prompts_hold_what_was_before_and_only_the_counted_time_counts():

@@ -3,7 +3,17 @@
 
 import pytest
 
-from tests.support.page_browser import ANSWER, ask, browser, in_browser, is_answered, served, server, visit  # noqa: F401
+from tests.support.page_browser import (  # noqa: F401
+    ANSWER,
+    ask,
+    browser,
+    in_browser,
+    is_answered,
+    open_settings,
+    served,
+    server,
+    visit,
+)
 
 pytestmark = in_browser
 
@@ -53,7 +63,7 @@ def test_keyboard_alone(visit, server):
     page.keyboard.press("Enter")
     is_answered(page, 1)
     assert server.prompt() == "<user>one\ntwo<assistant>"
-    for _ in range(20):
+    for _ in range(40):
         page.keyboard.press("Shift+Tab")
         if page.evaluate("document.activeElement.getAttribute('role')") == "tab":
             break
@@ -64,15 +74,26 @@ def test_keyboard_alone(visit, server):
     page.keyboard.press("ArrowLeft")
     assert page.is_visible("#completion")
     seen = []
-    for _ in range(13):
+    for _ in range(6):
         page.keyboard.press("Tab")
-        seen.append(page.evaluate("document.activeElement.id || document.activeElement.name"))
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.innerText"))
         assert page.evaluate(outline) == "solid" or seen[-1] == "prompt"  # its box has the ring
-    assert [name for name in seen if name] == [
-        "prompt", "logprobs", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed",
+    assert seen[-5:] == ["prompt", "Run", "curl", "Python", "Settings"]
+    page.keyboard.press("Enter")
+    seen.clear()
+    for _ in range(11):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.name || document.activeElement.innerText"))
+        assert page.evaluate(outline) == "solid"
+    assert seen == [
+        "Close", "logprobs", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "structure", "More",
+        "Back to the defaults",
     ]  # fmt: skip
     page.focus("#completion [name=seed]")
     assert page.evaluate("document.activeElement.labels[0].innerText.trim()") == "Seed"
+    page.keyboard.press("Escape")
+    assert not page.is_visible("#completion-settings")
+    assert page.evaluate("document.activeElement.innerText") == "Settings"
 
 
 def test_phone(visit, server):
@@ -85,12 +106,23 @@ def test_phone(visit, server):
             is_answered(page, 1)
         assert page.evaluate("document.documentElement.scrollWidth") == 360
         if view != "engine":
-            assert not page.is_visible(f"#{view} [name=seed]")
-            page.click(f"#{view} .settings > summary")
-            box = page.locator(f"#{view} [name=seed]").bounding_box()
-            assert box["x"] + box["width"] <= 360
             button = page.locator(f"#{view} .composer button").bounding_box()
             assert button["y"] + button["height"] <= 640
+            assert not page.is_visible(f"#{view} [name=seed]")
+            open_settings(page, view)
+            box = page.locator(f"#{view}-settings").bounding_box()
+            assert (box["x"], box["y"], box["width"], box["height"]) == (0, 0, 360, 640)
+            page.click(f"#{view} .more > summary")
+            page.locator(f"#{view} .reset").evaluate("button => button.scrollIntoView(false)")  # the sheet scrolls
+            box = page.locator(f"#{view} .reset").bounding_box()
+            assert box["x"] + box["width"] <= 360
+            assert box["y"] + box["height"] < 641
+            page.click(f"#{view}-settings .close")
+            assert not page.is_visible(f"#{view}-settings")
+    page.click("#tab-chat")
+    page.click("#chat .narrow:text('Chats')")
+    page.click("#chats button:text('yyy')")
+    assert not page.is_visible("#chats-panel")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -7,7 +7,17 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import ANSWER, ask, browser, in_browser, is_answered, served, server, visit  # noqa: F401
+from tests.support.page_browser import (  # noqa: F401
+    ANSWER,
+    ask,
+    browser,
+    in_browser,
+    is_answered,
+    open_settings,
+    served,
+    server,
+    visit,
+)
 
 pytestmark = in_browser
 
@@ -15,6 +25,7 @@ pytestmark = in_browser
 def test_several_turns_with_settings(visit, server):
     page = visit(permissions=["clipboard-read", "clipboard-write"])
     assert page.inner_text("#model") == "tiny-model"
+    open_settings(page)
     page.fill("#system", "Be brief.")
     page.fill("#chat [name=temperature]", "0.25")
     page.fill("#chat [name=top_p]", "0.5")
@@ -36,12 +47,12 @@ def test_several_turns_with_settings(visit, server):
     assert page.evaluate("navigator.clipboard.readText()") == ANSWER
 
     server.answers("Red.")
-    page.click("#chat .settings > summary")  # closed settings count too
+    page.click("#chat-settings .close")  # closed settings count too
     ask(page, "Which colour is outside?")
     is_answered(page, 2)
     said = f"<user>What is a rainbow?<assistant>{ANSWER}<user>Which colour is outside?<assistant>"
     assert server.prompt() == "<system>Be brief." + said
-    page.click("#new-chat")
+    page.click("#chats-panel .new-chat")
     assert page.inner_text("#turns") == ""
     page.click(".suggestion >> nth=0")
     is_answered(page, 1)
@@ -58,7 +69,7 @@ def test_stop(visit, server, how: str):
     if how == "escape":
         page.keyboard.press("Escape")
     else:
-        page.click("#chat .composer button" if how == "button" else "#new-chat")
+        page.click("#chat .composer button" if how == "button" else "#chats-panel .new-chat")
     server.until(lambda: len(server.engine.aborted) == 1)
     page.wait_for_selector("#chat .composer button:text('Send')")
     server.answers("Yes.")
@@ -75,6 +86,7 @@ def test_stop(visit, server, how: str):
 
 def test_errors_are_shown_and_the_question_kept(visit, server):
     page = visit()
+    open_settings(page)
     page.fill("#chat [name=temperature]", "101")
     ask(page, "Hello")
     page.wait_for_selector("[role=alert]:text('temperature is 101')")
@@ -115,6 +127,7 @@ def test_reasoning_is_folded(visit):
 
 def test_chats_and_settings_survive_a_reload(visit, server):
     page = visit()
+    open_settings(page)
     page.fill("#system", "Be brief.")
     page.fill("#chat [name=top_k]", "7")
     page.click("#chat .more > summary")
@@ -122,7 +135,7 @@ def test_chats_and_settings_survive_a_reload(visit, server):
     page.uncheck("#chat [name=ignore_eos]")
     ask(page, "One?")
     is_answered(page, 1)
-    page.click("#new-chat")
+    page.click("#chats-panel .new-chat")
     server.answers("Second.")
     ask(page, "Two?")
     is_answered(page, 1)
@@ -140,13 +153,15 @@ def test_chats_and_settings_survive_a_reload(visit, server):
     assert server.prompt() == f"<system>Be brief.<user>One?<assistant>{ANSWER}<user>More?<assistant>"
     page.click("[aria-label='Delete “Two?”']")
     assert page.locator("#chats li").all_inner_texts() == ["One?\n×"]
+    open_settings(page)
     page.click("#chat .reset")
     assert page.input_value("#system") == ""
-    assert page.input_value("#chat [name=temperature]") == "0.7"
+    assert page.input_value("#chat [name=temperature]") == ""
 
 
 def test_everything_is_forgotten_at_a_click(visit, server):
     page = visit()
+    open_settings(page)
     page.fill("#chat [name=top_k]", "7")
     ask(page, "One?")
     is_answered(page, 1)
@@ -232,6 +247,7 @@ def test_an_answer_that_a_reload_cut_off_is_kept_and_goes_on(visit, server):
 def test_an_answer_that_was_cut_at_the_limit_goes_on(visit, server):
     server.answers("abcdef")
     page = visit()
+    open_settings(page)
     page.fill("#chat [name=max_tokens]", "3")
     ask(page, "Letters?")
     page.wait_for_selector(".answer footer span:text('cut at the token limit')")
@@ -288,6 +304,7 @@ def test_edit(visit, server):
 
 def test_every_setting_reaches_the_engine(visit, server):
     page = visit()
+    open_settings(page)
     page.click("#chat .more > summary")
     values = {
         "temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "max_tokens": 50, "repetition_penalty": 1.5,

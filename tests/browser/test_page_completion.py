@@ -6,7 +6,17 @@ import math
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.page_browser import MODEL, ask, browser, in_browser, is_answered, served, server, visit  # noqa: F401
+from tests.support.page_browser import (  # noqa: F401
+    MODEL,
+    ask,
+    browser,
+    in_browser,
+    is_answered,
+    open_settings,
+    served,
+    server,
+    visit,
+)
 
 pytestmark = in_browser
 
@@ -14,6 +24,7 @@ pytestmark = in_browser
 def test_completion(visit, server):
     page = visit()
     page.click("#tab-completion")
+    open_settings(page, "completion")
     fields = {"temperature": "0", "top_p": "0.5", "top_k": "7", "min_p": "0.25", "max_tokens": "20", "seed": "5"}
     for name, value in fields.items():
         page.fill(f"#completion [name={name}]", value)
@@ -44,6 +55,7 @@ def test_token_probabilities(visit, server):
     server.answers("a\nb")
     page = visit()
     page.click("#tab-completion")
+    open_settings(page, "completion")
     page.check("[name=logprobs]")
     page.fill("#prompt", "go")
     page.press("#prompt", "Enter")
@@ -76,6 +88,7 @@ def test_guesses_are_marked(visit, server):
     assert page.inner_text("#draft-legend").startswith("Underlined: guessed by the draft (ngram)")
     line = "getComputedStyle(document.querySelector('#output mark')).textDecorationLine"
     assert page.evaluate(line) == "underline"
+    open_settings(page, "completion")
     page.check("[name=logprobs]")
     page.fill("[name=max_tokens] >> visible=true", "6")
     page.press("#prompt", "Enter")
@@ -105,6 +118,7 @@ def test_characters_of_several_tokens_are_shown_whole(visit, server):
     server.engine.script.insert(-1, 0xF0)  # a character that never ends
     page = visit()
     page.click("#tab-completion")
+    open_settings(page, "completion")
     page.check("[name=logprobs]")
     page.fill("#prompt", "go")
     page.press("#prompt", "Enter")

@@ -1,8 +1,6 @@
 """The page's engine view: figures, and what it says of them."""
 # ruff: noqa: F811  # fixtures are named twice: where they come from, and as arguments
 
-from playwright.sync_api import expect
-
 from tests.support.page_browser import browser, in_browser, served, server, visit  # noqa: F401
 
 pytestmark = in_browser
@@ -13,7 +11,9 @@ def test_engine_panel(visit, server):
     page.wait_for_timeout(300)
     assert server.metrics_at == []  # nobody looks
     page.click("#tab-engine")
-    expect(page.locator("#generated dd >> nth=0")).to_contain_text("0")
+    page.wait_for_selector("#generated dd:text('tokens since the start')")  # one reading has no rate
+    assert page.inner_text("#generated dd >> nth=0").startswith("5,")
+    page.wait_for_selector("#generated dd:text('tokens a second; 5,')")
 
     def figure(name: str) -> str:
         return page.inner_text(f"#{name} dd >> nth=0")
@@ -86,7 +86,7 @@ def test_what_is_not_there_is_not_shown(visit, server):
     page.wait_for_selector("#engine-state:text('No engine tells its figures now')")
     assert not page.is_visible("#draft")
     assert not page.is_visible("#grammars")
-    assert page.inner_text("#ttft dd >> nth=1") == "nothing to tell yet"
+    assert page.inner_text("#ttft dd >> nth=1") == "none yet"
     idle = 'vllm:num_requests_running{engine="1"} 0\nvllm:num_requests_waiting{engine="1"} 0\n'
     page.context.route("**/metrics", lambda route: route.fulfill(body=idle))
     page.wait_for_selector("#engine-state:text('Nothing to do: no request is running, and none waits.')")

@@ -81,8 +81,7 @@ A model that reasons does so first; the structure begins after `</think>`.
 In Python, without a server, the same fields are keywords of `LLM.generate` and `LLM.chat`:
 
 ```python
-from runtime.core.types import SamplingParams
-from runtime.llm import LLM
+from callboard import LLM, SamplingParams
 
 schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 prompts, params = ["The capital of France as JSON: "], SamplingParams(max_tokens=64)

@@ -35,7 +35,7 @@ def test_a_line_says_what_a_family_can_do():
     found = rows()
     assert found["Qwen3 0.6B, 4B, 8B"] == ["hermes", "yes", "safetensors, GGUF", "logits"]
     assert found["Mixtral 8x7B, 8x22B"] == ["?", "?", "safetensors", "logits, texts"]
-    assert found["Gemma 3 4B, 12B, 27B"] == ["no", "no", "safetensors", "logits"]
+    assert found["Gemma 3 4B, 12B, 27B"] == ["generic", "no", "safetensors", "logits"]
     assert "Llama 2, 3, 3.1, 3.2; SmolLM2 135M, 1B, 3B, 8B, 70B" in found
     assert "GPT-2, DistilGPT2 ?" in found
 
@@ -75,7 +75,7 @@ def test_chat_forms_are_those_of_the_published_templates():
     assert {form.template for form in forms} == set(TEMPLATES)
     for form in forms:
         template = ChatTemplate(TEMPLATES[form.template].read_text("utf-8"), special)
-        assert template.tool_format is (None if form.tools is None else FORMATS[form.tools])
+        assert template.tool_format is FORMATS[form.tools]
         assert template.thinks is form.reasons
 
 

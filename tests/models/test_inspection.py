@@ -8,6 +8,7 @@ import pytest
 from runtime.core.config import EngineConfig
 from runtime.inspection import model_report
 from runtime.loading import checkpoint
+from runtime.text.tokenizer import Tokenizer
 from serve_app import cli
 from tests.models.test_gguf_architectures import MODELS
 
@@ -43,23 +44,28 @@ def test_inspect_tells_what_a_gguf_file_is(write_tiny_gguf, capsys):
     assert "(99 blocks of 16 tokens" in told["memory plan"]
     assert told["KV cache"] == "float32, 128 bytes a token"
     assert told["tokenizer"] == "262 tokens; begin of text 1; ends 0 <|end|>"
+    assert told["chat template"] == (
+        "with tool calls (generic); it describes none in a known format, so the system message does:"
+    )
     assert report.endswith("{% for m in messages %}<|start|>{{ m.content }}<|end|>{% endfor %}\n")
 
 
 def test_a_folder_needs_no_weights(tmp_path: Path, write_tiny_gguf):
     from runtime.text.tokenizer import Tokenizer
 
-    Tokenizer.load(write_tiny_gguf())._backend.save(str(tmp_path / "tokenizer.json"))
+    folder = tmp_path / "folder"  # the GGUF file lies beside it
+    folder.mkdir()
+    Tokenizer.load(write_tiny_gguf())._backend.save(str(folder / "tokenizer.json"))
     _, _, config, _ = MODELS["mixtral"]
     config = config | {"architectures": ["MixtralForCausalLM"], "sliding_window": 7, "torch_dtype": "bfloat16"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    told = lines(model_report(EngineConfig(model=str(tmp_path), device="cpu")))
+    (folder / "config.json").write_text(json.dumps(config))
+    told = lines(model_report(EngineConfig(model=str(folder), device="cpu")))
     for kind, text in (("fp8", "fp8 with scale 1, 144"), ("int8", "int8 with a scale a token and head, 168")):
-        report = model_report(EngineConfig(model=str(tmp_path), device="cpu", kv_cache_dtype=kind))
+        report = model_report(EngineConfig(model=str(folder), device="cpu", kv_cache_dtype=kind))
         assert lines(report)["KV cache"] == f"{text} bytes a token"
     asks = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": asks}))
-    report = model_report(EngineConfig(model=str(tmp_path), device="cpu"))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": asks}))
+    report = model_report(EngineConfig(model=str(folder), device="cpu"))
     assert lines(report)["KV cache"] == "fp8 with scale 1, 144 bytes a token"
     expert, other = 3 * 48 * 80, 2 * 61 * 48 + 48 + 3 * (2 * 48 * 48 + 2 * 24 * 48 + 2 * 48 + 4 * 48)
     assert told["parameters"] == f"{other + 12 * expert:,}, of which a token meets {other + 6 * expert:,}"
@@ -74,3 +80,15 @@ def test_inspect_says_what_is_wrong(write_tiny_gguf, capsys):
     assert "it does not fit. max_model_len is 4000; the model's context is 128" in capsys.readouterr().out
     assert cli.main(["inspect", str(write_tiny_gguf(general__architecture="mamba"))]) == 1
     assert "is a 'mamba' model; of GGUF files these architectures are supported: llama" in capsys.readouterr().err
+
+
+def test_transformers_reads_the_saved_tokenizer(write_tiny_gguf, tmp_path: Path):
+    path, folder = write_tiny_gguf(), tmp_path / "new" / "tokenizer"
+    assert cli.main(["inspect", str(path), "--device", "cpu", "--save-tokenizer", str(folder)]) == 0
+    from transformers import AutoTokenizer
+
+    saved, own = AutoTokenizer.from_pretrained(str(folder)), Tokenizer.load(path)
+    text = "Ärger, 日本\n of the day"
+    assert saved.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False)
+    assert (saved.chat_template, saved.model_max_length) == (own.chat_template, 128)
+    assert saved.eos_token == own.special_tokens["eos_token"]

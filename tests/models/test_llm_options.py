@@ -165,8 +165,9 @@ def test_what_is_refused(load):
     ):
         with pytest.raises(CallboardError, match=says):
             llm.chat(HELLO, PARAMS, **options)
+    channels = "{% for m in messages %}<|start|>assistant<|message|>{{ m.content }}{% endfor %}"
     with pytest.raises(CallboardError, match="tools cannot be used"):
-        load("{% for m in messages %}{{ m.content }}{% endfor %}").chat(HELLO, PARAMS, tools=TOOLS)
+        load(channels).chat(HELLO, PARAMS, tools=TOOLS)
     with pytest.raises(CallboardError, match="no chat template"):
         load(None).chat(HELLO)
     assert not llm.engine.has_work

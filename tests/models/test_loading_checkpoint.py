@@ -120,7 +120,6 @@ def test_shards_that_do_not_fit_their_index(tmp_path):
     ("files", "message"),
     [
         ({}, "has no .*safetensors file"),
-        ({"w.gguf": b"x"}, "name the .gguf file itself"),
         ({"pytorch_model.bin": b"x"}, "pickles and can run code; convert"),
         ({"a.safetensors": b"x", "b.safetensors": b"x"}, "2 safetensors files and no model.safetensors.index.json"),
         ({"model.safetensors": b""}, "cut off"),

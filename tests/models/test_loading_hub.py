@@ -1,19 +1,17 @@
 """Models from a hub: a small one that listens on loopback and speaks its protocol, and the cache of all tools."""
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import save
+
+from tests.support.fake_hub import FakeHub
 
 TOKEN = "hf_of_a_test"
 SHAS = {"main": "a" * 40, "v2": "b" * 40}
@@ -34,61 +32,10 @@ def _files(seed: int) -> dict[str, bytes]:
     }
 
 
-class _Hub(BaseHTTPRequestHandler):
-    repo: ClassVar = {SHAS["main"]: _files(0), SHAS["v2"]: _files(10)}
-    asked: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self.asked.append(self.path.rpartition("/")[2])
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        match parts:
-            case ["api", "models", "org", "model", "revision", revision] if revision in SHAS:
-                sha = SHAS[revision]
-                siblings = [{"rfilename": name} for name in self.repo[sha]]
-                self._answer(json.dumps({"id": "org/model", "sha": sha, "siblings": siblings}).encode())
-            case ["api", "models", "org", "model", "tree", sha] if sha in self.repo:
-                entries = [
-                    {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                    for name, content in self.repo[sha].items()
-                ]
-                self._answer(json.dumps(entries).encode())
-            case ["org", "model", "resolve", sha, *name] if "/".join(name) in self.repo.get(sha, {}):
-                self._answer(self.repo[sha]["/".join(name)], sha)
-            case ["api", "models", "org", "model", *_]:
-                self._refuse(404, "RevisionNotFound")
-            case _:
-                self._refuse(404, "RepoNotFound")
-
-    do_HEAD = do_GET
-
-    def _answer(self, content: bytes, sha: str = "") -> None:
-        if self.headers["Authorization"] != f"Bearer {TOKEN}":
-            return self._refuse(401, "RepoNotFound")
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", sha)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def _refuse(self, status: int, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
-def hub() -> Iterator[str]:
-    _Hub.asked.clear()
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+def hub() -> Iterator[FakeHub]:
+    with FakeHub({"org/model": {SHAS["main"]: _files(0), SHAS["v2"]: _files(10)}}, SHAS, TOKEN) as hub:
+        yield hub
 
 
 _LOAD = """
@@ -116,11 +63,11 @@ for arguments in json.loads(sys.argv[1]):
 
 
 @pytest.fixture
-def load(hub: str, tmp_path: Path):
+def load(hub: FakeHub, tmp_path: Path):
     """`resolve` and open in a process of its own, since the hub's settings are read when its package is imported."""
 
     def run(*models: tuple, **env: str) -> list:
-        settings = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"} | env
+        settings = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"} | env
         command = [sys.executable, "-c", _LOAD, json.dumps(models)]
         done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
@@ -153,8 +100,8 @@ def test_what_the_hub_refuses(load):
 
 
 @pytest.mark.long
-def test_to_look_at_a_model_its_weights_are_not_fetched(load):
+def test_to_look_at_a_model_its_weights_are_not_fetched(load, hub):
     ((_, files),) = load(("org/model", None, False))
     assert files == ["config.json", "generation_config.json", "model.safetensors.index.json"]
-    assert not any(name.endswith(".safetensors") for name in _Hub.asked)
+    assert not any(name.endswith(".safetensors") for name in hub.asked)
     assert load(("org/model",))[0][2] == [0.0, 1.0, 2.0, 3.0]  # and are when they are needed

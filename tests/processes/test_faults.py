@@ -2,11 +2,13 @@
 shows it. `python -m benchmarks.faults` does the rest of the matrix, with steps as long as a large model's."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from benchmarks.faults.application import Application, deploy
@@ -17,7 +19,13 @@ from tests.conftest import RAY_FOLDER
 
 NUM_STREAMS = 8
 ROOT = Path(__file__).parents[2]
-SETTINGS = {"deterministic": True, "num_threads": 1, "kv_cache_memory": 0.1, "max_num_batched_tokens": 512}
+SETTINGS = {
+    "deterministic": True,
+    "num_threads": 1,
+    "kv_cache_memory": 0.1,
+    "max_num_batched_tokens": 512,
+    "allow_chaos": True,
+}
 
 
 class Here:
@@ -80,3 +88,27 @@ def test_chaos_shows_that_streams_go_on(application):
     assert "killed the runner of engine " in done.stdout
     assert " tokens: 0 lost, 0 doubled; 0 answers failed; " in done.stdout
     assert "differed" not in done.stdout
+
+
+def has_ended(pid: int) -> bool:
+    """True if the process is gone, or waits for Ray to take note of its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_client_kills_processes_and_its_stream_goes_on(application):
+    body = {"prompt": "Once", "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 1}
+    with httpx.Client(base_url=application.url, timeout=100) as client:
+        (whole,) = client.post("/v1/completions", json=body).json()["choices"]
+        for role in ("engine", "runner"):
+            text, killed = "", None
+            with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as events:
+                for line in events.iter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line[6:])["choices"][0]["text"]
+                        killed = killed or client.post(f"/chaos?role={role}").json()
+            assert killed["role"] == role, killed
+            assert text == whole["text"]
+            assert has_ended(killed["pid"])

@@ -48,7 +48,13 @@ def test_start_storm_and_drain(write_tiny_gguf, private_ray, tmp_path: Path):
     finally:
         process.terminate()
         process.wait(timeout=60)
-    assert process.returncode == 0, (tmp_path / "log").read_text()
+    output = (tmp_path / "log").read_text()
+    assert process.returncode == 0, output
+    lines = [line for line in output.splitlines() if " request id=" in line]
+    assert sum(" output_tokens=2000 " in line for line in lines) == 4
+    assert sum(' error="The server stopped before this answer was complete; ' in line for line in lines) == 1
+    (file,) = re.findall(r"^Each request is a line here and in (\S+); ", output, re.MULTILINE)
+    assert Path(file).read_text().splitlines() == lines
 
 
 async def _start_storm_and_drain(process: subprocess.Popen, url: str, environment: dict[str, str]) -> None:
@@ -92,27 +98,39 @@ async def _start_storm_and_drain(process: subprocess.Popen, url: str, environmen
         )
         assert gauges.returncode == 0, gauges.stderr
 
-        # SIGTERM: what runs is finished, what comes is told to come back.
-        body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        body["stream_options"] = {"include_usage": True}
-        streams = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
-        while not re.search(r"^vllm:num_requests_running{.* 4\.0$", (await client.get("/metrics")).text, re.MULTILINE):
-            assert not any(stream.done() for stream in streams)
-        process.send_signal(signal.SIGTERM)
-        answer = await client.get("/health")
-        while answer.status_code == 200:
-            assert not any(stream.done() for stream in streams), "the streams must outlive the signal"
-            answer = await client.get("/health")
-        refused = await client.post("/v1/completions", json={"prompt": "a"})
-        while refused.status_code == 200:  # the other front has not been told yet
-            assert not any(stream.done() for stream in streams)
-            refused = await client.post("/v1/completions", json={"prompt": "a"})
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"] == "1"
-        assert "shutting down" in refused.json()["error"]["message"]
+        await _drain(process, client)
+
+
+async def _drain(process: subprocess.Popen, client: httpx.AsyncClient) -> None:
+    # SIGTERM: what runs is finished, what comes is told to come back.
+    body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    streams = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
+    endless = asyncio.create_task(client.post("/v1/completions", json=body | {"max_tokens": 16_000}))
+    while not re.search(r"^vllm:num_requests_running{.* 5\.0$", (await client.get("/metrics")).text, re.MULTILINE):
         assert not any(stream.done() for stream in streams)
-        for stream in await asyncio.gather(*streams):
-            *_, usage, done, _ = stream.text.split("\n\n")
-            assert done == "data: [DONE]"
-            assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 2000
-        assert await asyncio.to_thread(process.wait, 120) == 0
+    process.send_signal(signal.SIGTERM)
+    answer = await client.get("/health")
+    while answer.status_code == 200:
+        assert not any(stream.done() for stream in streams), "the streams must outlive the signal"
+        answer = await client.get("/health")
+    refused = await client.post("/v1/completions", json={"prompt": "a"})
+    while refused.status_code == 200:  # the other front has not been told yet
+        assert not any(stream.done() for stream in streams)
+        refused = await client.post("/v1/completions", json={"prompt": "a"})
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert "shutting down" in refused.json()["error"]["message"]
+    assert not any(stream.done() for stream in streams)
+    for stream in await asyncio.gather(*streams):
+        *_, usage, done, _ = stream.text.split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 2000
+
+    # A second one: what still runs ends with an error.
+    await asyncio.sleep(0.6)  # within half a second it would be the same order
+    process.send_signal(signal.SIGTERM)
+    *_, last, done, _ = (await endless).text.split("\n\n")
+    assert done == "data: [DONE]"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+    assert await asyncio.to_thread(process.wait, 120) == 0

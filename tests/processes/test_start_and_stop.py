@@ -158,7 +158,8 @@ def test_a_life_as_its_user_sees_it(start):
     assert watch.faults == []
     assert len(watch.resets) <= 1, watch.resets
 
-    output = server.output()
+    output = [line for line in server.output() if " request id=" not in line]
+    assert any(" path=/v1/models status=200 " in line for line in server.output())
     times = [re.match(r" +([\d.]+) s  (.*)", line) for line in output]
     phases = [found[2] for found in times if found]
     assert [next(p for p in phases if p.startswith(name)) for name in PHASES] == [
@@ -167,7 +168,7 @@ def test_a_life_as_its_user_sees_it(start):
     seconds = [float(found[1]) for found in times if found]
     assert seconds == sorted(seconds)
     others = [line for line, found in zip(output, times, strict=True) if not found and not line.startswith("  ")]
-    assert [line.split()[0] for line in others] == ["Callboard", "curl", "Stopping;"], others
+    assert [line.split()[0] for line in others] == ["Callboard", "curl", "Each", "Stopping;"], others
 
     # Each phase is told when it ends, on the console and by the port, which answers from the first one on.
     answers = [(path, answer, lines) for path, answer, lines in watch.seen if answer is not None]

@@ -130,6 +130,11 @@ async def test_a_stream_keeps_its_adapter_over_deaths_and_its_unloading(tmp_path
 
         reading = asyncio.create_task(read())
         await eventually(lambda: engine.loop.core.steps_done > 2)
+        async with httpx.AsyncClient() as http:
+            text = (await http.get(f"{url}/metrics")).text
+        (info,) = (s for f in text_string_to_metric_families(text) for s in f.samples if "lora_requests" in s.name)
+        names = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+        assert [info.labels[name] for name in names] == ["1", "sql", ""]
         engine.runners[-1].dead = "Rank 0 is gone."
         await eventually(lambda: engine.loop.num_rebuilds == 1 and engine.loop.core.steps_done > 4)
         engine.die()

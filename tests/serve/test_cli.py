@@ -10,9 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import click
 import pytest
+from click.testing import CliRunner
 from ray.exceptions import RayError
 
+from actors.process import told_fault
 from runtime.core.config import EngineConfig
 from runtime.core.types import CallboardError
 from serve_app import cli
@@ -85,12 +88,14 @@ def test_every_flag_of_the_front_door_reaches_its_field(tmp_path: Path):
         "request_timeout_s": 7.5, "keep_alive_s": 1.5, "drain_timeout_s": 0.0, "body_timeout_s": 8.5,
         "allowed_host": ("llm.example.org", "b"), "response_store_bytes": 4000, "response_life_s": 60.5,
         "recorded_request_bytes": 5000, "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
+        "request_log": False, "allow_chaos": True,
     }  # fmt: skip
     assert set(values) == {f.name for f in fields(HttpSettings)}, "a new field needs a value here"
     argv = ["serve", "some/model"]
     for name, value in values.items():
         for v in value if isinstance(value, tuple) else (value,):
-            argv += ["--" + name.replace("_", "-"), *([] if v is True else [str(v)])]
+            flag = name.replace("_", "-")
+            argv += [f"--no-{flag}" if v is False else f"--{flag}", *([] if isinstance(v, bool) else [str(v)])]
     settings = http_settings(cli.parser().parse_args(argv))
     assert settings == HttpSettings(**values)
     assert settings.api_keys() == ("k0", "k1", "k2", "k3")
@@ -131,6 +136,47 @@ def test_a_start_waits_for_an_engine_that_loads_its_model(monkeypatch):
 
         monkeypatch.setattr("ray.get", get)
         assert server._fronts_are_connected(settings) == is_connected
+
+
+def failed_application(**messages: str) -> SimpleNamespace:
+    """Serve's status of an application whose deployments failed with these messages, if any."""
+    deployments = {
+        name: SimpleNamespace(status="DEPLOY_FAILED" if message else "UPDATING", message=message)
+        for name, message in messages.items()
+    }
+    return SimpleNamespace(deployments=deployments, message="Failed to update the deployments ['Front'].")
+
+
+def test_a_front_that_cannot_start_gives_its_last_line(capfd):
+    from serve_app import server
+
+    told = 'Error:\nTraceback (most recent call last):\n  File "x.py"\nImportError: No module named y\n'
+    assert server._why(failed_application(Engine="", Front=told)) == "Front failed with ImportError: No module named y"
+    assert capfd.readouterr().err == f"{told}\n", "the log has all of it"
+    assert server._why(failed_application(Front="")) == "Failed to update the deployments ['Front']"
+
+
+def test_a_front_that_fails_later_gives_its_sentence_and_file(tmp_path: Path):
+    code = """
+from actors.process import telling_faults
+from runtime.core.types import CallboardError
+with telling_faults("A front"):
+    raise CallboardError("The tokenizer cannot be read; send another.")
+"""
+    assert told_fault(tmp_path) == ""
+    (tmp_path / "worker-1.err").write_text(":job_id:01000000\n")
+    with (log := tmp_path / "worker-2.err").open("w") as stderr:
+        subprocess.run([sys.executable, "-c", code], stderr=stderr, cwd=ROOT)
+    sentence = "A front cannot start: The tokenizer cannot be read; send another"
+    assert told_fault(tmp_path) == f"{sentence}; see {log}."
+    log.write_text("callboard: cannot start: A front\nTraceback (most recent call last):\n  File")  # half written
+    assert told_fault(tmp_path) == ""
+
+
+def test_spans_without_opentelemetry_are_refused_before_ray(monkeypatch, capsys):
+    monkeypatch.setattr("serve_app.settings._has_module", lambda name: False)
+    assert cli.main(["serve", "--otlp-traces-endpoint", "http://127.0.0.1:1/v1/traces"]) == 1
+    assert "pip install 'callboard[otel]'" in capsys.readouterr().err
 
 
 def test_without_keys_the_server_answers_to_its_own_names_only():
@@ -308,3 +354,20 @@ def test_serve_gives_the_builder_its_argument_model():
 
     with pytest.raises(ValueError, match="no_such_field"):
         call_user_app_builder_with_args_if_necessary(build_app, {"no_such_field": "1"})
+
+
+def test_serve_run_shows_one_sentence_on_a_model_that_cannot_be_had(monkeypatch):
+    from serve_app import app
+
+    nodes = [{"Alive": True}]
+    monkeypatch.setattr(app, "application_of", lambda args: "application")
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    args = app.AppArgs(model="/no/such/model")
+    with pytest.raises(CallboardError, match="There is no model at '/no/such/model'"):
+        app.build_app(args)
+    run = click.Command("run", callback=lambda: app.build_app(args))  # as Ray's own command is
+    told = CliRunner().invoke(run)
+    assert (told.exit_code, told.output.count("\n")) == (1, 1)
+    assert told.output.startswith("Error: There is no model at '/no/such/model'; ")
+    nodes.append({"Alive": True})  # the model may be on another machine
+    assert app.build_app(args) == "application"

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 def check_serve_config(config: dict[str, Any]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
-    from serve_app.app import AppArgs
+    from callboard.app import AppArgs
 
     for application in ServeDeploySchema.model_validate(config).applications:
-        assert application.import_path == "serve_app.app:build_app"
+        assert application.import_path == "callboard.app:build_app"
         assert {deployment.name for deployment in application.deployments} <= {"Front", "Engine"}
         args = AppArgs.model_validate(application.args)
         args.engine_config()

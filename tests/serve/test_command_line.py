@@ -339,7 +339,7 @@ def test_a_gpu_is_missing_only_for_a_reason(monkeypatch):
     assert gpu.missing_gpu() == "torch is built without CUDA"
 
 
-@pytest.mark.parametrize("module", ["argparse", "typing", "runtime", "difflib"])
+@pytest.mark.parametrize("module", ["argparse", "typing", "difflib"])
 def test_ctrl_c_while_modules_load_is_one_line(module: str, tmp_path: Path):
     """The signal comes at the import of a module that the command needs."""
     (tmp_path / f"{module}.py").write_text(f"import os\nos.kill(os.getpid(), {int(signal.SIGINT)})\n")

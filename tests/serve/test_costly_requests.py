@@ -137,6 +137,23 @@ ATTACKS = {
         ),
         CHAT,
     ),
+    "results of tools as text": Attack(
+        lambda: of(messages=[{"role": "tool", "tool_call_id": "1", "content": "a" * 1500}] * 4900), CHAT
+    ),
+    "tools as text": Attack(lambda: of(messages=HELLO, tools=tools(128, 70)), CHAT),
+    "Ollama's calls and results": Attack(
+        lambda: of(
+            model="m",
+            messages=[
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": f"f{i}", "arguments": {}}} for i in range(2100)],
+                },
+                *({"role": "tool", "tool_name": f"f{2099 - i}", "content": ""} for i in range(2100)),
+            ],
+        ),
+        "/api/chat",
+    ),
     "choices of an answer": Attack(
         lambda: filled(b'{"prompt":"a","structured_outputs":{"choice":[', b"1", b"]}}", 2 << 20)
     ),

@@ -9,7 +9,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 from openai.types.chat.chat_completion_chunk import Choice, ChoiceDelta, ChoiceDeltaToolCall
 
-from tests.serve.test_chat_api import CALL, LLAMA, QWEN, TOOLS
+from tests.serve.test_chat_api import CALL, LLAMA, PLAIN, QWEN, TOOLS
 from tests.serve.test_forced_calls import GrammarEngine
 from tests.serve.test_tool_call_formats import tokenizer_of
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
@@ -183,7 +183,7 @@ REQUIRED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tool
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED, REQUIRED], ids=["required", "named", "allowed"])
-@pytest.mark.parametrize("template", [QWEN, LLAMA], ids=["hermes", "llama3"])
+@pytest.mark.parametrize("template", [QWEN, LLAMA, PLAIN], ids=["hermes", "llama3", "generic"])
 async def test_forced_texts_follow_their_grammar(template: str, choice: Any):
     names = set()
     for seed in range(4):

@@ -78,12 +78,11 @@ async def test_arguments_with_half_a_character_are_a_text():
     engine = FakeEngine(max_model_len=500)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":"\\ud800"}'}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
-    template = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}"
-    template += "{% endfor %}{% endfor %}"
-    service = Service(engine, byte_tokenizer(template), MODEL)
+    service = Service(engine, byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), MODEL)
     body = json.dumps({"messages": messages}).encode()
     prepared = service.prepare(CHAT, parse(ChatRequest, body))
-    assert bytes(prepared.requests[0].token_ids) == b'hi{"a":"\\ud800"}'
+    written = json.dumps(call["function"]).encode()
+    assert bytes(prepared.requests[0].token_ids) == b"hi<tool_call>\n" + written + b"\n</tool_call>"
 
 
 async def test_many_values_in_arguments():

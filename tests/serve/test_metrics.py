@@ -86,13 +86,14 @@ async def test_every_metric_is_there_from_the_start_with_vllms_labels(fronts):
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert {f.removesuffix("_total") for f in families} == {
         *(name.removesuffix("_total") for name in METRICS),
-        "vllm:cache_config_info",
+        *(f"vllm:{name}" for name in ("cache_config_info", "lora_requests_info", "engine_sleep_state")),
+        *(f"vllm:{name}" for name in ("num_requests_swapped", "gpu_cache_usage_perc", "time_per_output_token_seconds")),
     }
     for name, metric in METRICS.items():
         assert families[name].type == metric.kind
         for sample in families[name].samples:
             assert (sample.labels["model_name"], sample.labels["engine"]) == (MODEL, "0")
-            assert sample.value == 0 or name == "vllm:kv_cache_usage_perc"
+            assert sample.value == 0 or name == "vllm:kv_cache_usage_perc" or name.startswith("process_")
     (info,) = families["vllm:cache_config_info"].samples
     assert (info.labels["block_size"], info.labels["num_gpu_blocks"], info.value) == ("4", "199", 1)
     assert (info.labels["model_name"], info.labels["weights"]) == (MODEL, "dense")

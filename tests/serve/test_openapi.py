@@ -13,9 +13,17 @@ from serve_app.settings import HttpSettings
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer
 
 KEY = "a-key"
+
+
+async def kill(role: str) -> dict[str, object]:
+    """Of the scripted engine, which has no processes."""
+    return {"engine": "0", "pid": 7}
+
+
 APP = build_http_app(
     Service(FakeEngine(max_model_len=1 << 16, pooling=Pooling("last", True, True)), byte_tokenizer(), MODEL),
-    HttpSettings(api_key=(KEY,), max_body_bytes=1 << 20, lora_folder="/adapters"),
+    HttpSettings(api_key=(KEY,), max_body_bytes=1 << 20, lora_folder="/adapters", allow_chaos=True),
+    kill=kill,
 )
 
 CONFIG = schemathesis.Config.from_dict(

@@ -1,4 +1,4 @@
-"""Clients that CI does not install: `pip install litellm langchain-openai` runs these tests."""
+"""Clients that CI does not install: `pip install litellm langchain-openai ollama` runs these tests."""
 
 import json
 from typing import Any
@@ -8,7 +8,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.serve.test_chat_api import ARGUMENTS, CALL, QWEN, TOOLS
+from serve_app.http import build_http_app
+from serve_app.service import Service
+from tests.serve.test_chat_api import ARGUMENTS, CALL, PLAIN, QWEN, TOOLS
 from tests.support.fake_engine import MODEL, FakeEngine, byte_tokenizer, client_of
 
 pytestmark = pytest.mark.usefixtures("shared_compiler")
@@ -84,3 +86,29 @@ async def test_langchain():
     assert await forced.ainvoke("hi") == Weather(city="Paris", degrees=21)
     answer = await model_of("Hello!", use_responses_api=True).ainvoke("hi")
     assert answer.text == "Hello!"
+
+
+async def test_ollama():
+    ollama = pytest.importorskip("ollama", reason="ollama is not installed.")
+
+    def client_with(text: str) -> Any:
+        app = build_http_app(Service(FakeEngine(text, max_model_len=4096), byte_tokenizer(PLAIN), MODEL))
+        return ollama.AsyncClient(host="http://test", transport=httpx.ASGITransport(app))
+
+    client = client_with("Hello!")
+    assert [model.model for model in (await client.list()).models] == [MODEL]
+    assert (await client.show(MODEL)).capabilities == ["completion", "tools"]
+    answer = await client.chat(model=MODEL, messages=HI, options={"temperature": 0.5, "num_predict": 9})
+    assert (answer.message.content, answer.done_reason, answer.eval_count) == ("Hello!", "stop", 7)
+    lines = [line async for line in await client.generate(model=MODEL, prompt="hi", stream=True, keep_alive="5m")]
+    assert "".join(line.response for line in lines) == "Hello!"
+    assert lines[-1].total_duration > 0
+
+    lines = [line async for line in await client_with(CALL).chat(model=MODEL, messages=HI, tools=TOOLS, stream=True)]
+    (call,) = (call.function for line in lines for call in line.message.tool_calls or ())
+    assert (call.name, call.arguments) == ("get_weather", json.loads(ARGUMENTS))
+    text = '{"city": "Paris", "degrees": 21}'
+    answer = await client_with(text).chat(model=MODEL, messages=HI, format=Weather.model_json_schema())
+    assert Weather.model_validate_json(answer.message.content).degrees == 21
+    with pytest.raises(ollama.ResponseError, match=r"options\.temperature"):
+        await client.chat(model=MODEL, messages=HI, options={"temperature": -1})

@@ -37,7 +37,7 @@ async def test_the_page_needs_no_engine():
 
 @pytest.mark.parametrize("name", FILES)
 async def test_files_are_typed_guarded_and_kept_by_the_browser(name: str):
-    path = "/" if name == "index.html" else f"/page/{name}"
+    path = {"index.html": "/", "docs.html": "/docs"}.get(name, f"/page/{name}")
     async with client_of(FakeEngine()) as client:
         response = await client.get(path)
         assert response.content == (FOLDER / name).read_bytes()

@@ -57,6 +57,8 @@ ASKED = [
     ("/v1/chat/completions", chat(n=2, stream=True)),
     ("/v1/responses", {"input": "hi", "store": False, "stream": True}),
     ("/v1/messages", {"messages": chat()["messages"], "max_tokens": 20}),
+    ("/api/chat", {"model": MODEL, "messages": chat()["messages"]}),
+    ("/api/generate", {"model": MODEL, "prompt": "a", "stream": False, "options": {"seed": 3}}),
 ]
 
 
@@ -76,7 +78,9 @@ def test_an_answer_is_drawn_again(server: TestClient, engine: Seeded, path: str,
     name = re.search('"id":"([^"]*)"', response.text)[1] if path == "/v1/responses" else "mine"
     assert cli.main(["replay", name, "--url", URL, "--api-key", "one", "--save", file]) == 0
     assert [(r.seed, r.token_ids) for r in engine.requests[len(first) :]] == first
-    assert "the same, to the bit" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "the same, to the bit" in told
+    assert re.search(r": [0-9]+ tokens in [1-9] parts\n", told)
     assert cli.main(["replay", file, "--url", URL, "--api-key", "one"]) == 0
     engine.salt = 1
     assert cli.main(["replay", file, "--url", URL, "--api-key", "one"]) == 1

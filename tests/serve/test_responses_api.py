@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.serve.test_chat_api import CALL, QWEN, THINKING, TIME_CALL, prompt_of
+from tests.serve.test_chat_api import CALL, PLAIN, QWEN, THINKING, TIME_CALL, prompt_of
 from tests.serve.test_http import assert_error
 from tests.support.fake_engine import MODEL, TEMPLATE, FakeEngine, byte_tokenizer, client_of
 
@@ -151,7 +151,8 @@ async def test_parsed_answers():
     assert grammars[0] == grammars[1] != grammars[2]
 
 
-async def test_the_agents_sdk():
+@pytest.mark.parametrize("template", [QWEN, PLAIN], ids=["hermes", "generic"])
+async def test_the_agents_sdk(template: str):
     import agents
 
     agents.set_tracing_disabled(True)
@@ -168,7 +169,7 @@ async def test_the_agents_sdk():
 
     for how in ("plain", "streamed", "chained"):
         engine = CallsFirst(max_model_len=4096)
-        model = agents.OpenAIResponsesModel(MODEL, openai_client(engine, QWEN))
+        model = agents.OpenAIResponsesModel(MODEL, openai_client(engine, template))
         agent = agents.Agent(name="A", instructions="Be.", tools=[agents.function_tool(get_weather)], model=model)
         if how == "streamed":
             result: Any = agents.Runner.run_streamed(agent, "hi")
@@ -178,7 +179,8 @@ async def test_the_agents_sdk():
         assert result.final_output == "It is sunny."
         prompt = bytes(engine.requests[-1].token_ids).decode()
         assert "|hi<|assistant|>" in prompt.replace(">hi", "|hi")
-        assert f"{CALL}<|tool get_weather|>sunny in Zürich" in prompt
+        result_head = "<|tool get_weather|>" if template == QWEN else "<|user|><tool_response>\n"
+        assert f"{CALL}{result_head}sunny in Zürich" in prompt
     assert cities == ["Zürich"] * 3
 
 

@@ -255,12 +255,14 @@ async def test_channels_are_read_without_tools_too():
     assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>")
 
 
-async def test_tools_that_the_template_does_not_tell_of_are_refused():
-    async with client_of(FakeEngine(), byte_tokenizer(QWEN.replace("tools | tojson", "''"))) as client:
+async def test_channels_without_tools_refuse_tools():
+    tokenizer = tokenizer_of("auto", HARMONY_MARKS)
+    tokenizer.chat_template = HARMONY.replace("tools | tojson", "''")
+    async with client_of(FakeEngine(), tokenizer) as client:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": CHAT_TOOLS}
         error = (await client.post("/v1/chat/completions", json=body)).json()["error"]
     assert error["param"] == "tools"
-    assert "--tool-call-parser" in error["message"]
+    assert "--chat-template" in error["message"]
 
 
 WRITTEN = {

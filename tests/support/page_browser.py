@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from serve_app.http import build_http_app
 from serve_app.service import Service
+from serve_app.settings import HttpSettings
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 
 MODEL = "library/tiny-model"
@@ -43,11 +44,12 @@ vllm:time_to_first_token_seconds_bucket{{engine="0",le="+Inf"}} {count}
 class Server:
     """The HTTP front over a scripted engine, on a thread of its own, with a /metrics of the test's making."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: HttpSettings | None = None) -> None:
         self.engine = FakeEngine(ANSWER, group=3, delay_s=0.002, max_model_len=4096)
         self.metrics_at: list[float] = []
         self.service = Service(self.engine, byte_tokenizer(), MODEL)
-        app = build_http_app(self.service)
+        self.killed: list[str] = []  # roles of the processes that /chaos was to end
+        app = build_http_app(self.service, settings, kill=self._kill)
         app.router.routes.insert(0, Route("/metrics", self._metrics))
         self._server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
         self._thread = threading.Thread(target=self._server.run)
@@ -61,6 +63,10 @@ class Server:
         seconds, count = self.metrics_at[-1] - self.metrics_at[0], 2 * len(self.metrics_at)
         text = METRICS.format(generated=5000 + 200 * seconds, count=count, ttft_sum=0.3 * count)
         return PlainTextResponse(text)
+
+    async def _kill(self, role: str) -> dict[str, object]:
+        self.killed.append(role)
+        return {"engine": "a", "pid": 7}
 
     def answers(self, text: str, delay_s: float = 0.002) -> None:
         self.engine.script, self.engine.delay_s = [*text.encode(), 256], delay_s
@@ -100,6 +106,7 @@ def server(served):
     served.answers(ANSWER)
     served.engine.requests.clear()
     served.engine.aborted.clear()
+    served.engine.sleep_level = 0
     served.engine.group, served.engine.num_wrong, served.service.draft = 3, None, None
     return served
 
@@ -137,6 +144,10 @@ def visit(browser, server):
 def ask(page, text: str) -> None:
     page.fill("#message", text)
     page.press("#message", "Enter")
+
+
+def open_settings(page, view: str = "chat") -> None:
+    page.click(f"#{view} [aria-controls={view}-settings]")
 
 
 def is_answered(page, times: int) -> None:

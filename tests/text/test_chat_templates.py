@@ -12,7 +12,7 @@ from runtime.core.types import CallboardError
 from runtime.output.tools import Tool
 from runtime.text.chat import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
-from runtime.text.tool_calls import FORMATS, HERMES, LLAMA3
+from runtime.text.tool_calls import FORMATS, GENERIC, HERMES, LLAMA3
 from serve_app.requests import ChatMessage
 
 QWEN25 = r"""
@@ -242,11 +242,11 @@ def test_prompts_are_those_of_transformers(name: str, num_messages: int, with_to
 def test_the_format_of_calls_is_the_one_that_the_template_writes():
     forms = {name: ChatTemplate(source, SPECIAL).tool_format for name, source in TEMPLATES.items()}
     assert forms == {"qwen2.5": HERMES, "llama3.1": LLAMA3, "hermes3": HERMES, "mistral": FORMATS["mistral"]}
-    # Of Qwen3-Coder; and templates that know no tools.
+    # An unknown mixture; and templates that know no tools.
     xml = QWEN25.replace('{"name": "\' ~ tool_call.name ~ \'", "arguments": ', "<function=' ~ tool_call.name ~ '>")
     assert xml != QWEN25
     for source in (xml, "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", "{{ messages[9].role.x }}"):
-        assert ChatTemplate(source, SPECIAL).tool_format is None
+        assert ChatTemplate(source, SPECIAL).tool_format is GENERIC
 
 
 def test_a_template_of_its_own_for_tools():

@@ -29,8 +29,8 @@ def test_chatml():
 def test_what_a_template_sees():
     assert _render("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}") == "<s>Hello</s>"
     assert _render("{{ thinking }}{{ tools is none }}", thinking=False) == "FalseTrue"
-    assert _render("{{ tools | tojson }}", tools=[{"name": "é<b>"}]) == '[{"name": "é<b>"}]'
-    assert _render("{{ tools | tojson(indent=1) }}", tools=[1]) == "[\n 1\n]"
+    assert _render("{{ documents | tojson }}", documents=[{"name": "é<b>"}]) == '[{"name": "é<b>"}]'
+    assert _render("{{ documents | tojson(indent=1) }}", documents=[1]) == "[\n 1\n]"
     assert re.fullmatch(r"\d{4}", _render("{{ strftime_now('%Y') }}"))
 
 

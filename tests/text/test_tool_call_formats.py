@@ -324,7 +324,8 @@ def test_a_template_tells_its_format(name: str):
     template = ChatTemplate(template_of(name), {})
     assert template.tool_format is FORMATS[name]
     assert template.has_channels is (name == "harmony")
-    assert ChatTemplate(template_of(name).replace("tools or []", "[]"), {}).tool_format is None  # it tells of no tools
+    without_tools = ChatTemplate(template_of(name).replace("tools or []", "[]"), {})
+    assert without_tools.tool_format is (None if name == "harmony" else FORMATS["generic"])
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "get_weather", "arguments": DALLAS}}
     called = {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "Hm."}
     text = template.render([{"role": "user", "content": "Go."}, called])

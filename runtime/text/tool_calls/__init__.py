@@ -1,6 +1,7 @@
 """The formats in which models write tool calls, by the names that `--tool-call-parser` takes."""
 
 from runtime.text.tool_calls.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from runtime.text.tool_calls.generic import GENERIC
 from runtime.text.tool_calls.glm import GLM45
 from runtime.text.tool_calls.harmony import HARMONY
 from runtime.text.tool_calls.json_objects import HERMES, LLAMA3
@@ -20,6 +21,23 @@ FORMATS = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "harmony": HARMONY,
+    "generic": GENERIC,
 }
 
-__all__ = ["FORMATS", "HERMES", "LLAMA3", "CallDelta", "ForcedCall", "ToolCallParser", "ToolFormat"]
+
+def name_of(form: ToolFormat | None) -> str | None:
+    """The name of a format; None if there is none."""
+    return next((name for name, each in FORMATS.items() if each is form), None)
+
+
+__all__ = [
+    "FORMATS",
+    "GENERIC",
+    "HERMES",
+    "LLAMA3",
+    "CallDelta",
+    "ForcedCall",
+    "ToolCallParser",
+    "ToolFormat",
+    "name_of",
+]

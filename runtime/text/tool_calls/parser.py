@@ -40,6 +40,7 @@ class ToolFormat:
     separator: str = ""  # of objects that follow each other after one mark
     json_form: ToolFormat | None = None  # writes calls that a request insists on, where this one cannot
     has_short_ids: bool = False  # its template takes ids of nine letters or digits alone
+    is_text: bool = False  # tools, calls and results are text of messages, and the template reads none of them
 
     @property
     def last_mark(self) -> str:

@@ -1,0 +1,190 @@
+"""Files from the web, whole or not at all: a download that is interrupted goes on where it was."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.core.types import CallboardError
+
+if TYPE_CHECKING:
+    import httpx
+
+_TRIES = 4  # without a byte in between
+_TIMEOUT_S = 20.0  # without a byte, until the connection is given up
+
+
+class Refused(CallboardError):
+    """The server answers with an error."""
+
+    def __init__(self, url: str, status: int) -> None:
+        super().__init__(f"{url} cannot be fetched: the server answers {status}; check the address.")
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """A file that is to be had."""
+
+    url: str
+    target: Path
+    size: int | None = None  # bytes; None if only the server has it
+    sha256: str = ""  # in hex; empty if unknown
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def unfinished(self) -> Path:
+        """Where the bytes are until all have come."""
+        return self.target.with_name(f"{self.target.name}.incomplete")
+
+    @property
+    def num_stored(self) -> int:
+        """The bytes that need not be fetched."""
+        for path in (self.target, self.unfinished):
+            with suppress(FileNotFoundError):
+                return path.stat().st_size
+        return 0
+
+
+@contextmanager
+def locked(path: Path, what: str, progress: bool) -> Iterator[None]:
+    """Holds the lock file of `what`; the kernel releases it even if this process is killed."""
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if progress:
+                print(f"Waiting for another process that is fetching {what}", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(what)  # `stored.py` reads the name from here
+        lock.flush()
+        yield
+
+
+def check_space(folder: Path, needed: int, what: str, setting: str) -> None:
+    """Raises CallboardError if the disk of `folder` has fewer than `needed` bytes; `setting` names another folder."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if needed > (free := shutil.disk_usage(existing).free):
+        raise CallboardError(
+            f"{what} needs {size_text(needed)} of disk, but {existing} has {size_text(free)} free; "
+            f"make room, or set {setting} to a folder on a larger disk."
+        )
+
+
+def size_text(num_bytes: int) -> str:
+    """A size as `ls` and people write it: 93 MB, 1.5 GB."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if num_bytes >= size:
+            value = num_bytes / size
+            return f"{value:.1f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def fetch(
+    download: Download, advance: Callable[[int], object], check: Callable[[int], None], stop: threading.Event
+) -> None:
+    """Makes `download.target`. The caller holds a lock on it.
+
+    `advance` gets the number of bytes as they come, `check` the number that is missing before they do; `stop` ends it.
+    Raises CallboardError if the server refuses, is unreachable or sends other bytes than were announced. What has come
+    is kept, unless its hash is wrong."""
+    import httpx
+
+    tries = 0
+    with httpx.Client(
+        follow_redirects=True,
+        timeout=_TIMEOUT_S,
+        event_hooks={} if download.sha256 else {"request": [_check_address]},
+    ) as client:
+        while True:
+            stored = download.num_stored
+            try:
+                _transfer(client, download, advance, check, stop)
+                break
+            except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.TooManyRedirects) as e:
+                raise CallboardError(f"{download.url} cannot be fetched ({e}); check the address.") from e
+            except httpx.TransportError as e:
+                tries = 0 if download.num_stored > stored else tries + 1
+                if tries >= _TRIES:
+                    reason = str(e) or type(e).__name__
+                    raise CallboardError(
+                        f"{download.url} cannot be fetched ({reason}); check the network, and try again: "
+                        f"{size_text(download.num_stored)} are kept."
+                    ) from e
+                stop.wait(0.2 * 2**tries)
+    _finish(download)
+
+
+def _check_address(request: httpx.Request) -> None:
+    """Raises CallboardError for an address without encryption: others could change the bytes on their way."""
+    url = request.url
+    if url.scheme != "https" and url.host not in ("127.0.0.1", "::1", "localhost"):
+        raise CallboardError(f"{url} cannot be fetched safely without encryption; use an address with https.")
+
+
+def _transfer(
+    client: httpx.Client,
+    download: Download,
+    advance: Callable[[int], object],
+    check: Callable[[int], None],
+    stop: threading.Event,
+) -> None:
+    """One request, for the bytes that are missing."""
+    path, stored = download.unfinished, download.num_stored
+    if stored and stored == download.size:
+        return
+    etag_file = path.with_suffix(".etag")
+    etag = etag_file.read_text() if etag_file.exists() else ""
+    headers = {**download.headers, "Accept-Encoding": "identity"}
+    if stored and (etag or download.sha256):  # either shows that the file is still the same
+        headers |= {"Range": f"bytes={stored}-"} | ({"If-Range": etag} if etag else {})
+    with client.stream("GET", download.url, headers=headers) as response:
+        if response.status_code == 416:  # it has become shorter
+            path.unlink(missing_ok=True)
+            raise CallboardError(f"{download.url} has changed since a part of it was fetched; try again.")
+        if response.status_code >= 400:
+            raise Refused(download.url, response.status_code)
+        is_rest = response.status_code == 206
+        start = stored if is_rest else 0
+        advance(start - stored)
+        length = response.headers.get("content-length")
+        total = download.size if length is None else start + int(length)
+        if download.size not in (None, total):
+            raise CallboardError(f"{download.url} has {total} bytes where {download.size} are announced; try again.")
+        check((total or start) - start)
+        if not download.sha256 and (etag := response.headers.get("etag", "")) and not etag.startswith("W/"):
+            etag_file.write_text(etag)
+        with path.open("ab" if is_rest else "wb") as sink:
+            for chunk in response.iter_raw():
+                if stop.is_set():
+                    raise KeyboardInterrupt
+                sink.write(chunk)
+                advance(len(chunk))
+            sink.flush()
+            os.fsync(sink.fileno())  # its name is a promise that it is whole, also after a loss of power
+
+
+def _finish(download: Download) -> None:
+    """Checks the hash and gives the file its name."""
+    path = download.unfinished
+    if download.sha256:
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != download.sha256:
+            path.unlink()
+            raise CallboardError(
+                f"{download.url} has SHA-256 {actual} where {download.sha256} is announced; "
+                "it was deleted, so check where it comes from and try again."
+            )
+    path.replace(download.target)
+    path.with_suffix(".etag").unlink(missing_ok=True)

@@ -1,0 +1,67 @@
+"""Which of several GGUF files is meant: they are named after their quantization, and large ones are split."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from runtime.core.types import CallboardError
+
+DEFAULT = "Q4_K_M"  # as llama.cpp and Ollama choose
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
+_LABEL = re.compile(
+    r"(?:^|[-._])(?P<label>(?:UD-)?(?:I?Q\d+(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4(?:_MOE)?))$",
+    re.IGNORECASE,
+)
+_OTHER_FILES = re.compile(r"mmproj|imatrix", re.IGNORECASE)  # of image encoders, of the making of quantizations
+
+
+@dataclass(frozen=True, slots=True)
+class GgufModel:
+    """A model in one file or in parts."""
+
+    files: tuple[str, ...]  # the first part first
+    label: str  # its quantization, such as Q4_K_M; empty if its name has none
+
+    def __str__(self) -> str:
+        return self.label or self.files[0]
+
+
+def gguf_models(names: Iterable[str]) -> list[GgufModel]:
+    """The models among files, which are named relative to one folder, in the order of their names.
+
+    A split one has all files that its first name announces, whether or not they are there."""
+    models: dict[str, GgufModel] = {}
+    for name in sorted(names):
+        folder, _, file = name.rpartition("/")
+        if not file.endswith(".gguf") or _OTHER_FILES.search(file):
+            continue
+        stem, prefix = file.removesuffix(".gguf"), f"{folder}/" if folder else ""
+        files: tuple[str, ...] = (name,)
+        if split := _SPLIT.fullmatch(stem):
+            stem, count = split["stem"], int(split["count"])
+            files = tuple(f"{prefix}{stem}-{i:05}-of-{count:05}.gguf" for i in range(1, min(count, 9999) + 1))
+        match = _LABEL.search(stem) or _LABEL.fullmatch(folder.rpartition("/")[2])
+        models.setdefault(files[0], GgufModel(files, match["label"].upper() if match else ""))
+    return list(models.values())
+
+
+def choose(models: Sequence[GgufModel], asked: str, where: str) -> GgufModel:
+    """The model that `asked` names by its quantization or file; by default Q4_K_M, or else the first.
+
+    Raises CallboardError, which lists what `where` has, if none is meant."""
+    if not asked:
+        return next((model for model in models if model.label == DEFAULT), models[0])
+    wanted = asked.upper()
+    rules = (
+        lambda model: wanted in (file.upper() for file in model.files),
+        lambda model: wanted in (file.rpartition("/")[2].upper() for file in model.files),
+        lambda model: wanted == model.label,
+        lambda model: wanted == model.label.removeprefix("UD-"),
+        lambda model: wanted in model.files[0].upper() and not wanted.endswith(".GGUF"),
+    )
+    for meant in rules:
+        if found := next(filter(meant, models), None):
+            return found
+    raise CallboardError(f"{where} has no GGUF file {asked!r}; it has {', '.join(map(str, models)) or 'none'}.")

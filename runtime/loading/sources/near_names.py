@@ -1,0 +1,71 @@
+"""Names near a wrong one: of stored models, of an example of each family, and of more sizes of these."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+_MORE = (  # beside the examples of `runtime.models.FAMILIES`: what people call a model without its size
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-14B",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen/Qwen2.5-3B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen2.5-Coder-7B-Instruct",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "meta-llama/Llama-3.2-3B-Instruct",
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.3-70B-Instruct",
+    "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "google/gemma-3-270m-it",
+    "google/gemma-3-1b-it",
+    "google/gemma-3-12b-it",
+    "microsoft/phi-4",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+)
+_CLOSE = 0.75  # difflib's ratio from which on two names are near
+
+
+def meant(name: str) -> str:
+    """A question that ends a sentence: `; meant Qwen/Qwen3-0.6B?`, or nothing if no name is near."""
+    near = nearest(name, [*_cached(), *_known()])
+    return f"; meant {near}?" if near else ""
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The first of `known` that begins as `name` does or is spelled almost like it; the organization may be missing."""
+    asked = name.rpartition("/")[2]
+    others = {each: _letters(each.rpartition("/")[2]) for each in known if each.lower() != name.lower()}
+    for part in dict.fromkeys((asked, asked.partition(":")[0])):  # of Ollama's names, the second part is often a size
+        letters = _letters(part)
+        if len(letters) < 3:
+            continue
+        if found := next((each for each, its in others.items() if its.startswith(letters)), None):
+            return found
+        if close := get_close_matches(letters, others.values(), 1, _CLOSE):
+            return next(each for each, its in others.items() if its == close[0])
+    return None
+
+
+def _letters(name: str) -> str:
+    """A name without what people leave out: marks, and upper case."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _known() -> list[str]:
+    from runtime.models import FAMILIES
+
+    return [*(family.example for family in FAMILIES.values()), *_MORE]
+
+
+def _cached() -> list[str]:
+    """The hub ids of this machine's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folders = sorted(Path(HF_HUB_CACHE).glob("models--*/"))
+    return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders if any(folder.iterdir())]

@@ -1,0 +1,62 @@
+"""GGUF files on web servers, kept in Callboard's own cache."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+from runtime.core.types import CallboardError
+from runtime.loading.sources.download import Download, check_space, fetch, locked
+from runtime.loading.sources.gguf_choice import gguf_models
+from runtime.loading.sources.names import WebFile
+
+
+def web_model(file: WebFile, cache: Path, progress: bool) -> Path:
+    """The GGUF file of an address, fetched into `cache` if it is not there; of a split one, the first of all parts.
+
+    Raises CallboardError if it cannot be fetched or stored, or is not a GGUF file."""
+    address = urlsplit(file.url)
+    folder, _, name = address.path.rpartition("/")
+    if not (models := gguf_models([unquote(name)])):
+        raise CallboardError(f"{file.url} is no model by its name; name the GGUF file of the language model.")
+    (model,) = models
+    place = hashlib.sha256(f"{address.scheme}://{address.netloc}{folder}".encode()).hexdigest()[:12]
+    home = cache / "web" / f"{address.hostname}-{place}"
+    targets = [home / part for part in model.files]
+    if all(target.exists() for target in targets):
+        return targets[0]
+    if unquote(name) not in model.files:
+        raise CallboardError(f"{file.url} is not among the parts that its name announces; check the address.")
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with locked(home / f"{targets[0].name}.lock", file.url, progress):
+            for target in targets:
+                if not target.exists():
+                    url = address._replace(path=f"{folder}/{quote(target.name)}", fragment="").geturl()
+                    _fetch(Download(url, target), progress)
+    except OSError as e:
+        raise CallboardError(f"{file.url} cannot be stored under {home}: {e.strerror or e}.") from e
+    return targets[0]
+
+
+def _fetch(download: Download, progress: bool) -> None:
+    from tqdm import tqdm
+
+    with tqdm(
+        initial=download.num_stored, desc=download.target.name, unit="B", unit_scale=True, disable=not progress,
+        file=sys.stderr,
+    ) as bar:  # fmt: skip
+
+        def check(missing: int) -> None:
+            bar.total = download.num_stored + missing
+            check_space(download.target.parent, missing, download.url, "CALLBOARD_CACHE")
+
+        fetch(download, bar.update, check, threading.Event())
+    with download.target.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        download.target.unlink()
+        raise CallboardError(f"{download.url} starts with {magic!r}, so it is no GGUF file; check the address.")

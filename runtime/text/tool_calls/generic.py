@@ -1,0 +1,103 @@
+"""Tool calls for chat templates without a format of their own: the tools, the calls and their results are plain text.
+
+The calls are those of Hermes, which models without a format of their own have seen most often: Qwen's templates write
+them, and data sets of function calls hold them. The tools stand before all else, so all turns begin alike and share
+blocks of the prefix cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from runtime.text.tool_calls.json_objects import HERMES
+
+GENERIC = replace(HERMES, is_text=True)
+
+_INSTRUCTIONS = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+%s
+</tools>
+
+For each function call, return a JSON object with the function's name and arguments within <tool_call></tool_call> XML \
+tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+
+
+def with_tools_as_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, has_system: bool
+) -> list[Mapping[str, Any]]:
+    """The same conversation for a template that knows neither tools nor calls.
+
+    The tools stand at the head of the system message or, in a template without that role, of the first user message.
+    Results of calls become text of the user, in one turn with what the user writes before and after them."""
+    turns: list[tuple[Mapping[str, Any], list[str | list[Any]]]] = []  # a message, and the contents of its turn
+    was_result = False
+    for message in messages:
+        is_result = message.get("role") == "tool"
+        if is_result:
+            message = {"role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
+        elif message.get("tool_calls"):
+            message = _with_calls_as_text(message)
+        if (is_result or was_result) and turns and turns[-1][0].get("role") == message.get("role") == "user":
+            turns[-1][1].append(message.get("content") or "")
+        else:
+            turns.append((message, [message.get("content") or ""]))
+        was_result = is_result
+    plain = [
+        message if len(contents) == 1 else {**message, "content": _joined("\n", contents)}
+        for message, contents in turns
+    ]
+    return _with_tools(plain, tools, "system" if has_system else "user") if tools else plain
+
+
+def _with_tools(
+    messages: list[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str
+) -> list[Mapping[str, Any]]:
+    text = _INSTRUCTIONS % "\n".join(_json(tool) for tool in tools)
+    # A system message counts at the beginning alone, where all templates take it.
+    candidates = messages if role == "user" else messages[:1]
+    at = next((i for i, message in enumerate(candidates) if message.get("role") == role), None)
+    if at is None:
+        return [{"role": role, "content": text}, *messages]
+    content = messages[at].get("content")
+    first = {**messages[at], "content": _joined("\n\n", [text, content]) if content else text}
+    return [*messages[:at], first, *messages[at + 1 :]]
+
+
+def _with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in message["tool_calls"]]
+    objects = (f'{{"name": {_json(call["name"])}, "arguments": {_json(call["arguments"])}}}' for call in calls)
+    written = "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+    content = _text(message)
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": f"{content}\n{written}" if content else written}
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part.get("text", "") for part in content)
+
+
+def _joined(between: str, contents: Sequence[str | list[Any]]) -> str | list[Any]:
+    """Contents, each a text or a list of parts, as one."""
+    if all(isinstance(content, str) for content in contents):
+        return between.join(str(content) for content in contents)
+    parts: list[Any] = []
+    for content in contents:
+        parts += [{"type": "text", "text": between}] if parts else []
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

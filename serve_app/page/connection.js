@@ -1,0 +1,76 @@
+// The server's state at the model's name: green, amber while it starts or sleeps, red when it cannot be reached.
+
+import { request, setKey } from './api.js';
+
+const [READY_MS, WAITING_MS, PATIENCE_MS] = [5000, 2000, 10_000];
+const byId = id => document.getElementById(id);
+let timer;
+let served = {}; // the model's card and what the server tells of itself, once known
+
+/** The model's card, with `sampling` and `allow_chaos`; empty until the server has told it. */
+export const model = () => served;
+
+export function startConnection() {
+  addEventListener('key-wanted', ({ detail }) => {
+    byId('key').querySelector('label').textContent = detail;
+    if (!byId('key').hidden) return;
+    byId('key').hidden = false;
+    byId('key-field').focus();
+  });
+  byId('key').addEventListener('submit', event => {
+    event.preventDefault();
+    setKey(byId('key-field').value);
+    byId('key').hidden = true;
+    look();
+  });
+  for (const kind of ['server-lost', 'online']) addEventListener(kind, look);
+  document.addEventListener('visibilitychange', look);
+  look();
+}
+
+/** Looks at the server, and again later for as long as the page is seen. */
+async function look() {
+  clearTimeout(timer);
+  if (document.hidden) return;
+  const [state, name, problem] = await read();
+  const box = byId('server');
+  if (box.dataset.state !== state) box.dataset.state = state;
+  if (byId('model').textContent !== name) byId('model').textContent = name;
+  byId('trouble').textContent = problem;
+  byId('trouble').dataset.state = state;
+  byId('trouble').hidden = !problem || !byId('key').hidden;
+  clearTimeout(timer); // another look may have ended meanwhile
+  timer = setTimeout(look, state === 'ready' ? READY_MS : WAITING_MS);
+}
+
+/** The state, what stands beside it, and a sentence on what is wrong. */
+async function read() {
+  let response;
+  try {
+    response = await fetch('ready', { signal: AbortSignal.timeout(PATIENCE_MS), cache: 'no-store' });
+  } catch {
+    served = {};
+    return ['down', 'Not reachable', 'The server cannot be reached. Is it still running?'];
+  }
+  const told = await response.json().catch(() => ({}));
+  if (!response.ok) {
+    served = {};
+    return ['waiting', 'Not ready', told.error?.message ?? `The server answered with status ${response.status}.`];
+  }
+  if (!byId('key').hidden) return ['waiting', 'Not ready', ''];
+  try {
+    if (!served.id) await learn();
+  } catch (error) {
+    return ['waiting', 'Not ready', error.message];
+  }
+  const name = served.id.split('/').at(-1);
+  return told.phase ? ['waiting', `${name}, ${told.phase.split(';')[0]}`, ''] : ['ready', name, ''];
+}
+
+async function learn() {
+  const { data } = await (await request('v1/models')).json();
+  const { sampling = {}, allow_chaos = false } = await (await request('server_info')).json();
+  served = { ...data[0], sampling, allow_chaos };
+  byId('model').title = served.draft ? `${served.id}, draft ${served.draft}` : served.id;
+  dispatchEvent(new Event('model-known'));
+}

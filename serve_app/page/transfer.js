@@ -1,0 +1,82 @@
+// Chats as files: JSON has all that is kept of them, Markdown is one chat to read. Both can be imported.
+
+import { element } from './dom.js';
+
+const FORMAT = 'callboard-chats';
+const MARK = /^<!-- callboard: (question|reasoning|answer)(?: (\{.*\}))? -->$/; // shows nowhere where Markdown is drawn
+const ESCAPED = /^(\\*)(<!-- callboard: )/gm; // such a line of a text itself
+
+export const newId = () => crypto.randomUUID?.() ?? String(Math.random());
+
+export function download(name, type, text) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  element('a', { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+export const asJson = chats => JSON.stringify({ format: FORMAT, version: 1, chats }, null, 2) + '\n';
+
+export function asMarkdown({ turns }) {
+  const part = (kind, title, text, facts) =>
+    `<!-- callboard: ${kind}${facts ? ` ${JSON.stringify(facts).replaceAll('-->', '--\\u003e')}` : ''} -->\n${title}\n\n${text.replace(ESCAPED, '\\$1$2')}\n`;
+  return turns.flatMap(({ question, reasoning, text, ...facts }) => [
+    part('question', '## You', question),
+    ...(reasoning ? [part('reasoning', '### Reasoning', reasoning)] : []),
+    part('answer', '## Answer', text, facts),
+  ]).join('\n');
+}
+
+/** The chats of an exported file. Throws if it is none. */
+export function imported(text) {
+  const chats = text.trimStart().startsWith('{') ? ofJson(text) : [{ turns: ofMarkdown(text) }];
+  const isText = value => typeof value === 'string';
+  const isFit = ({ turns }) => Array.isArray(turns) && turns.length > 0 &&
+    turns.every(turn => isText(turn?.question) && isText(turn.text));
+  if (!Array.isArray(chats) || !chats.length || !chats.every(chat => chat && isFit(chat))) {
+    throw new Error('The file has no chats of this page; choose one that it exported.');
+  }
+  return chats.map(({ turns }) => ({
+    id: newId(),
+    turns: turns.map(turn => ({ ...turn, reasoning: isText(turn.reasoning) ? turn.reasoning : '', end: isText(turn.end) ? turn.end : '' })),
+  }));
+}
+
+function ofJson(text) {
+  try {
+    const { format, chats } = JSON.parse(text);
+    return format === FORMAT ? chats : null;
+  } catch {
+    return null;
+  }
+}
+
+function ofMarkdown(text) {
+  const turns = [];
+  let [part, lines] = [null, []];
+  const close = () => {
+    if (!part) return;
+    const content = lines.slice(2).join('\n').replace(/\n$/, '').replace(/^\\(\\*<!-- callboard: )/gm, '$1'); // a title and a blank line are first
+    const name = part.kind === 'answer' ? 'text' : part.kind;
+    if (part.kind === 'question') turns.push({ question: content, reasoning: '', text: '', end: '' });
+    else if (turns.length) Object.assign(turns.at(-1), part.facts, { [name]: content });
+  };
+  for (const line of text.replaceAll('\r\n', '\n').split('\n')) {
+    const found = line.match(MARK);
+    if (!found) {
+      lines.push(line);
+      continue;
+    }
+    close();
+    [part, lines] = [{ kind: found[1], facts: found[2] ? factsOf(found[2]) : {} }, []];
+  }
+  close();
+  return turns;
+}
+
+function factsOf(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return {};
+  }
+}

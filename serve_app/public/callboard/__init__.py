@@ -1,0 +1,83 @@
+"""Callboard's library: a model in this process, and the settings and results that go with it.
+
+from callboard import LLM, SamplingParams
+
+for answer in LLM("Qwen/Qwen3-0.6B").generate(["Once upon a time"], SamplingParams(max_tokens=64)):
+    print(answer.text)
+
+Callboard's packages `runtime`, `actors` and `serve_app` are found in their own place, even beside a `runtime.py` of
+yours. After `import callboard` these names are Callboard's in the whole process.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+
+TYPE_CHECKING = False  # typing takes long to import
+if TYPE_CHECKING:
+    from typing import Any
+
+    from runtime.core.config import EngineConfig
+    from runtime.core.types import CallboardError, FinishReason, SamplingParams, TokenLogprobs
+    from runtime.llm import LLM, Completion
+    from runtime.text.tool_calls import CallDelta
+
+    __version__: str
+
+__all__ = [
+    "LLM",
+    "CallDelta",
+    "CallboardError",
+    "Completion",
+    "EngineConfig",
+    "FinishReason",
+    "SamplingParams",
+    "TokenLogprobs",
+    "__version__",
+]
+
+_PLACES = {  # name -> the module that has it; loaded with the first use
+    "LLM": "runtime.llm",
+    "CallDelta": "runtime.text.tool_calls",
+    "CallboardError": "runtime.core.types",
+    "Completion": "runtime.llm",
+    "EngineConfig": "runtime.core.config",
+    "FinishReason": "runtime.core.types",
+    "SamplingParams": "runtime.core.types",
+    "TokenLogprobs": "runtime.core.types",
+}
+
+
+def _find_own_packages() -> None:
+    """Call `find_own_packages` of `runtime/start.py`, which a plain import would look for on the user's path."""
+    folder = os.path.dirname(os.path.realpath(__file__))  # beside the packages in an install, below them in a checkout
+    while not os.path.isfile(place := os.path.join(folder, "runtime", "start.py")):
+        if folder == (folder := os.path.dirname(folder)):
+            raise ImportError(f"{__file__} lies apart from Callboard's other packages; install it again.")
+    start = ModuleType("start")
+    start.__file__ = place
+    SourceFileLoader("start", place).exec_module(start)
+    start.find_own_packages()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("callboard")
+    elif name in _PLACES:
+        value = getattr(import_module(_PLACES[name]), name)
+    else:
+        raise AttributeError(f"module 'callboard' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_find_own_packages()

@@ -1,0 +1,5 @@
+"""The Serve application: `serve run callboard.app:build_app model=...`, or the import_path of a Serve YAML file."""
+
+from serve_app.app import AppArgs, build_app
+
+__all__ = ["AppArgs", "build_app"]

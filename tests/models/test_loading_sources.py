@@ -1,0 +1,327 @@
+"""What names mean, and how models come from a hub and from web servers: a fake one on loopback."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import constants
+
+from runtime.core.types import CallboardError
+from runtime.loading.resolve import resolve
+from runtime.loading.sources import download
+from runtime.loading.sources.gguf_choice import choose, gguf_models
+from runtime.loading.sources.names import HubName, WebFile, parse
+from runtime.loading.sources.near_names import nearest
+from tests.support.fake_hub import FakeHub
+
+SHA = "c" * 40
+
+
+def gguf(seed: int, size: int = 3000) -> bytes:
+    return b"GGUF" + bytes([seed]) * size
+
+
+FILES = {
+    "README.md": b"about",
+    "config.json": b"{}",
+    "m-Q2_K.gguf": gguf(2),
+    "m-Q4_K_M.gguf": gguf(4, 60_000),
+    "m-BF16/m-BF16-00001-of-00002.gguf": gguf(16),
+    "m-BF16/m-BF16-00002-of-00002.gguf": gguf(17),
+    "mmproj-F16.gguf": gguf(1),
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch) -> Iterator[FakeHub]:
+    """A hub with a repository of GGUF files, one without Q4_K_M, and one of both kinds of files."""
+    both = {"config.json": b"{}", "model.safetensors": b"x" * 2000, "m-Q8_0.gguf": gguf(8)}
+    few = {"m-Q8_0.gguf": gguf(8), "m-Q3_K_S.gguf": gguf(3)}
+    with FakeHub({"org/m-GGUF": {SHA: FILES}, "org/few": {SHA: few}, "org/both": {SHA: both}}, {"main": SHA}) as fake:
+        fake.use(tmp_path, monkeypatch)
+        yield fake
+
+
+def had(model: str) -> tuple[str, bytes]:
+    path = resolve(model, progress=False)
+    return path.name, path.read_bytes()
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("gpt2", HubName("gpt2")),
+        ("org/m", HubName("org/m")),
+        ("org/m:Q4_K_M", HubName("org/m", gguf="Q4_K_M")),
+        ("org/m:sub/m.gguf", HubName("org/m", gguf="sub/m.gguf")),
+        ("https://huggingface.co/org/m", HubName("org/m")),
+        ("hf.co/org/m:Q8_0", HubName("org/m", gguf="Q8_0")),
+        ("https://huggingface.co/org/m/tree/main", HubName("org/m", "main")),
+        ("https://huggingface.co/org/m/tree/main/BF16", HubName("org/m", "main", "BF16")),
+        ("https://huggingface.co/org/m/tree/refs%2Fpr%2F1", HubName("org/m", "refs/pr/1")),
+        ("https://huggingface.co/org/m/blob/v2/a/m.gguf", HubName("org/m", "v2", "a/m.gguf")),
+        ("https://huggingface.co/org/m/resolve/main/m.gguf?download=true", HubName("org/m", "main", "m.gguf")),
+        ("https://huggingface.co/org/m/blob/main/config.json", HubName("org/m", "main")),
+        ("https://huggingface.co/org/m?show_file_info=m.gguf", HubName("org/m", gguf="m.gguf")),
+        ("https://huggingface.co/datasets/org/m", None),
+        ("https://example.org/a/m.gguf?x=1", WebFile("https://example.org/a/m.gguf?x=1")),
+        ("https://example.org/page", None),
+        ("https://[::1/m.gguf", None),
+        ("folder/m.gguf", None),
+        ("a/b/c", None),
+        ("llama3.2:1b", None),
+    ],
+)
+def test_meaning_of_a_name(text: str, name: HubName | WebFile | None):
+    assert parse(text) == name
+
+
+@pytest.mark.parametrize(
+    ("asked", "file"),
+    [
+        ("", "m-Q4_K_M.gguf"),
+        ("q2_k", "m-Q2_K.gguf"),
+        ("BF16", "m-BF16/m-BF16-00001-of-00002.gguf"),
+        ("m-BF16-00002-of-00002.gguf", "m-BF16/m-BF16-00001-of-00002.gguf"),
+        ("Q4_K", "m-Q4_K_M.gguf"),
+    ],
+)
+def test_choice_among_gguf_files(asked: str, file: str):
+    assert choose(gguf_models(FILES), asked, "it").files[0] == file
+
+
+def test_labels_of_gguf_files():
+    names = ["a.Q4_0.gguf", "b-UD-Q4_K_XL.gguf", "c-fp16.gguf", "IQ3_M/d.gguf", "e.gguf", "f-imatrix.gguf"]
+    assert [m.label for m in gguf_models(names)] == ["IQ3_M", "Q4_0", "UD-Q4_K_XL", "FP16", ""]
+
+
+def test_an_absent_quantization_lists_those_that_are_there():
+    with pytest.raises(CallboardError, match=r"^it has no GGUF file 'Q9'; it has BF16, Q2_K, Q4_K_M\.$"):
+        choose(gguf_models(FILES), "Q9", "it")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("Qwen/Qwen3-0.6", "Qwen/Qwen3-0.6B"),
+        ("qwen3:0.6b", "Qwen/Qwen3-0.6B"),
+        ("llama3.2:1b", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("llama3.1", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("HugingFaceTB/SmolLM2-135M-Instrct", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("google/gemma-3-270m-it", None),
+        ("org/quite-another", None),
+    ],
+)
+def test_nearest_name(name: str, near: str | None):
+    known = ["HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "google/gemma-3-270m-it"]
+    assert nearest(name, [*known, "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"]) == near
+
+
+def test_ollamas_names_are_answered_with_a_hub_id():
+    says = "'llama3.2:1b' is a name of Ollama's library, .* meant meta-llama/Llama-3.2-1B-Instruct"
+    with pytest.raises(CallboardError, match=says):
+        resolve("llama3.2:1b")
+
+
+def test_a_file_that_is_spelled_wrong(tmp_path: Path):
+    (tmp_path / "smollm.gguf").write_bytes(gguf(1))
+    with pytest.raises(CallboardError, match=r"no model at .*smolm\.gguf'; meant .*/smollm\.gguf\?"):
+        resolve(str(tmp_path / "smolm.gguf"))
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def test_the_only_gguf_file_of_a_folder(tmp_path: Path):
+    for name in ("m-Q8_0.gguf", "mmproj-F16.gguf", "config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes(gguf(1))
+    assert resolve(str(tmp_path)) == resolve(str(tmp_path), weights=False) == tmp_path / "m-Q8_0.gguf"
+
+
+def test_the_only_split_gguf_file_of_a_folder(tmp_path: Path):
+    for i in (2, 1):
+        (tmp_path / f"m-0000{i}-of-00002.gguf").write_bytes(gguf(i))
+    assert resolve(str(tmp_path)) == tmp_path / "m-00001-of-00002.gguf"
+
+
+def test_several_gguf_files_of_a_folder_are_listed(tmp_path: Path):
+    for name in ("a-Q8_0.gguf", "a-Q4_0.gguf"):
+        (tmp_path / name).write_bytes(gguf(1))
+    with pytest.raises(CallboardError, match=r"several GGUF files; .* as .*/a-Q4_0\.gguf: a-Q4_0\.gguf, a-Q8_0\.gguf"):
+        resolve(str(tmp_path))
+
+
+# ---- a hub ----------------------------------------------------------------------------------------------------------
+
+
+def test_gguf_repository_gives_q4_k_m(hub):
+    assert had("org/m-GGUF") == ("m-Q4_K_M.gguf", FILES["m-Q4_K_M.gguf"])
+    assert hub.ranges == [None]  # no other file was fetched
+
+
+def test_gguf_repository_without_q4_k_m_gives_the_first(hub):
+    assert had("org/few")[0] == "m-Q3_K_S.gguf"
+
+
+@pytest.mark.parametrize("name", ["org/m-GGUF:bf16", "{hub}/org/m-GGUF/tree/main/m-BF16"])
+def test_split_gguf_file_comes_with_all_parts(hub, name: str):
+    path = resolve(name.format(hub=hub.url), progress=False)
+    assert path.name == "m-BF16-00001-of-00002.gguf"
+    assert path.with_name("m-BF16-00002-of-00002.gguf").read_bytes() == FILES["m-BF16/m-BF16-00002-of-00002.gguf"]
+
+
+def test_address_of_one_gguf_file_of_the_hub(hub):
+    assert had(f"{hub.url}/org/m-GGUF/resolve/main/m-Q2_K.gguf?download=true")[0] == "m-Q2_K.gguf"
+
+
+def test_safetensors_are_preferred_to_gguf_files(hub):
+    assert resolve("org/both", progress=False).is_dir()
+    assert resolve("org/both:Q8_0", progress=False).name == "m-Q8_0.gguf"
+
+
+def test_cached_gguf_file_is_found_without_the_hub(hub, monkeypatch):
+    path = resolve("org/m-GGUF:Q2_K", progress=False)
+    hub.ranges.clear()
+    assert resolve("org/m-GGUF:Q2_K", progress=False) == path
+    assert hub.ranges == []
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve("org/m-GGUF:Q2_K", progress=False) == resolve("org/m-GGUF", progress=False) == path
+    with pytest.raises(CallboardError, match=r"'org/m-GGUF:Q8_0' is not in the local cache and HF_HUB_OFFLINE is set"):
+        resolve("org/m-GGUF:Q8_0", progress=False)
+
+
+def test_wrong_hub_id_is_answered_with_a_near_one(hub):
+    resolve("org/few", progress=False)
+    with pytest.raises(CallboardError, match=r"no model 'org/fews' that you may read; meant org/few\?"):
+        resolve("org/fews", progress=False)
+
+
+def test_without_a_hub_a_typing_error_is_as_likely(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        CallboardError, match=r"and the name, where a typing error is as likely; meant Qwen/Qwen3-0\.6B\?"
+    ):
+        resolve("qwen/qwen3-06b", progress=False)
+
+
+def test_interrupted_connection_goes_on_where_it_was(hub):
+    hub.cut_at = 20_000
+    assert had("org/m-GGUF")[1] == FILES["m-Q4_K_M.gguf"]
+    assert hub.ranges[0] is None
+    assert len(hub.ranges) > 2
+    assert all(hub.ranges[1:])
+
+
+@pytest.mark.parametrize("name", ["org/m-GGUF", "org/both"])
+def test_gated_model_says_what_to_do(hub, name: str):
+    hub.is_gated = True
+    with pytest.raises(
+        CallboardError, match=f"^The hub model '{name}' is gated: accept its licence on the hub and set"
+    ):
+        resolve(name, progress=False)
+
+
+def test_wrong_bytes_of_a_hub_are_deleted(hub, tmp_path):
+    hub.wrong_bytes = True
+    with pytest.raises(CallboardError, match=r"m-Q2_K\.gguf has SHA-256 \w+ where \w+ is announced; it was deleted"):
+        resolve("org/m-GGUF:Q2_K", progress=False)
+    assert not any(path.stat().st_size > 1000 for path in (tmp_path / "hub").rglob("*") if path.is_file())
+
+
+@pytest.mark.long
+def test_killed_download_goes_on_where_it_was(hub, tmp_path):
+    hub.cut_at, hub.goes_on = 40_000, threading.Event()
+    code = "from runtime.loading.resolve import resolve; resolve('org/m-GGUF', progress=False)"
+    env = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env)
+    try:
+        while sum(path.stat().st_size for path in tmp_path.rglob("*.incomplete")) < 20_000:
+            assert process.poll() is None
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        hub.goes_on.set()
+    (kept,) = [path.stat().st_size for path in tmp_path.rglob("*.incomplete")]
+    hub.cut_at = None
+    hub.ranges.clear()
+    assert had("org/m-GGUF")[1] == FILES["m-Q4_K_M.gguf"]
+    assert hub.ranges == [f"bytes={kept}-"]
+
+
+def test_full_disk_is_named_before_anything_is_fetched(hub, monkeypatch):
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    says = r"^The hub model 'org/m-GGUF:Q4_K_M' needs 60 KB of disk, but .* has 20 KB free; make room, or set HF_HOME "
+    with pytest.raises(CallboardError, match=says):
+        resolve("org/m-GGUF:Q4_K_M", progress=False)
+    assert hub.ranges == []
+
+
+# ---- web servers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def web(hub, monkeypatch) -> str:
+    """The address of a folder of GGUF files on a web server."""
+    monkeypatch.delenv("HF_ENDPOINT")
+    return f"{hub.url}/org/m-GGUF/resolve/main"
+
+
+def test_gguf_file_of_a_web_server_is_fetched_once(hub, web, tmp_path):
+    path = resolve(f"{web}/m-Q2_K.gguf", progress=False)
+    assert path.read_bytes() == FILES["m-Q2_K.gguf"]
+    assert path.is_relative_to(tmp_path / "cache" / "web")
+    assert resolve(f"{web}/m-Q2_K.gguf", progress=False) == path
+    assert hub.ranges == [None]
+    assert sorted(file.suffix for file in path.parent.iterdir()) == [".gguf", ".lock"]
+
+
+def test_split_gguf_file_of_a_web_server(web):
+    path = resolve(f"{web}/m-BF16/m-BF16-00001-of-00002.gguf", progress=False)
+    assert path.with_name("m-BF16-00002-of-00002.gguf").read_bytes() == FILES["m-BF16/m-BF16-00002-of-00002.gguf"]
+
+
+def test_download_of_a_changed_file_begins_anew(hub, web, monkeypatch):
+    hub.cut_at = 1500
+    monkeypatch.setattr(download, "_TRIES", 0)  # the first failure is the last one
+    with pytest.raises(
+        CallboardError, match=r"cannot be fetched .*; check the network, and try again: 1\.5 KB are kept"
+    ):
+        resolve(f"{web}/m-Q2_K.gguf", progress=False)
+    hub.cut_at = None
+    hub.repos["org/m-GGUF"][SHA] = {**FILES, "m-Q2_K.gguf": gguf(9)}
+    assert had(f"{web}/m-Q2_K.gguf")[1] == gguf(9)
+    assert hub.ranges == [None, "bytes=1500-"]
+
+
+def test_full_disk_for_a_file_of_a_web_server(web, monkeypatch):
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(CallboardError, match=r"m-Q2_K\.gguf needs 3\.0 KB of disk, but .* set CALLBOARD_CACHE"):
+        resolve(f"{web}/m-Q2_K.gguf", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("{web}/m-Q9.gguf", "the server answers 404; check the address"),
+        ("{web}/page.gguf", "starts with b'<htm', so it is no GGUF file"),
+        ("{web}/mmproj-F16.gguf", "is no model by its name"),
+        ("http://192.0.2.1/m.gguf", "cannot be fetched safely without encryption"),
+        ("https://example.org/page", "There is no model at 'https://example.org/page'; a model is"),
+    ],
+)
+def test_addresses_that_give_no_model(hub, web, address: str, says: str):
+    hub.repos["org/m-GGUF"][SHA] = {**FILES, "page.gguf": b"<html>"}
+    with pytest.raises(CallboardError, match=says):
+        resolve(address.format(web=web), progress=False)
