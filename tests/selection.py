@@ -4,7 +4,7 @@
     pytest --all           every test, as CI runs it; CALLBOARD_TESTS=all gives property tests more examples
     pytest FILE, -m MARK   what is named, whatever it costs
 
-All cores are used, a process each (pytest-xdist), unless a few files or tests are named. A file's tests share their
+All cores are used (pytest-xdist), unless a few files or tests are named. A file's tests share their
 fixtures, so they stay on one worker. So do all tests that start Ray or servers, which would take each other's cores.
 They take longest, so one worker begins with them. All others begin with quick tests.
 """
@@ -37,11 +37,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """A worker a core for whole folders, and none for tests that are named: they start in half the time."""
+    """One worker more than there are cores for whole folders: the tests of one worker mostly wait for processes.
+
+    Tests that are named run in this process, which starts in half the time."""
     if any(not Path(argument).is_dir() for argument in config.args):
         config.option.dist = "no"
         return 0
-    most = len(os.sched_getaffinity(0))
+    most = len(os.sched_getaffinity(0)) + 1
     if (gpu_gib := _gpu_gib()) is not None:
         most = min(most, max(1, gpu_gib // _WORKER_GIB))
     return most
