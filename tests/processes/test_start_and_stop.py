@@ -168,7 +168,7 @@ def test_a_life_as_its_user_sees_it(start):
     seconds = [float(found[1]) for found in times if found]
     assert seconds == sorted(seconds)
     others = [line for line, found in zip(output, times, strict=True) if not found and not line.startswith("  ")]
-    assert [line.split()[0] for line in others] == ["Callboard", "curl", "Each", "Stopping;"], others
+    assert [line.split()[0] for line in others] == ["Callboard", "Chat:", "curl", "Each", "Tools:", "Stopping;"], others
 
     # Each phase is told when it ends, on the console and by the port, which answers from the first one on.
     answers = [(path, answer, lines) for path, answer, lines in watch.seen if answer is not None]
@@ -224,7 +224,7 @@ def test_a_stop_does_not_wait_for_an_engine_that_only_new_requests_need(start, t
 def test_too_little_memory(start):
     server = start("--num-kv-blocks", "1000000000")
     assert server.wait(START_S) == 1
-    assert server.output()[-1].startswith("callboard: Too little memory; lower num_kv_blocks")
+    assert server.output()[-1].startswith("callboard: Too little memory; lower --num-kv-blocks")
     assert sum("callboard: " in line for line in server.output()) == 1
 
 

@@ -14,7 +14,7 @@ from runtime.loading.sources.gguf_choice import gguf_models
 from runtime.loading.sources.near_names import nearest
 
 if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo, HFCacheInfo
+    from huggingface_hub import CachedRepoInfo
 
 _MODEL_FILES = ("*.gguf", "*.whl", "*.incomplete", "*.part")
 
@@ -68,7 +68,7 @@ def _of_hub() -> list[StoredModel]:
         info = scan_cache_dir(cache)
     except CacheNotFound:
         return []
-    models = [model for repo in info.repos if repo.repo_type == "model" for model in _of_repo(info, repo)]
+    models = [model for repo in info.repos if repo.repo_type == "model" for model in _of_repo(repo)]
     for folder in {file.parents[1] for file in cache.glob("models--*/blobs/*.incomplete")}:
         name = folder.name.removeprefix("models--").replace("--", "/")
         if not any(model.place == folder for model in models):
@@ -76,7 +76,7 @@ def _of_hub() -> list[StoredModel]:
     return models
 
 
-def _of_repo(info: HFCacheInfo, repo: CachedRepoInfo) -> list[StoredModel]:
+def _of_repo(repo: CachedRepoInfo) -> list[StoredModel]:
     """The safetensors of a repository as one model, and each GGUF file as another."""
     files = {
         file.file_path.relative_to(revision.snapshot_path).as_posix(): file
@@ -95,10 +95,11 @@ def _of_repo(info: HFCacheInfo, repo: CachedRepoInfo) -> list[StoredModel]:
         return models
     unfinished = list(repo.repo_path.glob("blobs/*.incomplete"))
     size = repo.size_on_disk + sum(path.stat().st_size for path in unfinished)
-    remove_all = info.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute
+    # The hub's own removal goes by commit, which copies of a repository share.
+    remove_all = partial(shutil.rmtree, repo.repo_path)
     whole = StoredModel(
         repo.repo_id, size - sum(model.num_bytes for model in models), repo.repo_path, repo.last_accessed,
-        remove_all if repo.revisions else partial(shutil.rmtree, repo.repo_path), has_safetensors and not unfinished,
+        remove_all, has_safetensors and not unfinished,
     )  # fmt: skip
     return [whole, *models]
 
