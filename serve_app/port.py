@@ -8,6 +8,7 @@ socket is closed before the server may stop: without HAProxy's, the kernel would
 from __future__ import annotations
 
 import ctypes
+import html
 import math
 import select
 import socket
@@ -27,6 +28,10 @@ _MAX_CLIENTS = 64  # answered at once; the others wait
 _CLIENT_S = 10.0  # for all that one client sends
 _POLL_S = 0.1
 _LAST_S = 1.0  # for connections that were on their way here when HAProxy got the port
+# For a browser that opens the page early: it shows the phase, and loads the page once that is there.
+_PAGE = """<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="1"><title>Callboard starts</title>
+<style>:root {{ color-scheme: light dark; font: 1rem system-ui }} body {{ margin: 20vh auto; text-align: center }}</style>
+<h1>Callboard</h1><p>The server is starting ({phase}).</p>"""
 _SO_ATTACH_REUSEPORT_CBPF = 51  # of Linux
 _BPF_RET_CONSTANT = 0x06
 
@@ -98,10 +103,18 @@ class Port:
             if not (more := client.recv(_MAX_HEADERS_BYTES)):
                 return
             request += more
-        client.sendall(answer(503, self._phase).encode())
+        client.sendall(self._refusal(request).encode())
         client.shutdown(socket.SHUT_WR)
         while time.monotonic() < end and client.recv(_MAX_HEADERS_BYTES):
             pass
+
+    def _refusal(self, request: bytes) -> str:
+        headers = request.partition(b"\r\n\r\n")[0].lower()
+        if not (headers.startswith(b"get / ") and b"text/html" in headers):
+            return answer(503, self._phase)
+        page = _PAGE.format(phase=html.escape(self._phase))
+        lines = "HTTP/1.1 503 Service Unavailable", "content-type: text/html", f"content-length: {len(page)}"
+        return "\r\n".join([*lines, "cache-control: no-cache", "connection: close", "retry-after: 1", "", page])
 
 
 @contextmanager

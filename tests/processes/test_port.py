@@ -129,3 +129,18 @@ def test_while_the_server_starts_its_port_is_nobody_elses_and_openais_client_rea
         assert error.value.status_code == 503
         assert error.value.code == "engine_unavailable"
         assert error.value.response.headers["retry-after"] == "1"
+
+
+def test_browser_sees_the_phase_while_the_server_starts():
+    number = quiet_port()
+    browser = {"accept": "text/html,application/xhtml+xml"}
+    with port_of_its_own("127.0.0.1", number) as port:
+        port.hear({"phase": "<Ray> started"})
+        page = httpx.get(f"http://127.0.0.1:{number}/", headers=browser)
+        others = [httpx.get(f"http://127.0.0.1:{number}{path}", headers=browser) for path in ("/ready", "/v1/models")]
+        others.append(httpx.get(f"http://127.0.0.1:{number}/"))
+    assert page.status_code == 503
+    assert page.headers["content-type"] == "text/html"
+    assert "The server is starting (&lt;Ray&gt; started)." in page.text
+    assert 'http-equiv="refresh"' in page.text
+    assert {other.json()["status"] for other in others} == {"loading"}
