@@ -30,7 +30,8 @@ _POLL_S = 0.1
 _LAST_S = 1.0  # for connections that were on their way here when HAProxy got the port
 # For a browser that opens the page early: it shows the phase, and loads the page once that is there.
 _PAGE = """<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="1"><title>Callboard starts</title>
-<style>:root {{ color-scheme: light dark; font: 1rem system-ui }} body {{ margin: 20vh auto; text-align: center }}</style>
+<style>:root {{ color-scheme: light dark; font: 1rem system-ui }}
+body {{ margin: 20vh auto; text-align: center }}</style>
 <h1>Callboard</h1><p>The server is starting ({phase}).</p>"""
 _SO_ATTACH_REUSEPORT_CBPF = 51  # of Linux
 _BPF_RET_CONSTANT = 0x06
