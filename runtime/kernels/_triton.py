@@ -40,6 +40,7 @@ ROW_ARRAYS = [
     "kv_index_ptr",
     "rows_ptr",
     "token_ids_ptr",
+    "wanted_ptr",
 ]
 
 __all__ = ["INTERPRETED", "ROW_ARRAYS", "TensorDescriptor", "constexpr", "jit", "next_power_of_2", "tl", "use_pdl"]
