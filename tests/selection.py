@@ -23,8 +23,8 @@ TESTS = Path(__file__).parent
 # What a test needs beyond a second of one core, by its folder and by its fixtures.
 RESOURCES_OF_FOLDERS = {"processes", "triton", "compile", "browser", "gpu"}
 RESOURCES_OF_FIXTURES = {"smollm2_path": "model", "gemma3_path": "thorough", "ray_session": "ray"}
-# The order of a session: quick ones first.
-ORDER = ("fast", "processes", "ray", "browser", "compile", "triton", "model", "long", "thorough", "gpu")
+# The order of a session: quick ones first, then what takes one worker longest.
+ORDER = ("fast", "compile", "processes", "ray", "browser", "triton", "model", "long", "thorough", "gpu")
 _WORKER_GIB = 9  # of a GPU's memory, which tests/gpu needs for each worker
 _ONE_WORKER = "tests/processes/"
 # Mark -> what a session without --all leaves out.
@@ -101,7 +101,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     has_others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1  # that begin with the quick tests
     for item in items:
         is_first = has_others and item.nodeid.startswith(_ONE_WORKER)
-        ranks[item.path] = -1 if is_first else max(ranks.get(item.path, 0), *map(ORDER.index, marks[item]))
+        needed = marks[item] - {"thorough"} or marks[item]
+        ranks[item.path] = -1 if is_first else max(ranks.get(item.path, 0), *map(ORDER.index, needed))
     items.sort(key=lambda item: ranks[item.path])
 
 
