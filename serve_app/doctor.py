@@ -207,7 +207,8 @@ def instruction_sets(cpuinfo: str) -> Finding:
     flags = set(values.get("flags", values.get("Features", "")).split())
     found = [name for name, names in _CPU_FLAGS.items() if flags.intersection(names)]
     model = values.get("model name", platform.machine())
-    return Finding("ok", "CPU", f"{model}: {', '.join(found) or f'none of {chr(44).join(_CPU_FLAGS)}'}")
+    sets = ", ".join(found) if found else f"none of {', '.join(_CPU_FLAGS)}"
+    return Finding("ok", "CPU", f"{model}: {sets}")
 
 
 def memory(available: int) -> Finding:

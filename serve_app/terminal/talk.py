@@ -40,7 +40,7 @@ class Talk:
     def take(self, line: str) -> None:
         """Answer a question or obey a command; an empty line is neither."""
         if self._on_terminal and (match := re.match(r"/(\w*)(?:\s+(.*))?$", line.rstrip())):
-            _tell(self._obey(match[1], (match[2] or "").strip()))
+            _note(self._obey(match[1], (match[2] or "").strip()))
         elif line.strip():
             self._ask(line)
 
@@ -97,10 +97,10 @@ class Talk:
         except CallboardError as e:
             if not self._on_terminal:
                 raise
-            _tell(f"callboard: {e}")
+            _note(f"callboard: {e}")
             return
         self.turns += [question, {"role": "assistant", "content": answer}]
-        _tell(" ".join(filter(None, (_speed(ending, times), "(cut; --max-tokens)" if ending.was_cut else ""))))
+        _note(" ".join(filter(None, (_speed(ending, times), "(cut; --max-tokens)" if ending.was_cut else ""))))
 
 
 def _speed(ending: Ending, times: list[float]) -> str:
@@ -110,7 +110,7 @@ def _speed(ending: Ending, times: list[float]) -> str:
     return f"({ending.num_tokens} tokens, {(ending.num_tokens - 1) / (times[-1] - times[0]):.0f} tokens/s)"
 
 
-def _tell(text: str) -> None:
+def _note(text: str) -> None:
     if text:
         print(text, file=sys.stderr)
 
@@ -121,7 +121,7 @@ def talk(partner: Partner, system: str | None) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401  # gives input() its line editing
     if on_terminal:
-        _tell(_HINT)
+        _note(_HINT)
     conversation = Talk(partner, system, on_terminal)
     while not conversation.has_ended:
         try:
