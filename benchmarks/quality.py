@@ -35,7 +35,7 @@ from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Request, SamplingParams
-from runtime.kernels.communicator import Communicator
+from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.resolve import resolve
 from runtime.models.decoder import Decoder

@@ -22,12 +22,13 @@ from benchmarks.kernels.kernels_attention import BF16_FLOP_S, HBM_BYTES_S, decod
 from benchmarks.library.measure import Results, new_parser
 from benchmarks.library.models import spec_of
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.kernels.batch_invariant_linear import batch_invariant_linear_triton
-from runtime.kernels.gated_activation import gated_activation_triton
-from runtime.kernels.penalties import NUM_TABLES, penalise_triton
-from runtime.kernels.rms_norm import rms_norm_triton
-from runtime.kernels.rope import rope_rows_triton, rope_store_kv_triton, rope_table
-from runtime.kernels.sample import (
+from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
+from runtime.kernels.linear.batch_invariant_linear import batch_invariant_linear_triton
+from runtime.kernels.linear.skinny_gemm import MAX_ROWS, skinny_gemm_triton
+from runtime.kernels.norm.gated_activation import gated_activation_triton
+from runtime.kernels.norm.rms_norm import rms_norm_triton
+from runtime.kernels.sampling.penalties import NUM_TABLES, penalise_triton
+from runtime.kernels.sampling.sample import (
     MIN_P,
     NUM_PARAMS,
     PENALISED_FROM,
@@ -38,8 +39,7 @@ from runtime.kernels.sample import (
     TOP_P,
     sample_tokens_triton,
 )
-from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_triton
-from runtime.kernels.step_inputs import build_inputs
+from runtime.kernels.step.step_inputs import build_inputs
 
 _ROTATION_BYTES = 256 << 20  # several times the L2 cache
 _CONTEXT = 512  # positions that a row attends to

@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from benchmarks.library.measure import Results
 from runtime.core.kv_cache_spec import QUANTIZED_DTYPES, KVCacheSpec, KVGroupSpec
-from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.paged_attention import PagedRows
-from runtime.kernels.prefill_attention import prefill_attention
-from runtime.kernels.stored_kv import KVLayer
+from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.paged_attention import PagedRows
+from runtime.kernels.attention.prefill_attention import prefill_attention
+from runtime.kernels.attention.stored_kv import KVLayer
 from runtime.worker.kv_cache import KVCache
 
 HBM_BYTES_S = 4.45e12  # read, measured on an H200

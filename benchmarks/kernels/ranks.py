@@ -23,7 +23,7 @@ from statistics import median
 import torch
 
 from benchmarks.library.measure import Results, new_parser
-from runtime.kernels.inboxes import NUM_PROGRAMS
+from runtime.kernels.collectives.inboxes import NUM_PROGRAMS
 from runtime.worker.peer_memory import PeerMemory, inbox_bytes_of
 
 SIZES = [8 << 10, 16 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 8 << 20, 64 << 20]

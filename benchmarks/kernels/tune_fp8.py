@@ -26,17 +26,16 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
 from runtime.core.decoder_spec import ExpertsSpec
-from runtime.kernels import fp8_experts
 from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.experts import GroupedExperts, Tile
-from runtime.kernels.fp8_linear import fp8_linear_torch, fp8_linear_triton
-from runtime.kernels.fp8_rows import Fp8Rows, fp8_rows_torch, fp8_rows_triton
-from runtime.kernels.fused_linear import FusedLinear
-from runtime.kernels.gated_activation import gated_activation_triton
-from runtime.kernels.quantized_linear import dequantize_triton
-from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
-from runtime.kernels.rms_norm import rms_norm_triton
-from runtime.kernels.tiles import Tiling
+from runtime.kernels.experts.experts_torch import GroupedExperts, Tile, fp8_experts
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.tiles import Tiling
+from runtime.kernels.norm.gated_activation import gated_activation_triton
+from runtime.kernels.norm.rms_norm import rms_norm_triton
+from runtime.kernels.quantized.fp8_linear import fp8_linear_torch, fp8_linear_triton
+from runtime.kernels.quantized.fp8_rows import Fp8Rows, fp8_rows_torch, fp8_rows_triton
+from runtime.kernels.quantized.quantized_linear import dequantize_triton
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MODELS["tiny"] = (1, 128, 128, 64, 192, 320)

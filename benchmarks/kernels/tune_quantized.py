@@ -27,12 +27,17 @@ import torch
 
 from benchmarks.kernels.tune_linear import MODELS, Product, graph_us, products
 from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.quantized_configs import QuantizedConfig, QuantizedTiling, VectorConfig, quantized_sum_order
-from runtime.kernels.quantized_linear import quantized_linear_triton
-from runtime.kernels.quantized_skinny_gemm import quantized_skinny_gemm_triton
-from runtime.kernels.quantized_vector import VECTOR_FORMS
-from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, dequantize
-from runtime.kernels.skinny_gemm import MAX_ROWS
+from runtime.kernels.linear.skinny_gemm import MAX_ROWS
+from runtime.kernels.quantized.quantized_configs import (
+    QuantizedConfig,
+    QuantizedTiling,
+    VectorConfig,
+    quantized_sum_order,
+)
+from runtime.kernels.quantized.quantized_linear import quantized_linear_triton
+from runtime.kernels.quantized.quantized_skinny_gemm import quantized_skinny_gemm_triton
+from runtime.kernels.quantized.quantized_vector import VECTOR_FORMS
+from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, dequantize
 
 MEMORY_TBPS = 4.44
 LAYERS = 8  # that candidates are compared over

@@ -27,14 +27,14 @@ from benchmarks.kernels.tune_fp8 import DEVICE, timed
 from benchmarks.kernels.tune_linear import MODELS, Product, products
 from benchmarks.kernels.tune_quantized import FORMS, NF4
 from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.decoded_linear import decoded_linear_triton, has_decoded_product
-from runtime.kernels.fused_linear import FusedLinear
-from runtime.kernels.integer_linear import IntegerLinear, has_integer_product, integer_linear_triton
-from runtime.kernels.integer_rows import integer_rows_triton
-from runtime.kernels.linear import Linear
-from runtime.kernels.quantized_linear import QuantizedLinear, dequantize_triton
-from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, dequantize, quantized_weight
-from runtime.kernels.tiles import Tiling as T
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.linear.tiles import Tiling as T
+from runtime.kernels.quantized.decoded_linear import decoded_linear_triton, has_decoded_product
+from runtime.kernels.quantized.integer_linear import IntegerLinear, has_integer_product, integer_linear_triton
+from runtime.kernels.quantized.integer_rows import integer_rows_triton
+from runtime.kernels.quantized.quantized_linear import QuantizedLinear, dequantize_triton
+from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, dequantize, quantized_weight
 
 LAYERS = 4  # of a chain
 

@@ -18,7 +18,7 @@ RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 class RopeSpec:
     """Rotary position embedding (arXiv 2104.09864), half-split layout, and how it is stretched to longer contexts.
 
-    runtime.models.rope reads it from a config; runtime.kernels.rope.rope_table says what each type computes."""
+    runtime.models.rope reads it from a config; runtime.kernels.attention.rope.rope_table says what each type computes."""
 
     theta: float = 10000.0
     type: RopeType = "default"

@@ -76,7 +76,7 @@ class ThinkingBudget:
 class SamplingParams:
     """The sampling of one request, as a table (sampling_fields.py). Defaults are OpenAI's; `temperature=0` is greedy.
 
-    Columns 1, 2, 9 and 12 of a slot's row are kernels/sample.py's."""
+    Columns 1, 2, 9 and 12 of a slot's row are kernels/sampling/sample.py's."""
 
     # 0 with prompt_logprobs alone: the request scores its prompt and ends
     max_tokens: int = sampling(16, Effect.LENGTH, 0)

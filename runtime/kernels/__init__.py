@@ -13,35 +13,35 @@ from typing import Any, Protocol
 import torch
 
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
-from runtime.kernels.adapters import AddAdapters, add_adapters_torch, add_adapters_triton
-from runtime.kernels.attention import attention_exact, attention_torch
-from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.experts import ExpertLayer, Experts, GroupedExperts
-from runtime.kernels.fp8_experts import Fp8Experts, has_fp8_experts
-from runtime.kernels.fp8_linear import Fp8Linear, has_fp8_product
-from runtime.kernels.fused_linear import FusedLinear
-from runtime.kernels.gated_activation import (
+from runtime.kernels.attention.attention_torch import attention_exact, attention_torch
+from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.paged_attention import PagedBatch
+from runtime.kernels.attention.prefill_attention import prefill_attention
+from runtime.kernels.attention.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
+from runtime.kernels.experts.experts_torch import ExpertLayer, Experts, GroupedExperts
+from runtime.kernels.experts.fp8_experts import Fp8Experts, has_fp8_experts
+from runtime.kernels.experts.quantized_experts import QuantizedExperts
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.linear_torch import Activate, Linear, Norm, Product, cpu_product
+from runtime.kernels.linear.lora import AddAdapters, add_adapters_torch, add_adapters_triton
+from runtime.kernels.norm.gated_activation import (
     Activation,
     gated_activation_exact,
     gated_activation_torch,
     gated_activation_triton,
 )
-from runtime.kernels.integer_linear import IntegerLinear, has_integer_product
-from runtime.kernels.layer_norm import layer_norm_torch, layer_norm_triton
-from runtime.kernels.linear import Activate, Linear, Norm, Product, cpu_product
-from runtime.kernels.numerics import Numerics
-from runtime.kernels.paged_attention import PagedBatch
-from runtime.kernels.prefill_attention import prefill_attention
-from runtime.kernels.quantized_experts import QuantizedExperts
-from runtime.kernels.quantized_linear import QuantizedLinear
-from runtime.kernels.quantized_weight import QuantizedWeight
-from runtime.kernels.rms_norm import (
+from runtime.kernels.norm.layer_norm import layer_norm_torch, layer_norm_triton
+from runtime.kernels.norm.rms_norm import (
     rms_norm_in_place_torch,
     rms_norm_in_place_triton,
     rms_norm_torch,
     rms_norm_triton,
 )
-from runtime.kernels.rope import rope_rows_torch, rope_rows_triton, rope_store_kv_torch, rope_store_kv_triton
+from runtime.kernels.numerics import Numerics
+from runtime.kernels.quantized.fp8_linear import Fp8Linear, has_fp8_product
+from runtime.kernels.quantized.integer_linear import IntegerLinear, has_integer_product
+from runtime.kernels.quantized.quantized_linear import QuantizedLinear
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight
 
 
 class RopeStoreKV(Protocol):

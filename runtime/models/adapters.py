@@ -11,9 +11,9 @@ import torch
 from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.sharding import parts_of
 from runtime.core.types import CallboardError
-from runtime.kernels.adapters import Adapters, make_adapters, padded_rank
+from runtime.kernels.linear.lora import Adapters, make_adapters, padded_rank
+from runtime.kernels.linear.small_results import EMPTY_WORD
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.small_results import EMPTY_WORD
 from runtime.models.weight_map import WeightMap
 
 _WRAPPERS = re.compile(r"^(?:(?:model|language_model|transformer)\.)+")

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.core.sharding import leaves_of
 from runtime.kernels import select
-from runtime.kernels.adapters import Adapters, RowAdapters
-from runtime.kernels.communicator import Communicator, OneRank
-from runtime.kernels.divided_linear import (
+from runtime.kernels.attention.rope import query_scale_table, rope_table
+from runtime.kernels.attention.stored_kv import KVLayer
+from runtime.kernels.collectives.communicator import Communicator, OneRank
+from runtime.kernels.collectives.divided_linear import (
     ColumnLeaves,
     ExpertLeaves,
     ReducedExperts,
@@ -25,12 +26,11 @@ from runtime.kernels.divided_linear import (
     by_leaves_of_inputs,
     sum_of_leaves,
 )
-from runtime.kernels.experts import ExpertLayer, Experts
-from runtime.kernels.heads_norm import HeadsNorm, HeadsWeight
-from runtime.kernels.linear import Linear, Product
+from runtime.kernels.collectives.heads_norm import HeadsNorm, HeadsWeight
+from runtime.kernels.experts.experts_torch import ExpertLayer, Experts
+from runtime.kernels.linear.linear_torch import Linear, Product
+from runtime.kernels.linear.lora import Adapters, RowAdapters
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.rope import query_scale_table, rope_table
-from runtime.kernels.stored_kv import KVLayer
 from runtime.models.adapters import DecoderAdapters
 from runtime.models.forward_batch import AttentionMetadata, ForwardBatch
 from runtime.models.weight_map import WeightMap

@@ -10,8 +10,8 @@ import torch
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.core.sharding import Part
 from runtime.kernels import Kernels
-from runtime.kernels.experts import ExpertLayer
-from runtime.kernels.linear import Linear
+from runtime.kernels.experts.experts_torch import ExpertLayer
+from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.quant.format import Location, Shape, StoredTensor, TensorSource, Weight, WeightFormat
 
@@ -32,7 +32,7 @@ class Dense(WeightFormat):
         return {location.name: StoredTensor(shape, _FLOATS)}
 
     def device_bytes(self, shape: Shape, numerics: Numerics) -> int:
-        # A CPU product that cannot be packed multiplies in float32 in deterministic mode (runtime.kernels.linear).
+        # A CPU product that cannot be packed multiplies in float32 in deterministic mode (runtime.kernels.linear.linear_torch).
         in_float32 = numerics.deterministic and not numerics.packed and numerics.device.type == "cpu"
         return math.prod(shape) * (4 if in_float32 else numerics.dtype.itemsize)
 

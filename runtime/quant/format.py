@@ -13,8 +13,8 @@ import torch
 from runtime.core.decoder_spec import ExpertsSpec
 from runtime.core.sharding import Part
 from runtime.kernels import Kernels
-from runtime.kernels.experts import ExpertLayer
-from runtime.kernels.linear import Linear
+from runtime.kernels.experts.experts_torch import ExpertLayer
+from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 
 Shape = tuple[int, ...]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.sharding import Part
-from runtime.kernels import fp8_encode
+from runtime.kernels.quantized import fp8_encode
 from runtime.quant.format import Shape, Weight
 from runtime.quant.scheme import Scheme
 

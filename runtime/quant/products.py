@@ -8,13 +8,14 @@ from typing import Protocol
 import torch
 
 from runtime.core.decoder_spec import ExpertsSpec
-from runtime.kernels import Kernels, cpu_quantized
+from runtime.kernels import Kernels
 from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.experts import ExpertLayer, Experts
-from runtime.kernels.fp8_linear import is_fp8_product
-from runtime.kernels.linear import Linear
+from runtime.kernels.experts.experts_torch import ExpertLayer, Experts
+from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized_weight import (
+from runtime.kernels.quantized import cpu_quantized
+from runtime.kernels.quantized.fp8_linear import is_fp8_product
+from runtime.kernels.quantized.quantized_weight import (
     E2M1,
     MAX_GROUP,
     QuantizedWeight,

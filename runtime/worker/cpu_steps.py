@@ -13,7 +13,7 @@ import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult, joined
 from runtime.core.pooling import Pooling
-from runtime.kernels.attention import AttentionShape
+from runtime.kernels.attention.attention_torch import AttentionShape
 from runtime.models.decoder import Decoder
 from runtime.worker.grammar_state import GrammarState, Masks
 from runtime.worker.inputs import StepInput, build_input

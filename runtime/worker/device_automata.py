@@ -7,14 +7,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from runtime.kernels.automata import advance_states_triton, mask_states_triton
+from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton
 from runtime.structured.automaton import Automaton, EagerMatcher
 
 _POOL_BYTES = 64 << 20  # some 50 automata of small schemas at a vocabulary of 128k tokens
 
 
 class DeviceAutomata:
-    """A pool of automata, uploaded once each, and the state of each slot (kernels/automata.py). The memory of the pool
+    """A pool of automata, uploaded once each, and the state of each slot (kernels/sampling/automata.py). The memory of the pool
     is taken with the first one; when it is full, or there is no memory for it, those that come later stay with the
     host."""
 
@@ -35,7 +35,7 @@ class DeviceAutomata:
         return bool(place)
 
     def mask(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
-        """Rows as kernels/automata.py has them, on the device."""
+        """Rows as kernels/sampling/automata.py has them, on the device."""
         mask_states_triton(logits, rows, self.places, self.states, self.pool)
 
     def advance(self, token_ids: torch.Tensor, rows: torch.Tensor) -> None:

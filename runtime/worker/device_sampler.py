@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from runtime.core.plan import Int32s
-from runtime.kernels.automata import AT, FIRST
-from runtime.kernels.bitmask import apply_bitmask_triton
-from runtime.kernels.logprobs import token_logprobs
-from runtime.kernels.penalties import NUM_TABLES, penalise_triton
-from runtime.kernels.sample import OwnLogits, Resample, sample_tokens_triton, write_tokens_triton
-from runtime.kernels.wanted_logits import wanted_logits_triton
+from runtime.kernels.sampling.automata import AT, FIRST
+from runtime.kernels.sampling.bitmask import apply_bitmask_triton
+from runtime.kernels.sampling.logprobs import token_logprobs
+from runtime.kernels.sampling.penalties import NUM_TABLES, penalise_triton
+from runtime.kernels.sampling.sample import OwnLogits, Resample, sample_tokens_triton, write_tokens_triton
+from runtime.kernels.sampling.wanted_logits import wanted_logits_triton
 from runtime.worker.grammar_state import Masks
 from runtime.worker.sampler import Logprobs
 from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling

@@ -22,10 +22,10 @@ import torch
 
 from runtime.core.plan import Int32s, StepPlan, StepResult, joined, last_tokens
 from runtime.core.pooling import Pooling
-from runtime.kernels.paged_attention import PagedBatch, PagedRows
-from runtime.kernels.sample import NUM_PARAMS
-from runtime.kernels.scatter_writes import scatter_writes
-from runtime.kernels.step_inputs import build_inputs
+from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
+from runtime.kernels.sampling.sample import NUM_PARAMS
+from runtime.kernels.step.scatter_writes import scatter_writes
+from runtime.kernels.step.step_inputs import build_inputs
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
 from runtime.worker.device_automata import DeviceAutomata
@@ -169,7 +169,7 @@ class GpuSteps:
 
     def _state_writes(self, plan: StepPlan) -> list[Int32s]:
         """The plan's changes of the state: block tables, tokens and parameters of new requests, drafts; end to end as
-        kernels/scatter_writes.py has them."""
+        kernels/step/scatter_writes.py has them."""
         if not (plan.new or plan.block_table_writes.shape[1] or len(plan.draft_token_ids)):
             return [NO_WRITES]
         slots, index, blocks = plan.block_table_writes

@@ -18,7 +18,7 @@ import numpy as np
 from runtime.core.plan import Int32s, NewSlot, StepPlan
 from runtime.core.sharding import ALONE, Shard
 from runtime.core.types import CallboardError
-from runtime.kernels.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
+from runtime.kernels.sampling.automata import AT, FIRST, GUESSES, NUM_GUESSES, SLOT
 from runtime.structured.automaton import EagerMatcher
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.structured.engines import Engines
@@ -52,7 +52,9 @@ class Masks:
     words: Int32s  # [n, num_words], as Matcher.fill has them
     failed: Int32s  # numbers of the samples that are not drawn: the grammar cannot go on, or its matcher is not there
     rows: list[_Row]  # the rows whose samples are drawn
-    tracked: Int32s  # [n, GUESSES + most guesses], rows of outputs on the device, as kernels/automata.py has them
+    tracked: (
+        Int32s  # [n, GUESSES + most guesses], rows of outputs on the device, as kernels/sampling/automata.py has them
+    )
     automata: DeviceAutomata | None
     begun: tuple[int, int]  # outputs for the first time here, by the engine that serves them: lazy, eager
     failures: dict[int, str]  # why a request fails (C9), by the number of the first sample of its row

@@ -1,4 +1,4 @@
-"""The host's end of kernels/graph_io.py: rings of inputs for graphs, and of their outputs."""
+"""The host's end of kernels/step/graph_io.py: rings of inputs for graphs, and of their outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s
-from runtime.kernels.graph_io import HEAD, read_input, write_output
+from runtime.kernels.step.graph_io import HEAD, read_input, write_output
 
 MAX_PIECES = 8  # graphs of a step
 _NUM_ENTRIES = 2 * MAX_PIECES  # graphs that may be in flight
@@ -31,7 +31,7 @@ class GraphIO:
 
     def write_input(self, repeats: int, rows: Int32s, writes: list[Int32s]) -> Int32s:
         """Write the input of the next `repeats` replays of a graph. `writes` are their number, as an array, and what
-        kernels/scatter_writes.py wants after it. Returns where the output will be when the replays are done; the entry
+        kernels/step/scatter_writes.py wants after it. Returns where the output will be when the replays are done; the entry
         is used again, so the caller copies from it."""
         self._entry = (self._entry + 1) % _NUM_ENTRIES
         self._over[self._entry]()

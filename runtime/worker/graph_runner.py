@@ -32,7 +32,7 @@ _FEW_TOKENS = 1024
 _LEAST_REST = 512  # tokens of a step that are left for its next piece
 _NEW_TOKENS = 8192  # of requests that enter by a graph's input
 _NO_ROWS = StepPlan(0)
-NO_WRITES: Int32s = np.zeros(1, np.int32)  # as kernels/scatter_writes.py has them
+NO_WRITES: Int32s = np.zeros(1, np.int32)  # as kernels/step/scatter_writes.py has them
 
 
 @contextmanager
@@ -67,7 +67,7 @@ class Bucket(NamedTuple):
         return 2 * (2 * self.num_rows + self.num_tokens)
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows as kernels/graph_io.py has them: slots, tokens and sampled slots; starts, nothing, sampled positions."""
+        """Rows as kernels/step/graph_io.py has them: slots, tokens and sampled slots; starts, nothing, sampled positions."""
         return tuple(rows.split_with_sizes([self.num_rows, self.num_rows, self.num_tokens] * 2))
 
     def pack(self, plan: StepPlan, null_slot: int) -> Int32s:
@@ -120,7 +120,7 @@ class GraphRunner:
         self.max_rows = max(num_slots, MAX_VERIFIED)
         input_size = self.max_rows * _max_ints_of_a_row(block_size) + _NEW_TOKENS
         self.graph_io = GraphIO(input_size, self.max_rows * MAX_STEPS, state.device)
-        # The rows of a graph's input, as kernels/graph_io.py has them.
+        # The rows of a graph's input, as kernels/step/graph_io.py has them.
         self.rows = torch.zeros(10 * self.max_rows, dtype=torch.int32, device=state.device)
         self.graphs: dict[int, list[CapturedGraph]] = {}  # tokens of a row -> by rising number of rows
         self.prefill_graphs: list[CapturedGraph] = []  # by rising numbers of tokens and of short rows

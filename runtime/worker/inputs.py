@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, StepPlan, last_tokens
-from runtime.kernels.attention import AttentionShape, decode_bucket, plan_attention
+from runtime.kernels.attention.attention_torch import AttentionShape, decode_bucket, plan_attention
 from runtime.models.forward_batch import ForwardBatch
 from runtime.worker.slots import Slots
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from runtime.core.kv_cache_spec import KVCacheSpec
-from runtime.kernels.stored_kv import KVLayer
+from runtime.kernels.attention.stored_kv import KVLayer
 
 
 class KVCache:

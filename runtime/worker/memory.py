@@ -14,9 +14,9 @@ from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.kv_cache_spec import KVCacheSpec
 from runtime.core.sharding import NUM_LEAVES
 from runtime.core.types import CallboardError
-from runtime.kernels.attention import MAX_GATHERED
+from runtime.kernels.attention.attention_torch import MAX_GATHERED
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.penalties import NUM_TABLES
+from runtime.kernels.sampling.penalties import NUM_TABLES
 from runtime.models.adapters import adapter_bytes
 from runtime.quant.formats import weight_bytes, widened_bytes
 from runtime.worker.graph_runner import MAX_VERIFIED

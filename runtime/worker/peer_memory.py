@@ -1,7 +1,7 @@
 """The communicator of ranks that are GPUs of one machine: each writes into the memory of all others.
 
 That memory is allocated by the driver and not by torch, whose allocator may give memory of which no handle can be made.
-It is one allocation a rank, in which the kernels have their inboxes (runtime.kernels.inboxes).
+It is one allocation a rank, in which the kernels have their inboxes (runtime.kernels.collectives.inboxes).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Literal, Protocol
 import torch
 
 from runtime.core.types import CallboardError
-from runtime.kernels.all_gather import all_gather_triton
-from runtime.kernels.all_reduce import all_reduce_triton
-from runtime.kernels.communicator import TIMEOUT_S
-from runtime.kernels.inboxes import EMPTY_WORD, LOOKS_PER_S, NUM_INBOXES, NUM_PROGRAMS, STATE_WORDS, Inboxes
+from runtime.kernels.collectives.all_gather import all_gather_triton
+from runtime.kernels.collectives.all_reduce import all_reduce_triton
+from runtime.kernels.collectives.communicator import TIMEOUT_S
+from runtime.kernels.collectives.inboxes import EMPTY_WORD, LOOKS_PER_S, NUM_INBOXES, NUM_PROGRAMS, STATE_WORDS, Inboxes
 from runtime.worker.cuda_driver import call, words_at
 
 _HANDLE = struct.Struct("<8sIIQQQ64s")  # mark, rank, size, process, address in it, bytes of an inbox, Memory's handle
@@ -87,7 +87,7 @@ def inbox_bytes_of(size: int, max_bytes: int) -> int:
 
 
 class PeerMemory:
-    """`runtime.kernels.communicator.Communicator` of processes with a GPU each; or several, or threads, on one."""
+    """`runtime.kernels.collectives.communicator.Communicator` of processes with a GPU each; or several, or threads, on one."""
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from runtime.core.plan import EMPTY, Int32s, NewSlot, StepPlan, num_targets
-from runtime.kernels.logprobs import token_logprobs
+from runtime.kernels.sampling.logprobs import token_logprobs
 from runtime.models.decoder import Decoder
 from runtime.worker.sampler import Logprobs
 from runtime.worker.split_logits import SplitLogits

@@ -8,7 +8,7 @@ import torch
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.kernels.communicator import TIMEOUT_S, Communicator, OneRank
+from runtime.kernels.collectives.communicator import TIMEOUT_S, Communicator, OneRank
 from runtime.kernels.numerics import Numerics
 from runtime.worker.peer_memory import PeerMemory, inbox_bytes_of
 from runtime.worker.shared_memory import SharedMemory

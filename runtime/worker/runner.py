@@ -22,11 +22,11 @@ from runtime.core.plan import StepPlan, StepResult
 from runtime.core.sharding import ALONE, Shard
 from runtime.core.speculation import MAX_DRAFT_TOKENS
 from runtime.core.types import CallboardError
-from runtime.kernels import cpu_quantized
 from runtime.kernels._triton import INTERPRETED
-from runtime.kernels.linear import can_pack
+from runtime.kernels.linear.linear_torch import can_pack
+from runtime.kernels.linear.tiles import multiplies_fp8
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.tiles import multiplies_fp8
+from runtime.kernels.quantized import cpu_quantized
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.formats import check_products, format_names, forms_on_device
 from runtime.quant.report import weight_report

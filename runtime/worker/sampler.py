@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from runtime.core.plan import Int32s, NewSlot
-from runtime.kernels import sample
-from runtime.kernels.bitmask import apply_bitmask_torch
-from runtime.kernels.gumbel import gumbel_noise, noise_keys
-from runtime.kernels.logprobs import token_logprobs
-from runtime.kernels.penalties import penalise_torch
-from runtime.kernels.token_keys import FAILED, best_keys_torch, tokens_of_keys_torch
-from runtime.kernels.top_k_top_p import top_k_top_p_bounds_torch
+from runtime.kernels.sampling import sample
+from runtime.kernels.sampling.bitmask import apply_bitmask_torch
+from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys
+from runtime.kernels.sampling.logprobs import token_logprobs
+from runtime.kernels.sampling.penalties import penalise_torch
+from runtime.kernels.sampling.token_keys import FAILED, best_keys_torch, tokens_of_keys_torch
+from runtime.kernels.sampling.top_k_top_p import top_k_top_p_bounds_torch
 from runtime.worker.grammar_state import Masks
 from runtime.worker.slot_sampling import MASKED_LOGIT, SlotSampling
 from runtime.worker.slots import Slots

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from runtime.core.types import CallboardError
-from runtime.kernels.all_reduce import sum_partials_torch
-from runtime.kernels.communicator import TIMEOUT_S
+from runtime.kernels.collectives.all_reduce import sum_partials_torch
+from runtime.kernels.collectives.communicator import TIMEOUT_S
 
 _HANDLE = struct.Struct("<8sIIIIQ")  # mark, rank, size, process, its descriptor of the buffer, bytes of a half
 _MARK = b"cb-ranks"
@@ -77,7 +77,7 @@ class _Buffer:
 
 
 class SharedMemory:
-    """`runtime.kernels.communicator.Communicator` of processes of one user on one machine, or of threads."""
+    """`runtime.kernels.collectives.communicator.Communicator` of processes of one user on one machine, or of threads."""
 
     def __init__(
         self,

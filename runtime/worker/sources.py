@@ -14,7 +14,7 @@ from runtime.core.decoder_spec import DecoderSpec
 from runtime.core.pooling import Pooling
 from runtime.core.sharding import Part
 from runtime.core.types import CallboardError
-from runtime.kernels.communicator import Communicator
+from runtime.kernels.collectives.communicator import Communicator
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.loading.pooling import PoolingFiles, read_pooling

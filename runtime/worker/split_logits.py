@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.sharding import Shard
-from runtime.kernels.communicator import Communicator, OneRank
+from runtime.kernels.collectives.communicator import Communicator, OneRank
 
 
 class SplitLogits:
@@ -38,7 +38,7 @@ class SplitLogits:
         return self.ranks.all_gather(logits, wanted)[:, : self.vocab_size]
 
     def best(self, keys: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' keys (kernels/token_keys.py) [n] int64, in place of this rank's."""
+        """The largest of all ranks' keys (kernels/sampling/token_keys.py) [n] int64, in place of this rank's."""
         return self.ranks.all_max(keys)
 
     def of_first_rank(self, token_ids: torch.Tensor) -> torch.Tensor:

@@ -12,15 +12,15 @@ from runtime.core.decoder_spec import DecoderSpec, RopeSpec
 from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.types import Request, SamplingParams
-from runtime.kernels.gated_activation import gated_activation_torch, gated_activation_triton
-from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.rope import (
+from runtime.kernels.attention.rope import (
     rope_rows_torch,
     rope_rows_triton,
     rope_store_kv_torch,
     rope_store_kv_triton,
     rope_table,
 )
+from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
+from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
 from runtime.llm import LLM
 from runtime.worker.gpu_steps import GpuSteps
 from runtime.worker.runner import ModelRunner

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
-from runtime.kernels.adapters import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
-from runtime.kernels.fused_linear import FusedLinear
-from runtime.kernels.linear import AdaptedLinear
-from runtime.kernels.small_results import EMPTY_WORD
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.linear_torch import AdaptedLinear
+from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
+from runtime.kernels.linear.small_results import EMPTY_WORD
 from tests.gpu.test_gpu_determinism import SPECS, prompt
 from tests.support.runner_driver import Driver, tiny_runner
 

@@ -7,7 +7,7 @@ import torch
 
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec
-from runtime.kernels.communicator import OneRank
+from runtime.kernels.collectives.communicator import OneRank
 from tests.models.test_divided_decoder import SPECS, rank_logits
 from tests.support.lockstep_ranks import LockstepGroup
 

@@ -5,15 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.decoder_spec import ExpertsSpec
-from runtime.kernels.experts import Experts
-from runtime.kernels.fp8_experts import Fp8Experts
-from runtime.kernels.fp8_linear import Fp8Linear, fp8_linear_torch, fp8_linear_triton
-from runtime.kernels.fp8_rows import fp8_rows_torch, fp8_rows_triton
-from runtime.kernels.fused_linear import FusedLinear
-from runtime.kernels.gated_activation import gated_activation_torch
-from runtime.kernels.linear import Linear
-from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
-from runtime.kernels.rms_norm import rms_norm_torch
+from runtime.kernels.experts.experts_torch import Experts
+from runtime.kernels.experts.fp8_experts import Fp8Experts
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.norm.gated_activation import gated_activation_torch
+from runtime.kernels.norm.rms_norm import rms_norm_torch
+from runtime.kernels.quantized.fp8_linear import Fp8Linear, fp8_linear_torch, fp8_linear_triton
+from runtime.kernels.quantized.fp8_rows import fp8_rows_torch, fp8_rows_triton
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.quant.forms import FORMS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

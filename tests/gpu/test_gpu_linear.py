@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from runtime.kernels.batch_invariant_linear import batch_invariant_linear_torch, batch_invariant_linear_triton
-from runtime.kernels.fused_linear import FusedLinear
-from runtime.kernels.skinny_gemm import MAX_ROWS, skinny_gemm_torch, skinny_gemm_triton
+from runtime.kernels.linear.batch_invariant_linear import batch_invariant_linear_torch, batch_invariant_linear_triton
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.skinny_gemm import MAX_ROWS, skinny_gemm_torch, skinny_gemm_triton
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 FORMS = {

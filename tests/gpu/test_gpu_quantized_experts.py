@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.decoder_spec import ExpertsSpec
-from runtime.kernels.experts import Experts
-from runtime.kernels.fused_linear import FusedLinear
-from runtime.kernels.gated_activation import gated_activation_torch
-from runtime.kernels.linear import Linear
-from runtime.kernels.quantized_experts import QuantizedExperts, quantized_expert_tile
-from runtime.kernels.quantized_weight import dequantize
-from runtime.kernels.rms_norm import rms_norm_torch
+from runtime.kernels.experts.experts_torch import Experts
+from runtime.kernels.experts.quantized_experts import QuantizedExperts, quantized_expert_tile
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.norm.gated_activation import gated_activation_torch
+from runtime.kernels.norm.rms_norm import rms_norm_torch
+from runtime.kernels.quantized.quantized_weight import dequantize
 from tests.triton.test_quantized_kernels import some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

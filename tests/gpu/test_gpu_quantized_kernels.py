@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from runtime.kernels.integer_linear import IntegerLinear, has_integer_product
-from runtime.kernels.quantized_linear import QuantizedLinear, dequantize_triton
-from runtime.kernels.quantized_skinny_gemm import quantized_skinny_gemm_triton
-from runtime.kernels.quantized_weight import dequantize
+from runtime.kernels.quantized.integer_linear import IntegerLinear, has_integer_product
+from runtime.kernels.quantized.quantized_linear import QuantizedLinear, dequantize_triton
+from runtime.kernels.quantized.quantized_skinny_gemm import quantized_skinny_gemm_triton
+from runtime.kernels.quantized.quantized_weight import dequantize
 from tests.triton.test_quantized_kernels import FORMS, some_weight
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

@@ -6,8 +6,8 @@ import torch
 
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
-from runtime.kernels.gumbel import noise_bits, noise_keys
-from runtime.kernels.sample import (
+from runtime.kernels.sampling.gumbel import noise_bits, noise_keys
+from runtime.kernels.sampling.sample import (
     MIN_P,
     NUM_PARAMS,
     SEED_HIGH,
@@ -17,8 +17,8 @@ from runtime.kernels.sample import (
     TOP_P,
     sample_tokens_triton,
 )
-from runtime.kernels.scatter_writes import scatter_writes
-from runtime.kernels.step_inputs import build_inputs
+from runtime.kernels.step.scatter_writes import scatter_writes
+from runtime.kernels.step.step_inputs import build_inputs
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots

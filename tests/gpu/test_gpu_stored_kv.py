@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from runtime.core.decoder_spec import RopeSpec
-from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.paged_attention import paged_attention_torch
-from runtime.kernels.prefill_attention import prefill_attention
-from runtime.kernels.rope import (
+from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.paged_attention import paged_attention_torch
+from runtime.kernels.attention.prefill_attention import prefill_attention
+from runtime.kernels.attention.rope import (
     rope_rows_torch,
     rope_rows_triton,
     rope_store_kv_torch,
     rope_store_kv_triton,
     rope_table,
 )
-from runtime.kernels.stored_kv import restore_kv
+from runtime.kernels.attention.stored_kv import restore_kv
 from tests.support.attention_cases import check, encoded, every_fp8, paged_case, rows_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")

@@ -8,7 +8,7 @@ import torch
 
 from runtime.core.config import EngineConfig
 from runtime.core.types import FinishReason, Grammar
-from runtime.kernels import automata, bitmask, sample
+from runtime.kernels.sampling import automata, bitmask, sample
 from runtime.structured.automaton_policy import AutomatonPolicy
 from runtime.worker.runner import ModelRunner
 from runtime.worker.sources import DummySource

@@ -16,7 +16,7 @@ from runtime.core.engine import EngineCore
 from runtime.core.executor import InProcess
 from runtime.core.ngram import Ngram
 from runtime.core.types import FinishReason, Grammar, GrammarSpec
-from runtime.kernels.automata import advance_states_torch, mask_states_torch
+from runtime.kernels.sampling.automata import advance_states_torch, mask_states_torch
 from runtime.structured.automaton import EagerMatcher, build
 from runtime.structured.grammar import compiled
 from runtime.structured.lazy import LazyEngine

@@ -11,9 +11,9 @@ from benchmarks.library.make_adapter import modules_of, save_adapter
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec, RopeSpec
 from runtime.core.sharding import Shard
-from runtime.kernels.attention import AttentionShape, plan_attention
-from runtime.kernels.communicator import Communicator, OneRank
-from runtime.kernels.paged_attention import PagedBatch, PagedRows
+from runtime.kernels.attention.attention_torch import AttentionShape, plan_attention
+from runtime.kernels.attention.paged_attention import PagedBatch, PagedRows
+from runtime.kernels.collectives.communicator import Communicator, OneRank
 from runtime.models.decoder import Decoder
 from runtime.models.forward_batch import ForwardBatch
 from runtime.models.phi import WEIGHT_MAP

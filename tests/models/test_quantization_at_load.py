@@ -300,7 +300,7 @@ def test_a_form_that_nothing_multiplies_with_here_is_refused(monkeypatch):
             "use fp8 or int8 or int4 or nf4 with dtype=bfloat16.",
         ),
     ):
-        monkeypatch.setattr("runtime.kernels.cpu_quantized.has_vector_code", lambda: True)
+        monkeypatch.setattr("runtime.kernels.quantized.cpu_quantized.has_vector_code", lambda: True)
         monkeypatch.setattr("runtime.quant.formats.products_of", products)
         for field, form in (("quantization", "nf4"), ("head_quantization", "int8")):
             with pytest.raises(CallboardError) as error:

@@ -10,9 +10,9 @@ import torch
 from runtime.core.config import EngineConfig
 from runtime.core.decoder_spec import DecoderSpec, ExpertsSpec
 from runtime.core.types import CallboardError
-from runtime.kernels.fp8_experts import has_fp8_experts
+from runtime.kernels.experts.fp8_experts import has_fp8_experts
 from runtime.kernels.numerics import Numerics
-from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.quant.at_load import PLAIN
 from runtime.quant.formats import widened_bytes
 from runtime.quant.forms import FORMS
@@ -72,7 +72,7 @@ def test_nothing_keeps_codes_in_float32():
 
 
 def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
-    monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: True)
+    monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
 
     def pair(form: str, hidden: int, ffn: int, **block: int) -> tuple[QuantizedWeight, QuantizedWeight]:
         dtype = torch.float8_e4m3fn if form == "fp8" else torch.int8
@@ -87,12 +87,12 @@ def test_mixtures_take_fp8_rows_where_tiles_are_whole(monkeypatch):
     assert not has_fp8_experts(pair("fp8", 256, 192))
     assert not has_fp8_experts(pair("fp8", 256, 128, group=128))
     assert not has_fp8_experts(pair("int8", 256, 128))
-    monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: False)
+    monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: False)
     assert not has_fp8_experts(pair("fp8", 256, 128))
 
 
 def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
-    monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: True)
+    monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
     spec = DecoderSpec(
         num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, ffn_size=256, vocab_size=101,
         max_positions=64, norm_eps=1e-6,
@@ -111,13 +111,13 @@ def test_memory_is_planned_for_the_largest_map_that_is_widened(monkeypatch):
     assert not widened("int8", every, replace(GPU, deterministic=True))
     assert not widened("fp8", every)
     assert widened("int8", "gate up down", experts=ExpertsSpec(4, 2, True)) == 0
-    monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: False)
+    monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: False)
     assert widened("fp8", every) == 2 * 2 * 256 * 128
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
 def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
-    monkeypatch.setattr("runtime.kernels.cpu_quantized.has_vector_code", lambda: False)
+    monkeypatch.setattr("runtime.kernels.quantized.cpu_quantized.has_vector_code", lambda: False)
     wanted = f" is {form}, which nothing multiplies with on a CPU without AVX2 and AVX-512; leave it at auto."
     with pytest.raises(CallboardError) as error:
         tiny_runner(quantization=form)
@@ -128,7 +128,7 @@ def test_a_cpu_without_vector_code_refuses_the_set_field(form, monkeypatch):
 
 
 def test_auto_is_float32_on_a_cpu_without_products(monkeypatch):
-    monkeypatch.setattr("runtime.kernels.cpu_quantized.has_vector_code", lambda: False)
+    monkeypatch.setattr("runtime.kernels.quantized.cpu_quantized.has_vector_code", lambda: False)
     numerics = choose_numerics(EngineConfig(device="cpu", quantization="int4"))
     assert numerics.dtype == torch.float32
     assert products_of(replace(numerics, dtype=torch.bfloat16)) is None

@@ -245,7 +245,7 @@ def test_a_gpu_of_our_own_is_filled():
 
 @pytest.mark.parametrize(("form", "is_widened"), [("int4", True), ("fp8", False)])
 def test_a_gpus_plan_has_room_for_a_weight_that_is_widened_for_many_rows(monkeypatch, form, is_widened):
-    monkeypatch.setattr("runtime.kernels.tiles.multiplies_fp8", lambda device: True)
+    monkeypatch.setattr("runtime.kernels.linear.tiles.multiplies_fp8", lambda device: True)
     on_gpu = Numerics(torch.bfloat16, torch.device("cuda"), "triton", packed=False, deterministic=False)
     config = EngineConfig(quantization=form).sized_for("cuda")
     dense, codes = (plan_memory(config, spec, on_gpu, 80 * GIB) for spec in (BIG, quantized_at_load(BIG, config)))

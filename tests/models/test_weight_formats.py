@@ -16,7 +16,7 @@ from runtime.core.sharding import Shard, Sharding, parts_of, sharding_of
 from runtime.core.types import CallboardError
 from runtime.inspection import model_report
 from runtime.kernels import Kernels
-from runtime.kernels.linear import Linear
+from runtime.kernels.linear.linear_torch import Linear
 from runtime.kernels.numerics import Numerics
 from runtime.loading.checkpoint import open_checkpoint
 from runtime.models import load_spec

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.core.decoder_spec import ExpertsSpec, RopeSpec
-from runtime.kernels import linear
-from runtime.kernels.experts import route_torch
-from runtime.kernels.gated_activation import gated_activation_exact
-from runtime.kernels.gumbel import gumbel_noise, noise_keys
-from runtime.kernels.layer_norm import layer_norm_torch
-from runtime.kernels.linear import agreeing_sizes, batch_invariant_product
-from runtime.kernels.logprobs import token_logprobs
-from runtime.kernels.rms_norm import rms_norm_torch
-from runtime.kernels.rope import rope_table
+from runtime.kernels.attention.rope import rope_table
+from runtime.kernels.experts.experts_torch import route_torch
+from runtime.kernels.linear.linear_torch import agreeing_sizes, batch_invariant_product
+from runtime.kernels.linear.linear_torch import linear_torch as linear
+from runtime.kernels.norm.gated_activation import gated_activation_exact
+from runtime.kernels.norm.layer_norm import layer_norm_torch
+from runtime.kernels.norm.rms_norm import rms_norm_torch
+from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys
+from runtime.kernels.sampling.logprobs import token_logprobs
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.library.models import spec_of
 from runtime.core.config import EngineConfig
-from runtime.kernels import cpu_quantized
-from runtime.kernels.cpu_quantized import has_vector_code, int4_rows
+from runtime.kernels.quantized import cpu_quantized
+from runtime.kernels.quantized.cpu_quantized import has_vector_code, int4_rows
 from runtime.quant.at_load import quantized_at_load
 from runtime.quant.formats import weight_bytes
 from runtime.quant.forms import FORMS, Form

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from runtime.core.decoder_spec import RopeSpec
-from runtime.kernels.attention import (
+from runtime.kernels.attention.attention_torch import (
     AttentionShape,
     attention_exact,
     attention_torch,
     decode_bucket,
     plan_attention,
 )
-from runtime.kernels.gated_activation import gated_activation_exact, gated_activation_torch
-from runtime.kernels.linear import can_pack, cpu_product
-from runtime.kernels.rms_norm import rms_norm_torch
-from runtime.kernels.rope import rope_rows_torch, rope_store_kv_torch, rope_table
+from runtime.kernels.attention.rope import rope_rows_torch, rope_store_kv_torch, rope_table
+from runtime.kernels.linear.linear_torch import can_pack, cpu_product
+from runtime.kernels.norm.gated_activation import gated_activation_exact, gated_activation_torch
+from runtime.kernels.norm.rms_norm import rms_norm_torch
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_attention_equals_softmax_over_each_tokens_past(step, most, window, soft
     want = torch.stack(want).float()
     for exact, attention in ((False, attention_torch), (True, attention_exact)):
         shape = AttentionShape(kv_heads * group, kv_heads, len(blocks) + 1, block_size, torch.float32, CPU, exact)
-        with mock.patch("runtime.kernels.attention.MAX_GATHERED", most):
+        with mock.patch("runtime.kernels.attention.attention_torch.MAX_GATHERED", most):
             plan = plan_attention(tables, starts, counts, shape)
         assert plan.num_tokens == len(q)
         for _ in range(2):  # as another layer, which finds the masks of the first

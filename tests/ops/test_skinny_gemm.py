@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from runtime.kernels.batch_invariant_linear import MAX_SPLIT_TILES, choose_tiling
-from runtime.kernels.skinny_gemm import skinny_gemm_config, skinny_gemm_torch
-from runtime.kernels.skinny_gemm_configs import SKINNY_GEMM_CONFIGS
-from runtime.kernels.sum_order import sum_order
+from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, choose_tiling
+from runtime.kernels.linear.skinny_gemm import skinny_gemm_config, skinny_gemm_torch
+from runtime.kernels.linear.skinny_gemm_configs import SKINNY_GEMM_CONFIGS
+from runtime.kernels.linear.sum_order import sum_order
 
 
 def test_folded_steps_are_the_plain_ones():

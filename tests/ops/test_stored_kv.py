@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.kernels.attention import AttentionShape, attention_exact, attention_torch, plan_attention
-from runtime.kernels.stored_kv import restore_kv, store_kv_torch
+from runtime.kernels.attention.attention_torch import AttentionShape, attention_exact, attention_torch, plan_attention
+from runtime.kernels.attention.stored_kv import restore_kv, store_kv_torch
 from tests.support.attention_cases import encoded, every_fp8
 
 

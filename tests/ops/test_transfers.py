@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from runtime.kernels.graph_io import read_input_torch, write_output_torch
+from runtime.kernels.step.graph_io import read_input_torch, write_output_torch
 from runtime.worker.graph_io import GraphIO
 from runtime.worker.transfers import Transfers
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from runtime.kernels.paged_attention import PagedRows, paged_attention_torch
-from runtime.kernels.stored_kv import store_kv_torch
+from runtime.kernels.attention.paged_attention import PagedRows, paged_attention_torch
+from runtime.kernels.attention.stored_kv import store_kv_torch
 
 
 def paged_case(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runtime.core.types import CallboardError
-from runtime.kernels.communicator import Communicator
+from runtime.kernels.collectives.communicator import Communicator
 
 _START_S = 100  # at most, until a process has imported torch
 

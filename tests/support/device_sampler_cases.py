@@ -5,17 +5,16 @@ import torch
 
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
-from runtime.kernels.automata import (
+from runtime.kernels.sampling.automata import (
     advance_states_torch,
     advance_states_triton,
     mask_states_torch,
     mask_states_triton,
 )
-from runtime.kernels.bitmask import apply_bitmask_torch, apply_bitmask_triton
-from runtime.kernels.graph_io import read_input, read_input_torch, write_output, write_output_torch
-from runtime.kernels.gumbel import gumbel_noise, noise_keys
-from runtime.kernels.penalties import NUM_TABLES, penalise_torch, penalise_triton
-from runtime.kernels.sample import (
+from runtime.kernels.sampling.bitmask import apply_bitmask_torch, apply_bitmask_triton
+from runtime.kernels.sampling.gumbel import gumbel_noise, noise_keys
+from runtime.kernels.sampling.penalties import NUM_TABLES, penalise_torch, penalise_triton
+from runtime.kernels.sampling.sample import (
     FREQUENCY,
     MIN_P,
     NUM_PARAMS,
@@ -32,8 +31,9 @@ from runtime.kernels.sample import (
     sample_tokens_torch,
     sample_tokens_triton,
 )
-from runtime.kernels.scatter_writes import scatter_writes, scatter_writes_torch
-from runtime.kernels.step_inputs import build_inputs, build_inputs_torch
+from runtime.kernels.step.graph_io import read_input, read_input_torch, write_output, write_output_torch
+from runtime.kernels.step.scatter_writes import scatter_writes, scatter_writes_torch
+from runtime.kernels.step.step_inputs import build_inputs, build_inputs_torch
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.sampler import Sampler
 from runtime.worker.slots import Slots

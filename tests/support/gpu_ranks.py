@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 
 from runtime.core.types import CallboardError
-from runtime.kernels import inboxes
-from runtime.kernels.all_reduce import sum_partials_torch
+from runtime.kernels.collectives import inboxes
+from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.worker.peer_memory import PeerMemory
 
 SHAPES = ((1, 4096), (3, 2880), (1, 130), (64, 4096), (1000, 4096), (9, 128256))

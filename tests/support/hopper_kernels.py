@@ -34,25 +34,26 @@ from benchmarks.library.models import spec_of  # noqa: E402
 from runtime.core.decoder_spec import ExpertsSpec  # noqa: E402
 from runtime.core.plan import NewSlot, StepPlan  # noqa: E402
 from runtime.core.types import SamplingParams  # noqa: E402
-from runtime.kernels import _triton, tiles  # noqa: E402
-from runtime.kernels.adapters import RowAdapters, add_adapters_triton, make_adapters  # noqa: E402
-from runtime.kernels.all_gather import all_gather_triton  # noqa: E402
-from runtime.kernels.all_reduce import all_reduce_triton  # noqa: E402
-from runtime.kernels.automata import advance_states_triton, mask_states_triton  # noqa: E402
-from runtime.kernels.bitmask import apply_bitmask_triton  # noqa: E402
-from runtime.kernels.fp8_encode import encode_fp8_rows_triton  # noqa: E402
-from runtime.kernels.fp8_experts import Fp8Experts, has_fp8_experts  # noqa: E402
-from runtime.kernels.fp8_linear import fp8_linear_triton  # noqa: E402
-from runtime.kernels.fp8_rows import fp8_rows_triton  # noqa: E402
-from runtime.kernels.fused_linear import FusedLinear  # noqa: E402
-from runtime.kernels.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
-from runtime.kernels.integer_linear import IntegerLinear  # noqa: E402
+from runtime.kernels import _triton
+from runtime.kernels.collectives.all_gather import all_gather_triton  # noqa: E402
+from runtime.kernels.collectives.all_reduce import all_reduce_triton  # noqa: E402
+from runtime.kernels.collectives.inboxes import NUM_PROGRAMS, STATE_WORDS, Inboxes  # noqa: E402
+from runtime.kernels.experts.fp8_experts import Fp8Experts, has_fp8_experts  # noqa: E402
+from runtime.kernels.experts.quantized_experts import QuantizedExperts  # noqa: E402
+from runtime.kernels.linear.fused_linear import FusedLinear  # noqa: E402
+from runtime.kernels.linear.linear_torch import tiles
+from runtime.kernels.linear.lora import RowAdapters, add_adapters_triton, make_adapters  # noqa: E402
 from runtime.kernels.numerics import Numerics  # noqa: E402
-from runtime.kernels.quantized_experts import QuantizedExperts  # noqa: E402
-from runtime.kernels.quantized_linear import QuantizedLinear  # noqa: E402
-from runtime.kernels.quantized_weight import E2M1, QuantizedWeight, quantized_weight  # noqa: E402
-from runtime.kernels.sample import NUM_PARAMS  # noqa: E402
-from runtime.kernels.step_inputs import build_inputs  # noqa: E402
+from runtime.kernels.quantized.fp8_encode import encode_fp8_rows_triton  # noqa: E402
+from runtime.kernels.quantized.fp8_linear import fp8_linear_triton  # noqa: E402
+from runtime.kernels.quantized.fp8_rows import fp8_rows_triton  # noqa: E402
+from runtime.kernels.quantized.integer_linear import IntegerLinear  # noqa: E402
+from runtime.kernels.quantized.quantized_linear import QuantizedLinear  # noqa: E402
+from runtime.kernels.quantized.quantized_weight import E2M1, QuantizedWeight, quantized_weight  # noqa: E402
+from runtime.kernels.sampling.automata import advance_states_triton, mask_states_triton  # noqa: E402
+from runtime.kernels.sampling.bitmask import apply_bitmask_triton  # noqa: E402
+from runtime.kernels.sampling.sample import NUM_PARAMS  # noqa: E402
+from runtime.kernels.step.step_inputs import build_inputs  # noqa: E402
 from runtime.models.decoder import Decoder  # noqa: E402
 from runtime.worker.device_sampler import DeviceSampler  # noqa: E402
 from runtime.worker.gpu_steps import GpuSteps  # noqa: E402

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import torch
 
-from runtime.kernels.all_reduce import sum_partials_torch
+from runtime.kernels.collectives.all_reduce import sum_partials_torch
 
 _T = TypeVar("_T")
 
 
 class LockstepRank:
-    """`runtime.kernels.communicator.Communicator` of one thread, as far as steps use it; counts what it is asked."""
+    """`runtime.kernels.collectives.communicator.Communicator` of one thread, as far as steps use it; counts what it is asked."""
 
     handle = b""
 

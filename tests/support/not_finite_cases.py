@@ -11,25 +11,25 @@ import torch
 from runtime.core.decoder_spec import ExpertsSpec, RopeSpec
 from runtime.core.plan import NewSlot
 from runtime.core.types import SamplingParams
-from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.experts import GroupedExperts
-from runtime.kernels.fp8_encode import encode_fp8_rows_triton
-from runtime.kernels.fp8_experts import Fp8Experts
-from runtime.kernels.fp8_linear import fp8_linear_triton
-from runtime.kernels.fp8_rows import fp8_rows_torch, fp8_rows_triton
-from runtime.kernels.gated_activation import gated_activation_torch, gated_activation_triton
-from runtime.kernels.integer_linear import integer_linear_triton
-from runtime.kernels.integer_rows import integer_rows_triton
-from runtime.kernels.layer_norm import layer_norm_torch, layer_norm_triton
-from runtime.kernels.linear import Linear
-from runtime.kernels.paged_attention import paged_attention_torch
-from runtime.kernels.prefill_attention import prefill_attention
-from runtime.kernels.quantized_skinny_gemm import quantized_skinny_gemm_triton
-from runtime.kernels.quantized_weight import QuantizedWeight, pack_planes, plane_of, quantized_weight
-from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.rope import rope_rows_triton, rope_store_kv_triton, rope_table
-from runtime.kernels.sample import NUM_PARAMS, sample_tokens_triton
-from runtime.kernels.stored_kv import restore_kv
+from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.paged_attention import paged_attention_torch
+from runtime.kernels.attention.prefill_attention import prefill_attention
+from runtime.kernels.attention.rope import rope_rows_triton, rope_store_kv_triton, rope_table
+from runtime.kernels.attention.stored_kv import restore_kv
+from runtime.kernels.experts.experts_torch import GroupedExperts
+from runtime.kernels.experts.fp8_experts import Fp8Experts
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.norm.gated_activation import gated_activation_torch, gated_activation_triton
+from runtime.kernels.norm.layer_norm import layer_norm_torch, layer_norm_triton
+from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.quantized.fp8_encode import encode_fp8_rows_triton
+from runtime.kernels.quantized.fp8_linear import fp8_linear_triton
+from runtime.kernels.quantized.fp8_rows import fp8_rows_torch, fp8_rows_triton
+from runtime.kernels.quantized.integer_linear import integer_linear_triton
+from runtime.kernels.quantized.integer_rows import integer_rows_triton
+from runtime.kernels.quantized.quantized_skinny_gemm import quantized_skinny_gemm_triton
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, pack_planes, plane_of, quantized_weight
+from runtime.kernels.sampling.sample import NUM_PARAMS, sample_tokens_triton
 from runtime.quant.forms import _GREATEST, _SMALLEST
 from runtime.worker.device_sampler import DeviceSampler
 from runtime.worker.transfers import Transfers

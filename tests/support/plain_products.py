@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.kernels import Kernels
-from runtime.kernels.linear import Linear
+from runtime.kernels.linear.linear_torch import Linear
 from runtime.quant.format import Shape, Weight
 from runtime.quant.forms import Form, Integer4
 from runtime.quant.packing import unpack_nibbles

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from runtime.kernels.communicator import Communicator
+from runtime.kernels.collectives.communicator import Communicator
 from runtime.worker.shared_memory import SharedMemory
 
 _T = TypeVar("_T")

@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import tests.support.interpreter  # noqa: F401
-from runtime.kernels import sample
+from runtime.kernels.sampling import sample
 from tests.support.device_sampler_cases import CPU, make_state
 
 NUM_PROGRAMS = 3  # of a row

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.kernels.skinny_gemm_configs import SkinnyGemmConfig
+from runtime.kernels.linear.skinny_gemm_configs import SkinnyGemmConfig
 from tests.triton import INTERPRETING
 
 
@@ -13,7 +13,7 @@ def wide_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of few rows for tests of whole steps: by a few programs, which the interpreter runs one after another,
     instead of by as many as fill a GPU. test_linear_kernels.py has their shapes."""
     wide = SkinnyGemmConfig(block_n=128, block_k=1024, num_warps=4)
-    monkeypatch.setattr("runtime.kernels.skinny_gemm.skinny_gemm_config", lambda *shape: wide)
+    monkeypatch.setattr("runtime.kernels.linear.skinny_gemm.skinny_gemm_config", lambda *shape: wide)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.library.make_adapter import modules_of, save_adapter
-from runtime.kernels import adapters
-from runtime.kernels.adapters import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
-from runtime.kernels.fused_linear import FusedLinear
-from runtime.kernels.gated_activation import gated_activation_torch
-from runtime.kernels.linear import Linear
-from runtime.kernels.rms_norm import rms_norm_torch
-from runtime.kernels.small_results import EMPTY_WORD
+from runtime.kernels.linear.fused_linear import FusedLinear
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.linear.linear_torch import lora as adapters
+from runtime.kernels.linear.lora import RowAdapters, add_adapters_torch, add_adapters_triton, make_adapters
+from runtime.kernels.linear.small_results import EMPTY_WORD
+from runtime.kernels.norm.gated_activation import gated_activation_torch
+from runtime.kernels.norm.rms_norm import rms_norm_torch
 from runtime.worker.runner import ModelRunner
 from tests.support.runner_driver import Driver, tiny_runner
 from tests.support.triton_engine import SHALLOW, replayed_graphs
@@ -86,7 +86,7 @@ def test_steps_and_graphs(tmp_path, monkeypatch):
     of its own."""
     spec = replace(SHALLOW, hidden_size=64, num_heads=2, ffn_size=64)
     # Products of few rows, and what is run before the first step, are other tests' matter.
-    monkeypatch.setattr("runtime.kernels.fused_linear.MAX_ROWS", 0)
+    monkeypatch.setattr("runtime.kernels.linear.fused_linear.MAX_ROWS", 0)
     monkeypatch.setattr(ModelRunner, "_warm_up", lambda self: None)
     prompts = [np.random.default_rng(i).integers(0, 131, 5 + i).tolist() for i in range(3)]
     runners = {}

@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.decoder_spec import ExpertsSpec
-from runtime.kernels.experts import Experts
-from runtime.kernels.fp8_encode import encode_fp8_rows_triton
-from runtime.kernels.fp8_experts import Fp8Experts
-from runtime.kernels.fp8_linear import Fp8Linear, fp8_linear_torch, fp8_linear_triton
-from runtime.kernels.fp8_rows import fp8_rows_torch, fp8_rows_triton
-from runtime.kernels.gated_activation import gated_activation_torch
-from runtime.kernels.linear import Linear
-from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, quantized_weight
-from runtime.kernels.rms_norm import rms_norm_torch, rms_norm_triton
-from runtime.kernels.tiles import Tiling
+from runtime.kernels.experts.experts_torch import Experts
+from runtime.kernels.experts.fp8_experts import Fp8Experts
+from runtime.kernels.linear.linear_torch import Linear
+from runtime.kernels.linear.tiles import Tiling
+from runtime.kernels.norm.gated_activation import gated_activation_torch
+from runtime.kernels.norm.rms_norm import rms_norm_torch, rms_norm_triton
+from runtime.kernels.quantized.fp8_encode import encode_fp8_rows_triton
+from runtime.kernels.quantized.fp8_linear import Fp8Linear, fp8_linear_torch, fp8_linear_triton
+from runtime.kernels.quantized.fp8_rows import fp8_rows_torch, fp8_rows_triton
+from runtime.kernels.quantized.quantized_weight import QuantizedWeight, dequantize, quantized_weight
 from runtime.quant.forms import _GREATEST, _SMALLEST, FORMS
 
 ROWS, SIZE = 21, 272
@@ -122,7 +122,7 @@ def test_few_choices_of_wide_rows_have_a_counter_each(monkeypatch):
     """Programs share the results of as many tiles as there are counters, and no more."""
     counters = torch.zeros(1024, dtype=torch.int32)
     asked: list[int] = []
-    monkeypatch.setattr("runtime.kernels.fp8_experts._counters", lambda device: counters)
+    monkeypatch.setattr("runtime.kernels.experts.fp8_experts._counters", lambda device: counters)
     monkeypatch.setattr(Fp8Experts, "_fp8_product", lambda self, *args, is_single, **options: asked.append(is_single))
     monkeypatch.setattr(Fp8Experts, "_combine", lambda *args: None)
     hidden = 4096

@@ -5,17 +5,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from runtime.kernels.gated_activation import gated_activation_torch
-from runtime.kernels.integer_linear import (
+from runtime.kernels.linear.tiles import Tiling
+from runtime.kernels.norm.gated_activation import gated_activation_torch
+from runtime.kernels.norm.rms_norm import rms_norm_torch
+from runtime.kernels.quantized.integer_linear import (
     IntegerLinear,
     has_integer_product,
     integer_linear_torch,
     integer_linear_triton,
 )
-from runtime.kernels.integer_rows import IntegerRows, integer_rows_torch, integer_rows_triton
-from runtime.kernels.quantized_weight import QuantizedWeight, dequantize, pack_planes, plane_of, quantized_weight
-from runtime.kernels.rms_norm import rms_norm_torch
-from runtime.kernels.tiles import Tiling
+from runtime.kernels.quantized.integer_rows import IntegerRows, integer_rows_torch, integer_rows_triton
+from runtime.kernels.quantized.quantized_weight import (
+    QuantizedWeight,
+    dequantize,
+    pack_planes,
+    plane_of,
+    quantized_weight,
+)
 
 ROWS, SIZE = 21, 272
 OPERATIONS = {

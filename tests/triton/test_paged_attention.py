@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from runtime.kernels._triton import jit, tl
-from runtime.kernels.decode_attention import decode_attention
-from runtime.kernels.paged_attention import PagedRows, paged_attention_torch
-from runtime.kernels.prefill_attention import _find_segment, prefill_attention
+from runtime.kernels.attention.decode_attention import decode_attention
+from runtime.kernels.attention.paged_attention import PagedRows, paged_attention_torch
+from runtime.kernels.attention.prefill_attention import _find_segment, prefill_attention
 from tests.support.attention_cases import check, paged_case, rows_of
 
 
@@ -34,7 +34,9 @@ def test_the_grid_of_a_long_unchunked_prompt_is_one_that_devices_have(monkeypatc
             grids.append(grid)
             return lambda *args, **options: None
 
-    module = importlib.import_module("runtime.kernels.prefill_attention")  # the package has the function by that name
+    module = importlib.import_module(
+        "runtime.kernels.attention.prefill_attention"
+    )  # the package has the function by that name
     monkeypatch.setattr(module, "_prefill_attention_kernel", Kernel())
     monkeypatch.setattr(module, "use_pdl", lambda q: False)
     q = torch.empty((1 << 17, 32, 64), device="meta")

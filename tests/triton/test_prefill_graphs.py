@@ -27,7 +27,7 @@ def runner():
     config = {"kernel_backend": "triton", "dtype": "float32", "num_kv_blocks": 64, "max_num_seqs": 4}
     with pytest.MonkeyPatch.context() as patch:
         # Products of few rows are other tests' matter, and take minutes under the interpreter.
-        patch.setattr("runtime.kernels.fused_linear.MAX_ROWS", 0)
+        patch.setattr("runtime.kernels.linear.fused_linear.MAX_ROWS", 0)
         patch.setattr("runtime.worker.graph_runner.prefill_sizes", lambda most: [n for n in SIZES if n <= most])
         # Memory that is allocated and not written is NaN, or the largest integer.
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -4,19 +4,20 @@ rows."""
 import pytest
 import torch
 
-from runtime.kernels.decoded_linear import decoded_linear_triton, has_decoded_product
-from runtime.kernels.quantized_configs import QuantizedConfig, QuantizedTiling, VectorConfig
-from runtime.kernels.quantized_linear import (
+from runtime.kernels.linear.tiles import Tiling
+from runtime.kernels.quantized.decoded_linear import decoded_linear_triton, has_decoded_product
+from runtime.kernels.quantized.quantized_configs import QuantizedConfig, QuantizedTiling, VectorConfig
+from runtime.kernels.quantized.quantized_linear import (
     dequantize_triton,
     quantized_linear_torch,
     quantized_linear_triton,
 )
-from runtime.kernels.quantized_skinny_gemm import (
+from runtime.kernels.quantized.quantized_skinny_gemm import (
     quantized_skinny_gemm_torch,
     quantized_skinny_gemm_triton,
 )
-from runtime.kernels.quantized_vector import VECTOR_FORMS
-from runtime.kernels.quantized_weight import (
+from runtime.kernels.quantized.quantized_vector import VECTOR_FORMS
+from runtime.kernels.quantized.quantized_weight import (
     E2M1,
     QuantizedWeight,
     dequantize,
@@ -25,7 +26,6 @@ from runtime.kernels.quantized_weight import (
     quantized_weight,
     unpack_planes,
 )
-from runtime.kernels.tiles import Tiling
 
 NF4 = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626,
        0.7230, 1.0)  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from runtime.core.decoder_spec import ExpertsSpec
-from runtime.kernels.quantized_configs import QuantizedConfig
+from runtime.kernels.quantized.quantized_configs import QuantizedConfig
 from runtime.quant.formats import LAYOUTS
 from runtime.quant.layouts import OneByOne
 from runtime.quant.products import products_of
@@ -28,7 +28,7 @@ KINDS = {
 @pytest.mark.thorough
 def test_steps(kind: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch):
     wide = QuantizedConfig(block_n=128, block_k=128, num_warps=4)
-    monkeypatch.setattr("runtime.kernels.quantized_skinny_gemm.quantized_config", lambda *arguments: wide)
+    monkeypatch.setattr("runtime.kernels.quantized.quantized_skinny_gemm.quantized_config", lambda *arguments: wide)
     monkeypatch.setattr(
         "runtime.quant.formats.products_of",
         lambda numerics: products_of(numerics) if numerics.backend == "triton" else PLAIN,

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from runtime.kernels import all_reduce
-from runtime.kernels.all_reduce import sum_partials_torch
+from runtime.kernels.collectives import all_reduce
+from runtime.kernels.collectives.all_reduce import sum_partials_torch
 from runtime.worker.peer_memory import PeerMemory
 from tests.support.communicator_processes import answer_of, communicator_processes
 from tests.support.host_memory import HostMemory

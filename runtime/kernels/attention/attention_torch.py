@@ -1,0 +1,342 @@
+"""Attention over the paged KV cache.
+
+One layer's cache is kv [2, num_kv_heads, num_blocks, block_size, head_dim]: k and v of one head in one block are one
+contiguous run, and so are those of neighbouring blocks. `plan_attention` turns a step's block tables into gather
+indices once, all layers use them. The unit of a gather is a tile of gcd(block_size, 64) positions, so that a block as
+long as the context (contiguous layout) is read no further than a row needs.
+
+Rows of one token (decode) are padded and attend together; longer rows (prefill chunks) attend one by one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from runtime.core.plan import Int32s
+from runtime.kernels.attention.stored_kv import restore_kv
+
+MAX_GATHERED = 1 << 15  # positions that decode rows gather in one call, unless one row has more
+_MAX_SCORES = 1 << 22  # scores held at a time by attention with a soft cap
+_CHUNK = 64  # positions in one fixed-shape piece of `attention_exact`
+_LOWEST = -1e30  # below all scores, yet finite: a window may hide a whole chunk
+_ALIGNED = 16  # floats; MKL's products depend on how their operands are aligned, so `attention_exact` pads head_dim
+
+
+@dataclass(slots=True)
+class KVView:
+    """Where a span's keys and values are: an index of cache tiles, or, if they are one run of positions, its place."""
+
+    num_rows: int
+    length: int  # positions, the same for all rows
+    tiles: torch.Tensor | None  # [2 * num_rows * num_kv_heads * num_tiles] int64 tile index, in that order
+    run: int  # first position of the run, if tiles is None
+    tile_size: int  # positions
+
+    def read(self, kv: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """[2, num_rows, num_kv_heads, length, head_dim]: a view, or a gathered copy; of codes, their numbers in
+        float32."""
+        stored = self._read(kv, 2)
+        if scales is None:
+            return stored
+        return restore_kv(stored, scales if scales.dim() == 2 else self._read(scales[None], 1)[0])
+
+    def _read(self, blocks: torch.Tensor, count: int) -> torch.Tensor:
+        """Of [count, num_kv_heads, num_blocks, block_size, size], count being 1 or 2."""
+        num_kv_heads, size = blocks.shape[1], blocks.shape[4]
+        if self.tiles is None:
+            return blocks.view(count, 1, num_kv_heads, -1, size).narrow(3, self.run, self.length)
+        tiles = self.tiles[: len(self.tiles) * count // 2]
+        gathered = blocks.view(-1, self.tile_size * size).index_select(0, tiles)
+        return gathered.view(count, self.num_rows, num_kv_heads, -1, size)[:, :, :, : self.length]
+
+
+@dataclass(slots=True)
+class Span:
+    """Tokens that attend in one call: many rows of one token each, or one row of many tokens."""
+
+    start: int  # its tokens in the step
+    stop: int
+    view: KVView
+    mask: torch.Tensor | None  # what is added to the scores, of a shape that suits the call; None: nothing is masked
+    causal: bool  # one row from position 0: causal without a mask
+    lengths: torch.Tensor  # [num_tokens] int32, positions that each token sees: all before it and itself
+    windowed: tuple[int, torch.Tensor] | None = None  # (window, mask) of sliding layers, made by the first of them
+
+    def hidden(self, window: int) -> torch.Tensor:
+        """[num_tokens, length] bool: positions that a token does not see, or not within its window; 0: no window."""
+        positions, ends = torch.arange(self.view.length, device=self.lengths.device), self.lengths[:, None]
+        hidden = positions >= ends
+        return hidden | (positions < ends - window) if window else hidden
+
+    def mask_within(self, window: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, bool]:
+        """(mask, causal) for a layer with this window."""
+        if not window or window >= self.view.length:
+            return self.mask, self.causal
+        if self.windowed is None or self.windowed[0] != window:
+            hidden = self.hidden(window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+            if self.view.num_rows > 1:
+                assert self.mask is not None, "rows of one token have a mask"
+                shape = self.mask.shape
+                mask = mask[:, None, None].expand(-1, shape[0] // len(mask), shape[1], -1).reshape(shape)
+            self.windowed = window, mask
+        return self.windowed[1], False
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """One step's spans; they cover its tokens in order."""
+
+    num_tokens: int
+    spans: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The model's heads and the cache's geometry, which a plan depends on beside the step."""
+
+    num_heads: int
+    num_kv_heads: int
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    exact: bool  # plan for `attention_exact`
+
+
+def plan_attention(
+    tables: Int32s,  # [num_rows, max_blocks] block ids; unused entries are 0, the null block
+    starts: Int32s,  # [num_rows] position of each row's first token
+    counts: Int32s,  # [num_rows] tokens of each row; rows of one token first, by rising `decode_bucket`
+    shape: AttentionShape,
+) -> AttentionPlan:
+    """The spans of a step whose tokens lie row after row."""
+    num_decode = int((counts == 1).sum())
+    buckets = decode_bucket(starts[:num_decode])
+    edges = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), num_decode] if num_decode else []
+    spans = []
+    for first, end in itertools.pairwise(edges):
+        most = max(1, MAX_GATHERED >> int(buckets[first]))
+        for a in range(first, end, most):
+            b = min(a + most, end)
+            spans.append(_decode_span(a, b, tables[a:b], starts[a:b], shape))
+    at = num_decode
+    for row in range(num_decode, len(counts)):
+        count = int(counts[row])
+        spans.append(_prefill_span(at, count, tables[row : row + 1], int(starts[row]), shape))
+        at += count
+    return AttentionPlan(at, spans)
+
+
+def decode_bucket(starts: Int32s) -> NDArray[np.int64]:
+    """Rows of one bucket attend together: padding at most doubles their work, and up to 256 positions all share one."""
+    return np.ceil(np.log2(np.maximum(starts + 1, 256))).astype(np.int64)
+
+
+def _decode_span(start: int, stop: int, tables: Int32s, starts: Int32s, shape: AttentionShape) -> Span:
+    lengths = starts + 1
+    view = _kv_view(tables, int(lengths.max()), shape)
+    mask = None
+    if len(starts) > 1 and not shape.exact:
+        keep = np.arange(view.length, dtype=np.int32) < lengths[:, None]
+        bias = torch.from_numpy(np.where(keep, np.float32(0), np.float32(-np.inf))).to(shape.device, shape.dtype)
+        group = shape.num_heads // shape.num_kv_heads
+        mask = bias[:, None, None].expand(-1, shape.num_kv_heads, group, -1).reshape(-1, group, view.length)
+    return Span(start, stop, view, mask, False, torch.from_numpy(lengths).to(shape.device))
+
+
+def _prefill_span(at: int, count: int, table: Int32s, start: int, shape: AttentionShape) -> Span:
+    view = _kv_view(table, start + count, shape)
+    lengths = torch.arange(start + 1, start + count + 1, dtype=torch.int32, device=shape.device)
+    mask = None
+    if start and not shape.exact:
+        seen = torch.arange(view.length, device=shape.device) < lengths[:, None]
+        mask = torch.zeros(seen.shape, dtype=shape.dtype, device=shape.device).masked_fill_(~seen, -math.inf)
+    return Span(at, at + count, view, mask, start == 0, lengths)
+
+
+def _kv_view(tables: Int32s, length: int, shape: AttentionShape) -> KVView:
+    """Tiles that cover `length` positions of each row; for exact attention, whole chunks."""
+    num_rows = len(tables)
+    tile_size = math.gcd(shape.block_size, _CHUNK)
+    tiles_per_block = shape.block_size // tile_size
+    blocks = tables[:, : -(-length // shape.block_size)]
+    if num_rows == 1 and not shape.exact and (blocks[0, 1:] == blocks[0, :-1] + 1).all():
+        return KVView(1, length, None, int(blocks[0, 0]) * shape.block_size, tile_size)
+    span = -(-length // _CHUNK) * _CHUNK if shape.exact else length
+    index = np.arange(-(-span // tile_size))
+    block_of = index // tiles_per_block
+    table = np.zeros((num_rows, int(block_of[-1]) + 1), np.int64)  # a chunk reads the null block beyond the table
+    table[:, : blocks.shape[1]] = blocks
+    tiles = table[:, block_of] * tiles_per_block + index % tiles_per_block  # [num_rows, num_tiles]
+    heads = np.arange(2 * shape.num_kv_heads).reshape(2, 1, -1, 1) * (shape.num_blocks * tiles_per_block)
+    flat = torch.from_numpy((heads + tiles[None, :, None, :]).reshape(-1)).to(shape.device)
+    return KVView(num_rows, span if shape.exact or num_rows == 1 else len(index) * tile_size, flat, 0, tile_size)
+
+
+def attention_torch(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], this step's k and v already in it
+    plan: AttentionPlan,
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+    *,
+    scale: float,
+    window: int = 0,  # positions that a token sees, itself included; 0: all
+    soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
+) -> torch.Tensor:
+    """[num_tokens, num_heads * head_dim]: softmax(q k^T * scale) v over each token's past and itself."""
+    outs = []
+    for span in plan.spans:
+        own, (k, v) = q[span.start : span.stop], span.view.read(kv, scales).to(q.dtype).unbind(0)
+        if soft_cap:
+            step = len(own) if len(k) > 1 else max(1, _MAX_SCORES // (own.shape[1] * k.shape[2]))
+            for part, hidden in zip(own.split(step), span.hidden(window).split(step), strict=True):
+                outs.append(_attend_capped(part, hidden, k, v, scale, soft_cap))
+        else:
+            outs.append(_attend(own, *span.mask_within(window, q.dtype), k, v, scale))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _attend(
+    q: torch.Tensor, mask: torch.Tensor | None, causal: bool, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    num_tokens, num_heads, head_dim = q.shape
+    num_rows, num_kv_heads, length, _ = k.shape
+    group = num_heads // num_kv_heads
+    if num_rows > 1:  # all query heads of a kv head are the rows of one product; faster here than SDPA
+        assert mask is not None, "rows of one token have a mask"
+        q = q.reshape(-1, group, head_dim)
+        scores = torch.baddbmm(mask, q, k.view(-1, length, head_dim).transpose(1, 2), alpha=scale)
+        return torch.bmm(scores.softmax(-1), v.view(-1, length, head_dim)).view(num_rows, -1)
+    if num_tokens == 1:
+        q = q.view(1, num_kv_heads, group, head_dim)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).reshape(1, -1)
+    q = q.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    k, v = (x[0].unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)
+
+
+def _attend_capped(
+    q: torch.Tensor, hidden: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, soft_cap: float
+) -> torch.Tensor:
+    """`_attend` with a soft cap, which no library call has: many rows of a token, or one row of many."""
+    num_tokens, num_kv_heads, head_dim = len(q), k.shape[1], k.shape[3]
+    q = q.view(num_tokens, num_kv_heads, -1, head_dim)
+    to_k, to_v = ("tngd,tnsd->tngs", "tngs,tnsd->tngd") if len(k) > 1 else ("tngd,rnsd->tngs", "tngs,rnsd->tngd")
+    scores = torch.einsum(to_k, q, k).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
+    weights = scores.masked_fill_(hidden[:, None, None], -math.inf).softmax(-1)
+    return torch.einsum(to_v, weights, v).reshape(num_tokens, -1)
+
+
+def attention_exact(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    plan: AttentionPlan,
+    scales: torch.Tensor | None = None,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    by_head: bool = False,  # a head's bits do not depend on which heads share its keys and values here, either
+) -> torch.Tensor:
+    """`attention_torch` where a token's bits depend on nothing but its own q, k and v (EngineConfig.deterministic).
+
+    Each token attends to chunks of 64 absolute positions with an online softmax (arXiv 1805.02867) in fp32: products
+    of one fixed shape, sums of one fixed length, chunks in order. What is masked adds an exact zero, so neither the
+    length of a batch mate nor where a chunk of the prompt ended can show."""
+    head_dim = q.shape[-1]
+    pad = (0, -head_dim % _ALIGNED)
+    outs = []
+    for span in plan.spans:
+        rows = F.pad(q[span.start : span.stop].float() * scale, pad)
+        k, v = F.pad(span.view.read(kv, scales).float(), pad).unbind(0)
+        attend = _exact_decode if len(k) == len(rows) else _exact_prefill
+        outs.append(attend(rows, k, v, span.lengths, window, soft_cap, by_head)[..., :head_dim].flatten(1))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out.to(q.dtype)
+
+
+def _exact_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int,
+    soft_cap: float,
+    by_head: bool,
+) -> torch.Tensor:
+    """A row a token: rows and kv heads are one batch."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, length = k.shape[1:3]
+    q = q.reshape(num_rows * num_kv_heads, -1, head_dim)
+    k, v = k.reshape(-1, length, head_dim), v.reshape(-1, length, head_dim)
+    lengths = lengths.repeat_interleave(num_kv_heads)
+    return _attend_chunks(q, k, v, lengths, window, soft_cap, by_head).view(num_rows, num_heads, head_dim)
+
+
+def _exact_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int,
+    soft_cap: float,
+    by_head: bool,
+) -> torch.Tensor:
+    """One row of many tokens: they share each kv head's keys without a copy."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    q, each = q.view(num_tokens, num_kv_heads, -1, head_dim), (num_tokens, -1, -1)
+    heads = [
+        _attend_chunks(
+            q[:, h].contiguous(), k[:, h].expand(*each), v[:, h].expand(*each), lengths, window, soft_cap, by_head
+        )
+        for h in range(num_kv_heads)
+    ]
+    return torch.stack(heads, 1).view(num_tokens, num_heads, head_dim)
+
+
+def _attend_chunks(
+    q: torch.Tensor,  # [n, group, head_dim], scaled
+    k: torch.Tensor,  # [n, chunks * 64, head_dim], perhaps expanded over n
+    v: torch.Tensor,  # like k
+    lengths: torch.Tensor,  # [n] at least 1
+    window: int,
+    soft_cap: float,
+    by_head: bool = False,
+) -> torch.Tensor:
+    """[n, group, head_dim]."""
+    n, group, _ = q.shape
+    if by_head and group > 1:
+        heads = [_attend_chunks(head.contiguous(), k, v, lengths, window, soft_cap) for head in q.split(1, 1)]
+        return torch.cat(heads, 1)
+    if n == 1:  # a batch of one may be split over threads in another way
+        q, k, v, lengths = (x.expand(2, *x.shape[1:]).contiguous() for x in (q, k, v, lengths))
+        return _attend_chunks(q, k, v, lengths, window, soft_cap)[:1]
+    best = q.new_full((n, group, 1), _LOWEST)
+    total = q.new_zeros((n, group, 1))
+    out = torch.zeros_like(q)
+    positions = torch.arange(_CHUNK, dtype=torch.int32, device=q.device)
+    for at in range(0, k.shape[1], _CHUNK):
+        scores = torch.bmm(q, k[:, at : at + _CHUNK].transpose(1, 2))
+        if soft_cap:  # tanh(x) as 1 - 2 / (e**2x + 1): bits of exp depend on no vector width
+            scores = (1 - 2 / (scores * (2 / soft_cap)).exp_().add_(1)).mul_(soft_cap)
+        hidden = positions + at >= lengths[:, None]
+        if window:
+            hidden |= positions + at < lengths[:, None] - window
+        scores.masked_fill_(hidden[:, None], -math.inf)
+        top = torch.maximum(best, scores.amax(-1, keepdim=True))
+        weights = scores.sub_(top).exp_()
+        fade = best.sub_(top).exp_()
+        total.mul_(fade).add_(weights.sum(-1, keepdim=True))
+        out.mul_(fade).add_(torch.bmm(weights, v[:, at : at + _CHUNK]))
+        best = top
+    return out.div_(total)

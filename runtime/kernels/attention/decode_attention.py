@@ -1,0 +1,345 @@
+"""Attention of rows of a few tokens (decode, verification) over the paged cache, each row's positions split.
+
+Split-KV ("flash decoding"): a row's positions are cut into segments that different programs attend to, so that few
+rows still fill the GPU. All query heads of a kv head, and all tokens of a row, share one tile, so keys and values are
+read once. The program that finishes a tile last merges its segments, in their order (the counter it finds that out
+with is back at zero afterwards, so that a captured launch can be replayed).
+
+By default the number of segments follows the number of rows, and their length each row's own length; the grid depends
+on neither. In deterministic mode segments lie at fixed positions and tiles have one shape, so a token's bits depend on
+nothing but its own q, k and v.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from runtime.kernels._triton import INTERPRETED, ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.attention.paged_attention import (
+    LOG2_E,
+    PagedRows,
+    attend_range,
+    attend_tile,
+    find_places,
+    find_row,
+    load_scales,
+    load_tile,
+    rows_searched,
+    tile_pointers,
+    token_scales,
+)
+from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
+
+_TILE_ROWS = 16  # rows of the smallest matrix instruction; also of every tile in deterministic mode
+_FIXED_SEGMENT = 512  # positions, deterministic mode; otherwise a tile at least
+_MAX_SPLITS = 32
+_MERGED_ELEMENTS = 8192  # fp32 elements of partial results that are loaded at a time
+
+
+@jit(do_not_specialize=["num_rows", "num_segments"], do_not_specialize_on_alignment=ROW_ARRAYS)
+def _decode_attention_kernel(
+    q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
+    kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
+    scales_ptr,  # of its codes (stored_kv.py), contiguous; not used without SCALES
+    out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
+    slots_ptr,
+    starts_ptr,
+    q_starts_ptr,
+    tables_ptr,
+    acc_ptr,  # [tiles, num_kv_heads, num_segments, ROWS, HEAD_DIM] fp32, each segment's result
+    sums_ptr,  # [tiles, num_kv_heads, num_segments, 2, ROWS] fp32, its highest score and its sum of weights
+    counters_ptr,  # [tiles, num_kv_heads] int32 zeros
+    q_stride,
+    kv_stride,  # elements between k and v
+    head_stride,  # elements between kv heads
+    table_stride,
+    num_rows,
+    num_segments,  # at most, of a row
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a kv head
+    TILE_TOKENS: tl.constexpr,  # at most, of a row in one tile
+    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows; 0: a row is one tile
+    SEGMENT: tl.constexpr,  # positions of a segment if FIXED, else its least number of them
+    FIXED: tl.constexpr,  # segments lie at multiples of SEGMENT
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SCALES: tl.constexpr,  # none | head | token
+    ROWS: tl.constexpr,  # power of two, at least TILE_TOKENS * GROUP
+    BLOCK_M: tl.constexpr,  # ROWS or what a matrix instruction needs
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE: tl.constexpr,  # segments loaded at a time
+    EAGER: tl.constexpr,  # the first tile of a segment is requested before the wait: with prefix_ready, without FIXED
+    LOWEST: tl.constexpr,  # below all scores, yet finite
+    PDL: tl.constexpr,
+):
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_kv_heads, num_splits = tl.num_programs(1), tl.num_programs(2)
+    if NUM_ROWS:
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
+    else:
+        row, row_tile = tile, 0
+    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
+    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
+    table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+    k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
+    token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, HEAD_DIM, SCALES)
+    length = start + count
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    if FIXED:
+        origin = lowest // SEGMENT * SEGMENT
+        segment_len = SEGMENT
+    else:
+        origin = lowest
+        segment_len = tl.cdiv(tl.cdiv(length - origin, num_splits), BLOCK_N) * BLOCK_N
+        segment_len = tl.maximum(segment_len, SEGMENT)
+    segments = tl.cdiv(length - origin, segment_len)
+    begin = origin + split * segment_len
+    offsets = tl.arange(0, BLOCK_N)
+    if EAGER:  # requests the first tile, but for what this step's tokens put there
+        places = find_places(table_ptr, begin + offsets, begin + offsets < length, BLOCK_SIZE)
+        pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
+        old = begin + offsets < start
+        k = load_tile(pointers, old, HEAD_DIM, BLOCK_D)
+        v = load_tile(pointers + kv_stride, old, HEAD_DIM, BLOCK_D)
+        k_scales, v_scales = None, None
+        if SCALES == "token":
+            k_scales, v_scales = load_scales(token_scales_ptr + places, old)
+    # The launch before this one (RoPE and the store of k and v) has waited before it let this one start: rows, tables
+    # and, with prefix_ready, all keys before them were complete then.
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (count <= 0) | (split >= segments):
+        return
+
+    lanes = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    q_positions = start + lanes // GROUP
+    heads = kv_head * GROUP + lanes % GROUP
+    num_heads = num_kv_heads * GROUP
+    used = lanes < count * GROUP
+    whole = used[:, None] & (dims < HEAD_DIM)[None, :]
+    q_tokens = (q_start + lanes // GROUP).to(tl.int64)
+    q_at = q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :]
+    q = tl.load(q_at, mask=whole, other=0.0)
+    if SCALES != "none":
+        q = prepare_q(q, scales_ptr, kv_head, scale_log2, SCALES)
+        scale_log2 = 1.0
+
+    alone = (num_splits == 1) | (segments == 1)
+    place = (tile * num_kv_heads + kv_head).to(tl.int64) * num_segments
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if FIXED:
+        m, total, acc = attend_range(
+            q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, tl.maximum(begin, lowest),
+            tl.minimum(begin + SEGMENT, length), m, total, acc, scale_log2,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
+        )  # fmt: skip
+        if alone:
+            acc += 0.0  # as merged with nothing: no negative zeros
+        else:
+            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
+        for segment in range(split + num_splits, segments, num_splits):
+            segment_m, segment_total, segment_acc = attend_range(
+                q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, origin + segment * SEGMENT,
+                tl.minimum(origin + (segment + 1) * SEGMENT, length), tl.full([BLOCK_M], LOWEST, tl.float32),
+                tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32), scale_log2,
+                BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
+            )  # fmt: skip
+            if alone:
+                m, total, acc = merge(m, total, acc, segment_m, segment_total, segment_acc)
+            else:
+                store_segment(
+                    acc_ptr, sums_ptr, place + segment, segment_m, segment_total, segment_acc, lanes, dims, used, whole,
+                    ROWS, HEAD_DIM,
+                )  # fmt: skip
+    else:
+        end = tl.minimum(begin + segment_len, length)
+        if EAGER:
+            positions = begin + offsets
+            new = (positions >= start) & (positions < end)
+            k = tl.where(new[:, None], load_tile(pointers, new, HEAD_DIM, BLOCK_D), k)
+            v = tl.where(new[:, None], load_tile(pointers + kv_stride, new, HEAD_DIM, BLOCK_D), v)
+            if SCALES == "token":
+                new_k_scales, new_v_scales = load_scales(token_scales_ptr + places, new)
+                k_scales, v_scales = tl.where(new, new_k_scales, k_scales), tl.where(new, new_v_scales, v_scales)
+            m, total, acc = attend_tile(
+                q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
+                True, WINDOW, SOFT_CAP, SCALES,
+            )  # fmt: skip
+            begin += BLOCK_N
+        m, total, acc = attend_range(
+            q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, end, m, total, acc, scale_log2,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
+        )  # fmt: skip
+        if not alone:
+            store_segment(acc_ptr, sums_ptr, place + split, m, total, acc, lanes, dims, used, whole, ROWS, HEAD_DIM)
+
+    out_dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if alone:
+        total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
+        out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
+        return
+    counter = counters_ptr + tile * num_kv_heads + kv_head
+    if not arrives_last(counter, tl.minimum(segments, num_splits)):
+        return
+    total, acc = merge_segments(
+        acc_ptr, sums_ptr, place, segments, count * GROUP, ROWS, HEAD_DIM, BLOCK_D, MERGE, LOWEST
+    )
+    rows = tl.arange(0, ROWS)
+    whole = (rows < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    total = finish_total(total, scales_ptr, kv_head, num_kv_heads, SCALES)
+    q_tokens = (q_start + rows // GROUP).to(tl.int64)
+    heads = kv_head * GROUP + rows % GROUP
+    out_at = out_ptr + (q_tokens * num_heads + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(out_dtype), mask=whole)
+
+
+@jit
+def store_segment(
+    acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Leaves a segment's result for the program that merges."""
+    sums_at = sums_ptr + place * (2 * ROWS) + lanes
+    tl.store(sums_at, m, mask=used)
+    tl.store(sums_at + ROWS, total, mask=used)
+    tl.store(acc_ptr + place * (ROWS * HEAD_DIM) + lanes[:, None] * HEAD_DIM + dims[None, :], acc, mask=whole)
+
+
+@jit
+def arrives_last(counter, num_programs):
+    """True in the last of so many programs that call it, which sees what the others have stored before; the counter is
+    zero again."""
+    tl.debug_barrier()  # all of this program's stores come before its arrival
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@jit
+def merge_segments(
+    acc_ptr, sums_ptr, place, segments, num_used, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    MERGE: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """(sum of weights, weighted sum of values) of all segments from `place` on, in their order, MERGE at a time."""
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    m = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    sums_at = sums_ptr + place * (2 * ROWS) + rows
+    acc_at = acc_ptr + place * (ROWS * HEAD_DIM) + rows[:, None] * HEAD_DIM + dims[None, :]
+    for first in range(0, segments, MERGE):
+        for i in tl.static_range(MERGE):  # their loads are in flight together
+            here = rows < tl.where(first + i < segments, num_used, 0)
+            other_m = tl.load(sums_at + i * (2 * ROWS), mask=here, other=LOWEST, cache_modifier=".cg")
+            other_total = tl.load(sums_at + i * (2 * ROWS) + ROWS, mask=here, other=0.0, cache_modifier=".cg")
+            there = here[:, None] & (dims < HEAD_DIM)[None, :]
+            other_acc = tl.load(acc_at + i * (ROWS * HEAD_DIM), mask=there, other=0.0, cache_modifier=".cg")
+            m, total, acc = merge(m, total, acc, other_m, other_total, other_acc)
+        sums_at += MERGE * 2 * ROWS
+        acc_at += MERGE * ROWS * HEAD_DIM
+    return total, acc
+
+
+@jit
+def merge(m, total, acc, other_m, other_total, other_acc):
+    """Two results over different positions as one; explicit fma, so that it rounds the same wherever it is inlined."""
+    top = tl.maximum(m, other_m)
+    weight = tl.exp2(m - top)
+    other_weight = tl.exp2(other_m - top)
+    total = tl.fma(total, weight, other_total * other_weight)
+    acc = tl.fma(acc, tl.broadcast_to(weight[:, None], acc.shape), other_acc * other_weight[:, None])
+    return top, total, acc
+
+
+def decode_attention(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads contiguous, tokens at any stride
+    kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim] contiguous
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
+) -> torch.Tensor:
+    """`paged_attention_torch` for rows of few tokens (deterministic: of any number), in a grid free of lengths."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    if out is None:
+        out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    if not num_tokens:
+        return out
+    group = num_heads // num_kv_heads
+    block_d = next_power_of_2(head_dim)
+    per_sm = 4 if block_d <= 64 else 3 if block_d == 128 else 2  # programs that an SM runs at a time
+    capacity = per_sm * num_sms(q.device)
+    if block_d <= 64 and rows.max_count == 1 and 2 * rows.num_rows * num_kv_heads > capacity:
+        deterministic = True  # rows enough without splits: there the fixed form compiles to the faster code
+    if deterministic:
+        tile_tokens = max(1, _TILE_ROWS // next_power_of_2(group))
+        num_tiles = rows.num_rows if rows.max_count == 1 else rows.num_tokens // tile_tokens + rows.num_rows
+    else:
+        tile_tokens, num_tiles = next_power_of_2(rows.max_count), rows.num_rows
+    tile_rows = next_power_of_2(tile_tokens * group)
+    programs = num_tiles * num_kv_heads
+    splits = max(1, min(capacity // programs, _MAX_SPLITS))
+    eager = splits > 1 and not deterministic and rows.prefix_ready
+    block_n, warps, stages = _tile(block_d, q.dtype, eager, deterministic, scaling(scales))
+    segment = _FIXED_SEGMENT if deterministic else block_n
+    segments = -(-rows.max_len // segment)
+    splits = min(splits, segments)
+    if not deterministic or splits == 1:
+        segments = splits
+    partial = programs * segments * tile_rows if splits > 1 else 0
+    pdl = use_pdl(q)
+    _decode_attention_kernel[(num_tiles, num_kv_heads, splits)](
+        q, kv, kv if scales is None else scales, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
+        torch.empty(partial * head_dim, dtype=torch.float32, device=q.device),
+        torch.empty(partial * 2, dtype=torch.float32, device=q.device),
+        arrival_counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,
+        segments, scale * LOG2_E,
+        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, GROUP=group, TILE_TOKENS=tile_tokens,
+        NUM_ROWS=rows_searched(rows.num_rows) if num_tiles > rows.num_rows else 0,
+        SEGMENT=segment, FIXED=deterministic, WINDOW=window, SOFT_CAP=soft_cap,
+        SCALES=scaling(scales),
+        ROWS=tile_rows, BLOCK_M=max(tile_rows, _TILE_ROWS), BLOCK_N=block_n, BLOCK_D=block_d,
+        MERGE=max(1, min(8, _MERGED_ELEMENTS // (tile_rows * block_d))),
+        EAGER=eager, LOWEST=-1e30, PDL=pdl, num_warps=warps, num_stages=stages, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
+def _tile(block_d: int, dtype: torch.dtype, eager: bool, deterministic: bool, scales: str) -> tuple[int, int, int]:
+    """(positions a tile, warps, pipeline stages), as measured on an H200."""
+    if dtype == torch.float32 or block_d > 128:
+        return 32, 4, 3
+    if block_d == 128 and scales != "none" and not eager and not deterministic:
+        return (128, 2, 4) if scales == "head" else (64, 2, 3)
+    if block_d == 128:
+        return 64, 2 if deterministic else 4, 3
+    return (64, 4, 3) if eager else (64, 2, 5)
+
+
+@cache
+def arrival_counters(device: torch.device) -> torch.Tensor:
+    """Zeros between launches; where tiles are split, tiles times kv heads are fewer."""
+    return torch.zeros(4 * num_sms(device), dtype=torch.int32, device=device)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,263 @@
+"""The common parts of attention over the paged KV cache: the rows of a step, how a tile finds its row, the torch twin.
+
+One layer's cache is kv [2, num_kv_heads, num_blocks, block_size, head_dim]. Position p of a row lies in block
+tables[slot, p // block_size] at offset p % block_size. A row is a run of new tokens of one request; its k and v are
+already in the cache. The token at position p sees positions 0..p, or the last `window` of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from runtime.kernels._triton import jit, next_power_of_2, tl
+from runtime.kernels.attention.stored_kv import WEIGHT_LOG2, decode_pairs, restore_kv
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(slots=True)
+class PagedRows:
+    """Rows of one attention call. Tensors are on the device; the ints are the host's and may be upper bounds."""
+
+    slots: torch.Tensor  # [num_rows] int32, row of `tables`
+    starts: torch.Tensor  # [num_rows] int32, position of the row's first token
+    q_starts: torch.Tensor  # [num_rows + 1] int32, the row's first token in q, and the end of the last row
+    tables: torch.Tensor  # [num_slots + 1, max_blocks] int32 block ids, any stride between rows
+    num_rows: int
+    num_tokens: int
+    max_count: int  # most tokens of a row
+    max_len: int  # most positions that a row's last token sees
+    # No launch of this step writes a key before a row's start, as another row that shares its prefix might.
+    prefix_ready: bool = False
+
+
+@dataclass(slots=True)
+class PagedBatch:
+    """A step's rows in parts, each of which attends by one call; they cover its tokens in order."""
+
+    num_tokens: int
+    parts: list[PagedRows]
+
+
+def paged_attention_torch(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim]
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int = 0,  # positions that a token sees, itself included; 0: all
+    soft_cap: float = 0.0,  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+    out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim]
+) -> torch.Tensor:
+    """[num_tokens, num_heads * head_dim] in q's dtype, computed in fp32 or what is wider; one row after another."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    result = q.new_empty(num_tokens, num_heads * head_dim) if out is None else out
+    edges, group = rows.q_starts.tolist(), num_heads // num_kv_heads
+    for row, (slot, start) in enumerate(zip(rows.slots.tolist(), rows.starts.tolist(), strict=True)):
+        first, end = edges[row], edges[row + 1]
+        length = start + end - first
+        blocks = rows.tables[slot, : -(-length // block_size)].long()
+        own_kv = kv[:, :, blocks].flatten(2, 3)
+        if scales is not None:
+            own_kv = restore_kv(own_kv, scales if scales.dim() == 2 else scales[:, blocks].flatten(1, 2))
+        k, v = own_kv[:, :, :length].to(wide)
+        own = q[first:end].to(wide).view(end - first, num_kv_heads, group, head_dim)
+        scores = torch.einsum("tngd,nsd->ngts", own, k) * scale
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        behind = torch.arange(start, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+        hidden = (behind < 0) | (behind >= window) if window else behind < 0
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        result[first:end] = torch.einsum("ngts,nsd->tngd", weights, v).flatten(1).to(q.dtype)
+    return result
+
+
+def rows_searched(num_rows: int) -> int:
+    """ROWS of `find_row`: the same for almost every step, since each value is another compiled kernel."""
+    return max(256, int(next_power_of_2(num_rows)))
+
+
+@jit
+def find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr):
+    """(row, its tile) of the tile-th of num_tokens // TILE_TOKENS + num_rows places for tiles of TILE_TOKENS tokens.
+
+    Row r, with t tokens in the rows before it, owns the places from t // TILE_TOKENS + r on: at least as many as it has
+    tiles. A place that is not needed has its first token beyond the row's last. ROWS is a power of two, at least
+    num_rows."""
+    indices = tl.arange(0, ROWS)
+    origin = tl.load(q_starts_ptr)
+    first = tl.load(q_starts_ptr + indices, mask=indices < num_rows, other=0) - origin
+    first = first // TILE_TOKENS + indices
+    row = tl.sum(((first <= tile) & (indices < num_rows)).to(tl.int32), axis=0) - 1
+    return row, tile - (tl.load(q_starts_ptr + row) - origin) // TILE_TOKENS - row
+
+
+@jit
+def find_places(table_ptr, positions, inside, BLOCK_SIZE: tl.constexpr):
+    """The places of a row's positions in a head's cache: block * BLOCK_SIZE + offset. inside: or None."""
+    if inside is None:
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE)
+    else:
+        blocks = tl.load(table_ptr + positions // BLOCK_SIZE, mask=inside, other=0)
+    return blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@jit
+def tile_pointers(k_ptr, places, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where the keys at `places` of one kv head are: [len(places), BLOCK_D] pointers."""
+    return k_ptr + (places * HEAD_DIM)[:, None] + tl.arange(0, BLOCK_D)[None, :]
+
+
+@jit
+def load_tile(pointers, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Keys or values, zeros where not inside: what lies beyond a row may be anything, and zero times NaN is NaN."""
+    dims = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    if inside is None and HEAD_DIM == BLOCK_D:
+        tile = tl.load(pointers)
+    elif inside is None:
+        tile = tl.load(pointers, mask=dims, other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        tile = tl.load(pointers, mask=inside[:, None], other=0.0)
+    else:
+        tile = tl.load(pointers, mask=inside[:, None] & dims, other=0.0)
+    return tile
+
+
+@jit
+def token_scales(scales_ptr, kv_head, head_stride, HEAD_DIM: tl.constexpr, SCALES: tl.constexpr):
+    """Where a head's scales of tokens are: a key's and a value's are read as one number, of a size to be read ahead."""
+    if SCALES == "token":
+        scales_ptr = scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        scales_ptr += kv_head.to(tl.int64) * (head_stride // HEAD_DIM)
+    return scales_ptr
+
+
+@jit
+def load_scales(pointers, inside):
+    """Keys' and values' scales of tokens, zeros where not inside."""
+    both = tl.load(pointers) if inside is None else tl.load(pointers, mask=inside, other=0)
+    return both.to(tl.int16).to(tl.float16, bitcast=True), (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@jit
+def attend_tile(
+    q, k, v, k_scales, v_scales, positions, q_positions, m, total, acc, scale_log2,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Absorbs one tile of keys and values, or of their codes."""
+    if SCALES != "none":
+        k, v = k.to(q.dtype), v.to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    m, total, weights, fade = softmax_step(
+        scores, k_scales, v_scales, positions, q_positions, m, total, scale_log2, MASKED, WINDOW, SOFT_CAP, SCALES
+    )
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return m, total, acc
+
+
+@jit
+def softmax_step(
+    scores,  # [M, N] q k^T
+    k_scales,  # [N], with SCALES "token"
+    v_scales,
+    positions,  # [N]
+    q_positions,  # [M]
+    m,  # [M] highest score so far; scores count in log2 units; at first finite and below all
+    total,  # [M] sum of 2**(score - m)
+    scale_log2,  # scale * log2(e), positive
+    MASKED: tl.constexpr,  # False: each of q sees all positions
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """One step of the online softmax (arXiv 1805.02867, 2205.14135): (m, total, weights of the values [M, N], what sums
+    so far are multiplied with). As m is finite, -inf needs no special care."""
+    if SCALES == "token":
+        scores *= k_scales.to(tl.float32)[None, :]
+    if SOFT_CAP > 0:  # SOFT_CAP * tanh(score / SOFT_CAP); as 1 - 2 / (e**2x + 1) it cannot overflow
+        scores = 1 - 2 / (tl.exp2(scores * (scale_log2 * 2 / SOFT_CAP)) + 1)
+        scale_log2 = SOFT_CAP * 1.4426950408889634
+    if MASKED:
+        seen = positions[None, :] <= q_positions[:, None]
+        if WINDOW > 0:
+            seen &= positions[None, :] > q_positions[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+    top = tl.maximum(m, tl.max(scores, axis=1) * scale_log2)
+    weight_of_one = top - WEIGHT_LOG2 if SCALES == "token" else top
+    weights = tl.exp2(scores * scale_log2 - weight_of_one[:, None])
+    fade = tl.exp2(m - top)
+    total = total * fade + tl.sum(weights, axis=1)
+    if SCALES == "token":
+        weights *= v_scales.to(tl.float32)[None, :]
+    return top, total, weights, fade
+
+
+@jit
+def attend_range(
+    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc, scale_log2,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Absorbs positions begin..stop, begin at a multiple of BLOCK_N; if not MASKED, stop too."""
+    if SCALES == "none":
+        for at in range(begin, stop, BLOCK_N):
+            positions = at + tl.arange(0, BLOCK_N)
+            inside = positions < stop if MASKED else None
+            places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
+            pointers = tile_pointers(k_ptr, places, HEAD_DIM, BLOCK_D)
+            k = load_tile(pointers, inside, HEAD_DIM, BLOCK_D)
+            v = load_tile(pointers + kv_stride, inside, HEAD_DIM, BLOCK_D)
+            m, total, acc = attend_tile(
+                q, k, v, None, None, positions, q_positions, m, total, acc, scale_log2, MASKED, WINDOW, SOFT_CAP, SCALES
+            )
+    else:
+        m, total, acc = _attend_codes(
+            q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc,
+            BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, MASKED, WINDOW, SOFT_CAP, SCALES,
+        )  # fmt: skip
+    return m, total, acc
+
+
+@jit
+def _attend_codes(
+    q, q_positions, k_ptr, kv_stride, scales_ptr, table_ptr, begin, stop, m, total, acc,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """`attend_range` of codes. A product takes values by pairs of positions, and shared memory turns pairs of bytes
+    round: so two neighbouring dimensions are read as one number, and even and odd ones are multiplied apart."""
+    PAIRS: tl.constexpr = HEAD_DIM // 2
+    HALF: tl.constexpr = BLOCK_D // 2
+    CODE: tl.constexpr = k_ptr.dtype.element_ty
+    q_even, q_odd = tl.split(tl.reshape(q, (q.shape[0], HALF, 2)))
+    even, odd = tl.split(tl.reshape(acc, (acc.shape[0], HALF, 2)))
+    k_ptr = k_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    offsets = tl.arange(0, BLOCK_N)
+    for at in range(begin, stop, BLOCK_N):
+        positions = at + offsets
+        inside = positions < stop if MASKED else None
+        if BLOCK_N % BLOCK_SIZE == 0:  # a tile begins with a block: what lies within one is the same for all
+            places = find_places(table_ptr + at // BLOCK_SIZE, offsets, inside, BLOCK_SIZE)
+        else:
+            places = find_places(table_ptr, positions, inside, BLOCK_SIZE)
+        pointers = tile_pointers(k_ptr, places, PAIRS, HALF)
+        k_even, k_odd = decode_pairs(load_tile(pointers, inside, PAIRS, HALF), CODE, q.dtype)
+        v_even, v_odd = decode_pairs(load_tile(pointers + kv_stride // 2, inside, PAIRS, HALF), CODE, q.dtype)
+        if SCALES == "token":
+            k_scales, v_scales = load_scales(scales_ptr + places, inside)
+        else:
+            k_scales, v_scales = None, None
+        scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
+        scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
+        m, total, weights, fade = softmax_step(
+            scores, k_scales, v_scales, positions, q_positions, m, total, 1.0, MASKED, WINDOW, SOFT_CAP, SCALES
+        )
+        weights = weights.to(q.dtype)
+        even = tl.dot(weights, v_even, even * fade[:, None], input_precision="ieee")
+        odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+    return m, total, tl.interleave(even, odd)

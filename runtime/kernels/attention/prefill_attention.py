@@ -1,0 +1,262 @@
+"""Attention of rows of many tokens (prompts, chunks of them behind a cached prefix) over the paged cache.
+
+A program takes a tile of consecutive tokens with all query heads of one kv head, so each key and value it reads serves
+them all. It walks over the row's positions: those that all its tokens see need no mask, the last few do. Places in the
+grid run from the last tile of the last row to the first of the first: the longest walks start first.
+
+In steps of few tokens, whose tiles would leave most of the GPU idle, positions are cut into segments for different
+programs, of such a length that as many programs as run at a time share all of the step's work; the last one of a tile
+merges them, as in decode attention. The device finds that length, since a captured launch does not know its rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.attention.decode_attention import (
+    arrival_counters,
+    arrives_last,
+    decode_attention,
+    merge_segments,
+    num_sms,
+    store_segment,
+)
+from runtime.kernels.attention.paged_attention import (
+    LOG2_E,
+    PagedRows,
+    attend_range,
+    find_row,
+    rows_searched,
+    token_scales,
+)
+from runtime.kernels.attention.stored_kv import finish_total, prepare_q, scaling
+
+_LEAST_SEGMENT = 256  # positions, so that a walk outweighs storing and merging what it found
+_PROGRAMS_PER_SM = 2  # that run at a time
+_MERGED_ELEMENTS = 8192  # fp32 elements of segments' results that are loaded at a time
+
+
+@jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=ROW_ARRAYS)
+def _prefill_attention_kernel(
+    q_ptr,  # [num_tokens, num_heads, HEAD_DIM], tokens q_stride apart
+    kv_ptr,  # [2, num_kv_heads, num_blocks, BLOCK_SIZE, HEAD_DIM] contiguous
+    scales_ptr,  # of its codes (stored_kv.py), contiguous; not used without SCALES
+    out_ptr,  # [num_tokens, num_heads, HEAD_DIM] contiguous
+    slots_ptr,
+    starts_ptr,
+    q_starts_ptr,
+    tables_ptr,
+    acc_ptr,  # [SHARED, BLOCK_M, HEAD_DIM] fp32, each segment's result
+    sums_ptr,  # [SHARED, 2, BLOCK_M] fp32, its highest score and its sum of weights
+    counters_ptr,  # [SHARED] int32 zeros
+    q_stride,
+    kv_stride,  # elements between k and v
+    head_stride,  # elements between kv heads
+    table_stride,
+    num_rows,
+    scale_log2,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a kv head
+    TILE_TOKENS: tl.constexpr,  # BLOCK_M // GROUP
+    NUM_ROWS: tl.constexpr,  # power of two, at least num_rows
+    SHARED: tl.constexpr,  # programs that share the work of steps whose tiles are fewer; 0: a tile is one program's
+    LEAST_SEGMENT: tl.constexpr,  # positions, a multiple of BLOCK_N
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SCALES: tl.constexpr,  # none | head | token
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MERGE: tl.constexpr,  # segments loaded at a time
+    PDL: tl.constexpr,
+):
+    if SHARED:
+        kv_head, place = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
+        row, row_tile, segment, segment_len = _find_segment(
+            q_starts_ptr, starts_ptr, place, num_rows, TILE_TOKENS, NUM_ROWS, SHARED // NUM_KV_HEADS, LEAST_SEGMENT,
+            WINDOW, BLOCK_N,
+        )  # fmt: skip
+    else:
+        place = tl.num_programs(0) - 1 - tl.program_id(0)
+        kv_head, tile = NUM_KV_HEADS - 1 - place % NUM_KV_HEADS, place // NUM_KV_HEADS
+        row, row_tile = find_row(q_starts_ptr, tile, num_rows, TILE_TOKENS, NUM_ROWS)
+    q_start = tl.load(q_starts_ptr + row) + row_tile * TILE_TOKENS
+    count = tl.minimum(tl.load(q_starts_ptr + row + 1) - q_start, TILE_TOKENS)
+    start = tl.load(starts_ptr + row) + row_tile * TILE_TOKENS  # position of the tile's first token
+    table_ptr = tables_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+    if PDL:  # rows and tables are older than the launch before this one, which has waited before it let this one start
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if count <= 0:
+        return
+    begin, end = 0, start + count
+    seen_by_all = (start + 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        begin = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        seen_by_all = begin  # windows are masked throughout
+    if SHARED:  # as products with BLOCK_N, or the compiler does not know that places in a block lie in a row
+        segments = tl.cdiv(end - begin, segment_len)
+        if segment >= segments:
+            return
+        begin += segment * segment_len
+        end = tl.minimum(begin + segment_len, end)
+        seen_by_all = tl.minimum(tl.maximum(seen_by_all // BLOCK_N, begin // BLOCK_N), end // BLOCK_N) * BLOCK_N
+
+    lanes = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    q_positions = start + lanes // GROUP
+    heads = kv_head * GROUP + lanes % GROUP
+    whole = (lanes < count * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_tokens = (q_start + lanes // GROUP).to(tl.int64)
+    q = tl.load(q_ptr + (q_tokens * q_stride + heads * HEAD_DIM)[:, None] + dims[None, :], mask=whole, other=0.0)
+    if SCALES != "none":
+        q = prepare_q(q, scales_ptr, kv_head, scale_log2, SCALES)
+        scale_log2 = 1.0
+    m = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    k_ptr = kv_ptr + kv_head.to(tl.int64) * head_stride
+    token_scales_ptr = token_scales(scales_ptr, kv_head, head_stride, HEAD_DIM, SCALES)
+    m, total, acc = attend_range(
+        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, begin, seen_by_all,
+        m, total, acc, scale_log2, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, False, 0, SOFT_CAP, SCALES,
+    )  # fmt: skip
+    m, total, acc = attend_range(
+        q, q_positions, k_ptr, kv_stride, token_scales_ptr, table_ptr, seen_by_all, end,
+        m, total, acc, scale_log2, BLOCK_SIZE, HEAD_DIM, BLOCK_D, BLOCK_N, True, WINDOW, SOFT_CAP, SCALES,
+    )  # fmt: skip
+    if SHARED:  # noqa: SIM102  # a constant, without which the names below are unknown
+        if segments > 1:
+            place += kv_head * (SHARED // NUM_KV_HEADS)
+            used = lanes < count * GROUP
+            store_segment(acc_ptr, sums_ptr, place, m, total, acc, lanes, dims, used, whole, BLOCK_M, HEAD_DIM)
+            place -= segment  # of the tile's first one
+            if not arrives_last(counters_ptr + place, segments):
+                return
+            total, acc = merge_segments(
+                acc_ptr, sums_ptr, place, segments, count * GROUP, BLOCK_M, HEAD_DIM, BLOCK_D, MERGE, -1e30
+            )
+    total = finish_total(total, scales_ptr, kv_head, NUM_KV_HEADS, SCALES)
+    out_at = out_ptr + (q_tokens * (NUM_KV_HEADS * GROUP) + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=whole)
+
+
+@jit
+def _find_segment(
+    q_starts_ptr,
+    starts_ptr,
+    place,
+    num_rows,
+    TILE_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,  # power of two, at least num_rows
+    PROGRAMS: tl.constexpr,  # that share the work, of one kv head
+    LEAST_SEGMENT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """(row, its tile, the tile's segment, positions of a segment) of the place-th of all segments. A place that is not
+    needed has its tile beyond the row's last.
+
+    A tile counts with the walk of its row's last token. With W as the sum of walks and T tiles, there are at most
+    PROGRAMS segments of W / (PROGRAMS - T) positions, rounding included. Where tiles are too many, none is cut."""
+    rows = tl.arange(0, ROWS)
+    is_row = rows < num_rows
+    starts = tl.load(starts_ptr + rows, mask=is_row, other=0)
+    q_starts = tl.load(q_starts_ptr + rows, mask=is_row, other=0)
+    counts = tl.load(q_starts_ptr + 1 + rows, mask=is_row, other=0) - q_starts
+    tiles, walks = tl.cdiv(counts, TILE_TOKENS), _walk(starts + counts, TILE_TOKENS, WINDOW, BLOCK_N)
+    both = tl.sum((tiles.to(tl.int64) << 32) + tiles * walks)  # two sums, for one meeting of the program's threads
+    num_tiles, work = (both >> 32).to(tl.int32), (both & 0xFFFFFFFF).to(tl.int32)
+    spare = PROGRAMS - num_tiles
+    most = tl.where(spare > 0, tl.maximum(tl.cdiv(work, tl.maximum(spare, 1)), LEAST_SEGMENT), 1 << 30)
+    ends = tl.cumsum(tiles * tl.cdiv(walks, most))
+    # The last row that begins at this place or before, and where: again two at once.
+    before = (ends <= place) & (rows < num_rows - 1)
+    both = tl.max(tl.where(before, ((rows + 1).to(tl.int64) << 32) + ends, 0))
+    row, first = (both >> 32).to(tl.int32), (both & 0xFFFFFFFF).to(tl.int32)
+    walk = _walk(tl.load(starts_ptr + row) + tl.load(q_starts_ptr + row + 1) - tl.load(q_starts_ptr + row),
+                 TILE_TOKENS, WINDOW, BLOCK_N)  # fmt: skip
+    segments = tl.maximum(tl.cdiv(walk, most), 1)
+    segment_len = tl.cdiv(tl.cdiv(walk, segments), BLOCK_N) * BLOCK_N  # all of a row are equally long
+    return row, (place - first) // segments, (place - first) % segments, segment_len
+
+
+@jit
+def _walk(length, TILE_TOKENS: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Positions that the last tile of a row of so many positions walks over, at most."""
+    if WINDOW > 0:
+        length = tl.minimum(length, WINDOW + TILE_TOKENS + BLOCK_N)
+    return length
+
+
+def prefill_attention(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads contiguous, tokens at any stride
+    kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim] contiguous
+    rows: PagedRows,
+    *,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+    deterministic: bool = False,
+    out: torch.Tensor | None = None,  # [num_tokens, num_heads * head_dim] contiguous
+) -> torch.Tensor:
+    """`paged_attention_torch` for rows of any number of tokens."""
+    if deterministic:
+        return decode_attention(
+            q, kv, rows, scale=scale, window=window, soft_cap=soft_cap, scales=scales, deterministic=True, out=out
+        )
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    if out is None:
+        out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    if not num_tokens:
+        return out
+    group = num_heads // num_kv_heads
+    block_d = next_power_of_2(head_dim)
+    short = min(rows.num_tokens, rows.max_len) <= 1024
+    block_m, block_n, options = _tile(block_d, q.dtype, short, scaling(scales))
+    block_m = max(block_m, next_power_of_2(group))
+    tile_tokens = block_m // group
+    places = rows.num_tokens // tile_tokens + rows.num_rows
+    shared = _PROGRAMS_PER_SM * num_sms(q.device)
+    # Tiles must leave room for others; merging two results of heads of 256 takes more than the registers; with codes it
+    # was not measured.
+    tiles = num_kv_heads * (rows.num_tokens // tile_tokens)
+    if 2 * tiles > shared or not short or block_d > 128 or scales is not None:
+        shared = 0
+    pdl = use_pdl(q)
+    # One dimension of the grid: the others hold no more than 65,535 places each.
+    _prefill_attention_kernel[(num_kv_heads * max(places, shared // num_kv_heads),)](
+        q, kv, kv if scales is None else scales, out, rows.slots, rows.starts, rows.q_starts, rows.tables,
+        torch.empty(shared * block_m * head_dim, dtype=torch.float32, device=q.device),
+        torch.empty(shared * block_m * 2, dtype=torch.float32, device=q.device),
+        arrival_counters(q.device), q.stride(0), kv.stride(0), kv.stride(1), rows.tables.stride(0), rows.num_rows,
+        scale * LOG2_E,
+        BLOCK_SIZE=block_size, HEAD_DIM=head_dim, NUM_KV_HEADS=num_kv_heads, GROUP=group, TILE_TOKENS=tile_tokens,
+        NUM_ROWS=rows_searched(rows.num_rows), SHARED=shared, LEAST_SEGMENT=_LEAST_SEGMENT, WINDOW=window,
+        SOFT_CAP=soft_cap, SCALES=scaling(scales), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+        MERGE=max(1, _MERGED_ELEMENTS // (block_m * block_d)),
+        PDL=pdl, **options, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
+def _tile(block_d: int, dtype: torch.dtype, short: bool, scales: str) -> tuple[int, int, dict[str, int]]:
+    """(rows of q, positions, launch options), as measured on an H200; `short` if either is few. Two programs on an SM
+    take turns at the tensor cores; that needs a limit on registers, which costs a few spills outside of the loops."""
+    if dtype == torch.float32:  # no matrix instruction multiplies fp32: small tiles, for exactness rather than speed
+        return 32, 32, {"num_warps": 4, "num_stages": 1}
+    if block_d > 128:
+        return (64, 32, {"num_warps": 4, "num_stages": 3}) if short else (128, 64, {"num_warps": 8, "num_stages": 2})
+    if block_d == 128 and scales == "token":
+        return 64, 128, {"num_warps": 4, "num_stages": 2}
+    if block_d == 128 and scales == "head" and not short:
+        return 128, 128, {"num_warps": 8, "num_stages": 2}
+    if block_d == 128 and short:
+        return 64, 64, {"num_warps": 4, "num_stages": 3}
+    return 128, 64, {"num_warps": 8, "num_stages": 3, "maxnreg": 128}

@@ -1,0 +1,223 @@
+"""Rotary position embedding of q and k, normed before it in some families, and the store of k and v into the paged
+cache: everything between the QKV product and attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from runtime.core.decoder_spec import RopeSpec
+from runtime.kernels._triton import ROW_ARRAYS, jit, next_power_of_2, tl, use_pdl
+from runtime.kernels.attention.stored_kv import scaling, store_kv_torch, to_whole
+from runtime.kernels.magnitudes import larger, largest_magnitude, to_e4m3, within
+from runtime.kernels.norm.rms_norm import rms_norm_torch
+
+_TILE = 2048  # elements of a program
+
+
+def rope_table(rope: RopeSpec, head_dim: int, num_positions: int, dtype: torch.dtype) -> torch.Tensor:
+    """[2, num_positions, head_dim]: cos, and sin with its first half negated, so that rotate_half is a plain roll.
+
+    Dimension i is rotated with dimension i + head_dim / 2. Where only a share of the head is rotated, its dimensions
+    come first in either half (the decoder orders the weights so), and the others have cos 1 and sin 0."""
+    rotary_dim = int(head_dim * rope.partial)
+    positions = torch.arange(num_positions)
+    angles = positions.float()[:, None] * _frequencies(rope, rotary_dim, positions)
+    pad = (0, (head_dim - rotary_dim) // 2)
+    cos = F.pad(angles.cos() * rope.attention_factor, pad, value=1.0)
+    sin = F.pad(angles.sin() * rope.attention_factor, pad)
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).to(dtype)
+
+
+def query_scale_table(rope: RopeSpec, num_positions: int) -> torch.Tensor | None:
+    """[num_positions, 1, 1] float32: what q of each position is multiplied with (arXiv 2501.19399); None: with 1."""
+    if not rope.query_beta or num_positions <= rope.original_positions:
+        return None
+    periods = torch.arange(num_positions) // rope.original_positions
+    return (1 + rope.query_beta * (1 + periods).log())[:, None, None]
+
+
+def _frequencies(rope: RopeSpec, dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """[dim / 2], or [num_positions, dim / 2]: as in transformers' modeling_rope_utils.
+
+    linear    all frequencies divided by the factor
+    dynamic   a larger theta beyond the original context (NTK). transformers takes it from the length of the whole
+              sequence at each step; a cache that requests share cannot, so a position has that of the sequence that
+              it ends, which is what transformers computes where it decodes from a prompt within the context
+    llama3    the smooth band between kept short wavelengths and fully stretched long ones, of Llama 3.1's code
+    yarn      the same between two numbers of turns in the original context, linear in the dimension (2309.00071)
+    longrope  divisors by dimension (2402.13753), another set beyond the original context. transformers changes sets,
+              and computes all keys anew, when a sequence becomes so long; here the sets differ between servers, not
+              between requests: one of up to the original context has the short set, any other the long one"""
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    freqs = 1.0 / rope.theta**exponents
+    original = rope.original_positions
+    match rope.type:
+        case "linear":
+            return freqs / rope.factor
+        case "dynamic":
+            lengths = (positions + 1).clamp(min=original)
+            # In float64, as the last bit of torch's float32 powers depends on a number's place in the tensor.
+            grown = (rope.factor * lengths.double() / original) - (rope.factor - 1)
+            thetas = rope.theta * grown ** (dim / (dim - 2))
+            return (1.0 / thetas[:, None] ** exponents.double()).float()
+        case "llama3":
+            wavelengths = 2 * math.pi / freqs
+            low, high = rope.low_freq_factor, rope.high_freq_factor
+            smooth = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+            return (1 - smooth) * freqs / rope.factor + smooth * freqs
+        case "yarn":
+            turns = (rope.beta_fast, rope.beta_slow)
+            low, high = (dim * math.log(original / (n * 2 * math.pi)) / (2 * math.log(rope.theta)) for n in turns)
+            if rope.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dim - 1)
+            ramp = ((torch.arange(dim // 2).float() - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+            return freqs / rope.factor * ramp + freqs * (1 - ramp)
+        case "longrope":
+            factors = rope.long_factor if len(positions) > original else rope.short_factor
+            return 1.0 / (torch.tensor(factors) * rope.theta**exponents)
+    return freqs
+
+
+def rope_rows_torch(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `rope` argument of `rope_store_kv_torch`: cos and sin of a step's tokens, gathered once for all layers."""
+    cos, sin = table.index_select(1, positions).unsqueeze(2).unbind(0)
+    return cos, sin
+
+
+def rope_rows_triton(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `rope` argument of `rope_store_kv_triton`, whose kernel reads its rows of the table itself."""
+    return table, positions
+
+
+def rope_store_kv_torch(
+    qkv: torch.Tensor,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; may be overwritten
+    rope: tuple[torch.Tensor, torch.Tensor],  # cos and sin, each [num_tokens, 1, head_dim], sin's first half negated
+    kv: torch.Tensor,  # [2, num_kv_heads, num_blocks, block_size, head_dim], one layer's cache
+    kv_index: torch.Tensor,  # [num_tokens] block * block_size + offset; int64 is fastest here
+    q_norm: torch.Tensor | None = None,  # [head_dim] weight of an RMS norm of each head's q before rotation
+    k_norm: torch.Tensor | None = None,  # [head_dim], with q_norm
+    eps: float = 0.0,  # of the norms
+    scales: torch.Tensor | None = None,  # of the cache's codes (stored_kv.py)
+) -> torch.Tensor:
+    """q, normed and rotated: [num_tokens, num_heads, head_dim], here a view of qkv; k, the same, and v go into the
+    cache."""
+    num_kv_heads, head_dim = kv.shape[1], kv.shape[4]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    qk = qkv[:, : num_heads + num_kv_heads]
+    if q_norm is not None and k_norm is not None:
+        for part, weight in ((qk[:, :num_heads], q_norm), (qk[:, num_heads:], k_norm)):
+            part.copy_(rms_norm_torch(part, weight, eps))
+    # Products and sum are separate operations, so that each is rounded exactly whatever the vector width or threads.
+    cos, sin = rope
+    rotated = qk.roll(head_dim // 2, -1).mul_(sin)
+    qk.mul_(cos).add_(rotated)
+    store_kv_torch(qkv[:, num_heads:], kv, scales, kv_index.long())
+    return qkv[:, :num_heads]
+
+
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
+def _rope_store_kv_kernel(
+    qkv_ptr,  # [num_tokens, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM] contiguous
+    table_ptr,  # [2, num_positions, HEAD_DIM], rows contiguous, cos and sin sin_offset apart
+    positions_ptr,  # [num_tokens] int32 or int64
+    kv_ptr,  # [2 * NUM_KV_HEADS, cache_positions, HEAD_DIM] contiguous
+    kv_index_ptr,  # [num_tokens] int32 or int64
+    q_norm_ptr,  # [HEAD_DIM]; not read without QK_NORM
+    k_norm_ptr,  # [HEAD_DIM]
+    q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM] contiguous
+    scales_ptr,  # of the cache's codes (stored_kv.py), contiguous; not used without SCALES
+    sin_offset,
+    cache_positions,  # of one head's cache
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    SCALES: tl.constexpr,  # none | head | token
+    BLOCK_HEADS: tl.constexpr,  # heads of a program
+    BLOCK_HALF: tl.constexpr,  # power of two, at least HEAD_DIM / 2
+    PDL: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TOTAL: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    dims = tl.arange(0, BLOCK_HALF)[None, :]
+    is_q, is_v = heads < NUM_HEADS, heads >= NUM_HEADS + NUM_KV_HEADS
+    inside = (heads < TOTAL) & (dims < HALF)
+    # Before the wait: qkv comes from the kernel before this one, positions and kv_index from earlier ones.
+    row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + HALF + dims  # here sin is not negated
+    cos = tl.load(row, mask=dims < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(row + sin_offset, mask=dims < HALF, other=0.0).to(tl.float32)
+    place = (heads - NUM_HEADS).to(tl.int64) * cache_positions + tl.load(kv_index_ptr + token)
+    if QK_NORM:
+        q_norm_low = tl.load(q_norm_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        q_norm_high = tl.load(q_norm_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        k_norm_low = tl.load(k_norm_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+        k_norm_high = tl.load(k_norm_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    at = qkv_ptr + (token * TOTAL + heads) * HEAD_DIM + dims
+    low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if QK_NORM:
+        squares = tl.sum(low * low + high * high, axis=1)
+        scale = (1.0 / tl.sqrt(squares / HEAD_DIM + eps))[:, None]
+        low = tl.where(is_v, low, low * scale * tl.where(is_q, q_norm_low, k_norm_low))
+        high = tl.where(is_v, high, high * scale * tl.where(is_q, q_norm_high, k_norm_high))
+    turned_low = tl.where(is_v, low, low * cos - high * sin)
+    turned_high = tl.where(is_v, high, high * cos + low * sin)
+    at_q = q_ptr + (token * NUM_HEADS + heads) * HEAD_DIM + dims
+    at_kv = kv_ptr + place * HEAD_DIM + dims
+    tl.store(at_q, turned_low.to(q_ptr.dtype.element_ty), mask=inside & is_q)
+    tl.store(at_q + HALF, turned_high.to(q_ptr.dtype.element_ty), mask=inside & is_q)
+    if SCALES == "head":
+        inverse = tl.div_rn(1.0, tl.load(scales_ptr + heads - NUM_HEADS, mask=(heads < TOTAL) & ~is_q, other=1.0))
+        turned_low = to_e4m3(within(turned_low * inverse, 448.0))
+        turned_high = to_e4m3(within(turned_high * inverse, 448.0))
+    if SCALES == "token":
+        largest = largest_magnitude(larger(tl.abs(turned_low), tl.abs(turned_high)), 1)
+        scale = (largest / 127.0).to(scales_ptr.dtype.element_ty)[:, None]
+        of_key = place - tl.where(is_v, NUM_KV_HEADS * cache_positions, 0)
+        tl.store(scales_ptr + of_key * 2 + is_v, scale, mask=(heads < TOTAL) & ~is_q)
+        scale = scale.to(tl.float32)
+        inverse = tl.where(scale > 0.0, tl.div_rn(1.0, scale), 0.0)  # a head of zeros has scale 0
+        turned_low = to_whole(within(turned_low * inverse, 127.0))
+        turned_high = to_whole(within(turned_high * inverse, 127.0))
+    tl.store(at_kv, turned_low.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
+    tl.store(at_kv + HALF, turned_high.to(kv_ptr.dtype.element_ty), mask=inside & (heads >= NUM_HEADS))
+
+
+def rope_store_kv_triton(
+    qkv: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],  # of `rope_rows_triton`
+    kv: torch.Tensor,
+    kv_index: torch.Tensor,  # int32; like the positions, not written by the kernel right before this one
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`rope_store_kv_torch` as one kernel; q is a tensor of its own. Tiles have one shape whatever the number of
+    tokens, so that a token's bits do not depend on it."""
+    table, positions = rope
+    num_tokens, num_all, head_dim = qkv.shape
+    num_kv_heads = kv.shape[1]
+    num_heads = num_all - 2 * num_kv_heads
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if num_tokens:
+        block_half, pdl = next_power_of_2(head_dim // 2), use_pdl(qkv)
+        block_heads = min(next_power_of_2(num_all), max(_TILE // (2 * block_half), 1))
+        _rope_store_kv_kernel[(num_tokens, -(-num_all // block_heads))](
+            qkv, table, positions, kv, kv_index, *((qkv, qkv) if q_norm is None else (q_norm, k_norm)), q,
+            kv if scales is None else scales, table.stride(0), kv.shape[2] * kv.shape[3], eps,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, QK_NORM=q_norm is not None,
+            SCALES=scaling(scales), BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, PDL=pdl,
+            num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+    return q

@@ -1,0 +1,98 @@
+"""Linear layers and mixtures of which each rank of a group has some inputs, so that results are sums over ranks; and
+maps in leaves, whose bits do not depend on how many ranks there are (EngineConfig.rank_invariant).
+
+A leaf is an eighth of a map. Groups of 1, 2, 4 and 8 ranks compute the same leaves by calls of the same shapes, which
+therefore round alike, and add those that are sums as the same binary tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.kernels.collectives.all_reduce import sum_partials_torch
+from runtime.kernels.collectives.communicator import Communicator
+from runtime.kernels.experts.experts_torch import ExpertLayer, Experts
+from runtime.kernels.linear.linear_torch import Linear, Product
+from runtime.kernels.linear.lora import RowAdapters
+
+
+class ReducedLinear(Linear):
+    """A map whose product is a rank's part of the sum."""
+
+    def __init__(self, own: Linear, communicator: Communicator) -> None:
+        super().__init__(own.product, own.norm, own.activate)
+        self.communicator = communicator
+
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, post_norm: torch.Tensor | None = None, eps: float = 0.0
+    ) -> None:
+        partial = self.product(x)
+        if post_norm is None:
+            self.communicator.add_reduced(residual, partial)
+        else:
+            self.norm(self.communicator.reduced(partial).to(x.dtype), post_norm, eps, residual)
+
+    def with_adapters(self, adapters: RowAdapters) -> Linear:
+        """Adapters' matrices are divided as the weight is: what a rank adds is part of the sum, too."""
+        return ReducedLinear(super().with_adapters(adapters), self.communicator)
+
+
+class ReducedExperts:
+    """A mixture of which a rank has some of each expert's intermediate values."""
+
+    def __init__(self, own: ExpertLayer, communicator: Communicator) -> None:
+        self.own, self.communicator = own, communicator
+
+    def add_to(
+        self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> None:
+        """`ExpertLayer.add_to` of the sum over ranks."""
+        self.communicator.add_reduced(residual if out is None else out, self.partial(residual, norm_weight, eps))
+
+    def partial(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """This rank's part of the sum, [num_tokens, hidden]."""
+        partial = torch.zeros_like(residual)
+        self.own.add_to(residual, norm_weight, eps, partial)
+        return partial
+
+
+class ExpertLeaves(ReducedExperts):
+    """A mixture whose products with down give the results of several leaves (`by_leaves_of_inputs`)."""
+
+    def __init__(self, own: Experts, num_leaves: int, communicator: Communicator) -> None:
+        super().__init__(own, communicator)
+        self.mixture, self.num_leaves = own.mixture, num_leaves
+
+    def partial(self, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return sum_of_leaves(self.mixture(residual, norm_weight, eps), self.num_leaves)
+
+
+class ColumnLeaves(Linear):
+    """A map by its leaves, each of some outputs."""
+
+    def __init__(self, leaves: Sequence[Linear]) -> None:
+        products = [leaf.product for leaf in leaves]
+        super().__init__(
+            lambda x: torch.cat([product(x) for product in products], 1), leaves[0].norm, leaves[0].activate
+        )
+        self.leaves = leaves
+
+    def logits(
+        self, x: torch.Tensor, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return torch.cat([leaf.logits(x, norm_weight, eps) for leaf in self.leaves], 1, out=out)
+
+
+def by_leaves_of_inputs(leaves: Sequence[tuple[int, Product]]) -> Product:
+    """x -> the results of all leaves side by side in float32, [num_tokens, len(leaves) * out]. Each comes with its
+    number of inputs, which are the next columns of x."""
+    sizes, products = [size for size, _ in leaves], [product for _, product in leaves]
+    return lambda x: torch.cat(
+        [product(part.contiguous()).float() for product, part in zip(products, x.split(sizes, 1), strict=True)], 1
+    )
+
+
+def sum_of_leaves(results: torch.Tensor, num_leaves: int) -> torch.Tensor:
+    """The sum over leaves that lie side by side."""
+    return sum_partials_torch(results.chunk(num_leaves, 1), tree=True)

@@ -1,0 +1,50 @@
+"""RMS norms of q and of k over all heads of each, before they are cut into heads; ranks have some heads each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from runtime.kernels.collectives.all_reduce import sum_partials_torch
+from runtime.kernels.collectives.communicator import Communicator
+
+
+class HeadsWeight(NamedTuple):
+    """The weight of one of the norms."""
+
+    weight: torch.Tensor  # [num_heads * head_dim] of this rank's heads
+    leaves: Sequence[int]  # lengths of its pieces that are summed one by one, so that all numbers of ranks sum alike
+
+
+class HeadsNorm:
+    """The norms of q and k in the product of their map, in place.
+
+    One rank norms each by itself. More, of which each has as many heads as any other, add up their
+    sums of squares, those of q and k at once."""
+
+    def __init__(
+        self,
+        weights: Sequence[HeadsWeight],  # of q and of k
+        eps: float,
+        norm: Callable[[torch.Tensor, torch.Tensor, float], None] | None,  # in place
+        communicator: Communicator,
+    ) -> None:
+        self.weights, self.eps, self.communicator = weights, eps, communicator
+        self.norm = norm  # None: sums are taken by leaves, or over ranks
+
+    def __call__(self, qkv: torch.Tensor) -> None:
+        """Norms what belongs to q and k of qkv [num_tokens, width of q, k and v]."""
+        q_width, k_width = (len(own.weight) for own in self.weights)
+        parts = qkv[:, :q_width], qkv[:, q_width : q_width + k_width]
+        if self.norm is not None:
+            for part, (weight, _) in zip(parts, self.weights, strict=True):
+                self.norm(part, weight, self.eps)
+            return
+        pairs = [(part, *own) for part, own in zip(parts, self.weights, strict=True)]
+        squares = [[leaf.float().square().sum(1) for leaf in part.split(leaves, 1)] for part, _, leaves in pairs]
+        sums = torch.stack([sum_partials_torch(own, tree=True) for own in squares], 1)
+        for (part, weight, _), total in zip(pairs, self.communicator.reduced(sums).unbind(1), strict=True):
+            scale = (total / (self.communicator.size * part.shape[1]) + self.eps).rsqrt()
+            part.copy_(part.float() * scale[:, None] * weight.float())

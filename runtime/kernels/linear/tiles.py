@@ -1,0 +1,105 @@
+"""What products that are laid out in tiles share: the order of tiles, sums of parts of K, and how a tile is stored."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from runtime.kernels._triton import INTERPRETED, TensorDescriptor, constexpr, jit, tl
+from runtime.kernels.linear.batch_invariant_linear import MAX_SPLIT_TILES, _counters
+
+_ADDS = constexpr(not INTERPRETED)  # the copy engine does, in the residual's type
+_GROUP = constexpr(8)  # tiles of x that neighbouring programs share a tile of the weight with
+
+
+class Tiling(NamedTuple):
+    """How tiles are laid over a product."""
+
+    block_m: int  # rows of x
+    block_n: int  # of the weight
+    block_k: int  # columns a step, where the form leaves a choice
+    num_warps: int
+    stages: int
+    split: int = 1  # parts of K that programs sum side by side
+    swap: bool = False  # rows of the weight are those of the matrix instruction, where the product leaves a choice
+
+    def num_tiles(self, num_rows: int, size_out: int) -> int:
+        return -(-num_rows // self.block_m) * -(-size_out // self.block_n)
+
+    def parts(self, num_rows: int, size_out: int, out: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """The parts of K, and what their sums and their arrivals are kept in; of one part `out`, as a kernel needs
+        pointers, but does not use them."""
+        num_tiles = self.num_tiles(num_rows, size_out)
+        if self.split == 1 or num_tiles > MAX_SPLIT_TILES:
+            return 1, out, out
+        size = num_tiles * self.split * self.block_m * self.block_n
+        return self.split, torch.empty(size, dtype=torch.float32, device=out.device), _counters(out.device)
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """True if the device has matrix units for codes of e4m3 and the copy engine that brings them tiles."""
+    return INTERPRETED or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def blocks_of(tensor: torch.Tensor, *block: int) -> TensorDescriptor:
+    """What the copy engine needs to know of a matrix whose blocks it brings."""
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+
+
+@jit
+def tile_place(tile, num_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The first row of x and of the weight of a tile; neighbours share the weight's."""
+    tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group_start = tile // (_GROUP * tiles_n) * _GROUP
+    group_size = tl.minimum(tiles_m - group_start, _GROUP)
+    within = tile % (_GROUP * tiles_n)
+    return (group_start + within % group_size) * BLOCK_M, within // group_size * BLOCK_N
+
+
+@jit
+def part_of(K, SPLIT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The first column of this program's part of K, and the one after its last."""
+    size = tl.cdiv(tl.cdiv(K, SPLIT), BLOCK_K) * BLOCK_K
+    first = tl.program_id(1) * size
+    return first, tl.minimum(first + size, K)
+
+
+@jit
+def keep_part(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
+    """Keeps the sums of this program's part of a tile; the number of parts that were kept before."""
+    size: tl.constexpr = total.shape[0] * total.shape[1]
+    tl.store(_first_part(sums_ptr, total, SPLIT) + tl.program_id(1) * size, total)
+    tl.debug_barrier()  # all of this program's stores come before its arrival
+    return tl.atomic_add(counters_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+
+
+@jit
+def sum_parts(sums_ptr, counters_ptr, total, SPLIT: tl.constexpr):
+    """The sum of all parts, in their order; there will be none again."""
+    size: tl.constexpr = total.shape[0] * total.shape[1]
+    tl.store(counters_ptr + tl.program_id(0), 0)
+    sums = _first_part(sums_ptr, total, SPLIT)
+    total = tl.load(sums, cache_modifier=".cg")
+    for other in tl.static_range(1, SPLIT):
+        total += tl.load(sums + other * size, cache_modifier=".cg")
+    return total
+
+
+@jit
+def _first_part(sums_ptr, total, SPLIT: tl.constexpr):
+    outer, inner = tl.arange(0, total.shape[0]), tl.arange(0, total.shape[1])
+    first = sums_ptr + tl.program_id(0) * (SPLIT * total.shape[0] * total.shape[1])
+    return first + outer[:, None] * total.shape[1] + inner[None, :]
+
+
+@jit
+def store_tile(outs, y, token, row, RESIDUAL: tl.constexpr):
+    """Stores a tile [BLOCK_M, BLOCK_N], or adds it."""
+    if RESIDUAL and _ADDS:
+        outs.atomic_add([token, row], y)
+    elif RESIDUAL:
+        y = y.to(tl.float32) + outs.load([token, row]).to(tl.float32)
+        outs.store([token, row], y.to(outs.dtype))
+    else:
+        outs.store([token, row], y)

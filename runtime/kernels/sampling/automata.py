@@ -1,0 +1,174 @@
+"""Outputs that follow token automata, by a state for each slot: masks from it, and its way on by what was sampled.
+
+All automata are in one pool, int32, and a slot's place says where its own begins. Of an automaton with S states:
+
+    masks [S, num_words] | class of each token [vocab] | next state [S, num_classes], -1: not allowed
+
+A state of -1 is nowhere: there all tokens are allowed, since none of them counts any more.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.kernels._triton import ROW_ARRAYS, jit, tl, use_pdl
+from runtime.kernels.sampling.bitmask import apply_bitmask_torch
+
+# Columns of a place, int32: where in the pool the three parts begin, and the number of classes.
+MASKS, CLASSES, NEXT, NUM_CLASSES = range(4)
+# Columns of a row of a step, int32: its slot, its first sample in the step and in the logits, and its guesses.
+SLOT, FIRST, AT, NUM_GUESSES, GUESSES = range(5)
+
+_TILE = 2048  # tokens of a program
+
+
+def _next_torch(state: int, token: int, place: list[int], pool: torch.Tensor) -> int:
+    if state < 0 or token < 0:
+        return -1
+    token_class = int(pool[place[CLASSES] + token])
+    return int(pool[place[NEXT] + state * place[NUM_CLASSES] + token_class])
+
+
+def mask_states_torch(
+    logits: torch.Tensor,  # [m, vocab] float32, changed in place: -inf where a token is not allowed
+    rows: torch.Tensor,  # [n, GUESSES + most guesses] int32
+    places: torch.Tensor,  # [num_slots, 4] int32
+    states: torch.Tensor,  # [num_slots] int32
+    pool: torch.Tensor,  # int32
+) -> None:
+    """After a row's state, and after each of its guesses, follows one row of the logits."""
+    num_words = -(-logits.shape[1] // 32)
+    for slot, _, at, num_guesses, *guesses in rows.tolist():
+        state, place = int(states[slot]), places[slot].tolist()
+        for i, guess in enumerate([*guesses[:num_guesses], -1]):
+            if state >= 0:
+                words = pool[place[MASKS] + state * num_words :][:num_words]
+                apply_bitmask_torch(
+                    logits, torch.tensor([at + i], dtype=torch.int32, device=logits.device), words[None]
+                )
+            state = _next_torch(state, guess, place, pool)
+
+
+def advance_states_torch(
+    token_ids: torch.Tensor,  # [num_samples] int32, of the step
+    rows: torch.Tensor,
+    places: torch.Tensor,
+    states: torch.Tensor,  # changed in place
+    pool: torch.Tensor,
+) -> None:
+    """By the samples that count: those up to the first that does not equal its guess."""
+    for slot, first, _, num_guesses, *guesses in rows.tolist():
+        state = int(states[slot])
+        for i, guess in enumerate([*guesses[:num_guesses], -1]):
+            token = int(token_ids[first + i])
+            state = _next_torch(state, token, places[slot].tolist(), pool)
+            if token != guess:
+                break
+        states[slot] = state
+
+
+@jit
+def _next(state, token, place_ptr, pool_ptr, CLASSES: tl.constexpr, NEXT: tl.constexpr, NUM_CLASSES: tl.constexpr):
+    is_on = (state >= 0) & (token >= 0)
+    token_class = tl.load(pool_ptr + tl.load(place_ptr + CLASSES) + token, mask=is_on, other=0)
+    at = tl.load(place_ptr + NEXT) + state * tl.load(place_ptr + NUM_CLASSES) + token_class
+    return tl.load(pool_ptr + at, mask=is_on, other=-1)
+
+
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
+def _mask_states_kernel(
+    logits_ptr,  # [m, vocab] fp32, rows logits_stride apart
+    rows_ptr,  # [n, row_size]
+    places_ptr,  # [num_slots, 4]
+    states_ptr,  # [num_slots]
+    pool_ptr,
+    vocab,
+    num_words,
+    logits_stride,
+    row_size,
+    SLOT: tl.constexpr,
+    AT: tl.constexpr,
+    NUM_GUESSES: tl.constexpr,
+    GUESSES: tl.constexpr,
+    MASKS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    NEXT: tl.constexpr,
+    NUM_CLASSES: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (i, j, k): tile i of the logits after the k-th guess of row j."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row_ptr = rows_ptr + tl.program_id(1) * row_size
+    num_before = tl.program_id(2)
+    slot = tl.load(row_ptr + SLOT)
+    place_ptr = places_ptr + slot * 4
+    state = tl.load(states_ptr + slot)
+    for i in range(num_before):
+        state = _next(state, tl.load(row_ptr + GUESSES + i), place_ptr, pool_ptr, CLASSES, NEXT, NUM_CLASSES)
+    if (state >= 0) & (num_before <= tl.load(row_ptr + NUM_GUESSES)):
+        ids = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        words_ptr = pool_ptr + tl.load(place_ptr + MASKS) + state * num_words
+        words = tl.load(words_ptr + ids // 32, mask=ids < vocab, other=-1)
+        logits_ptr += (tl.load(row_ptr + AT) + num_before).to(tl.int64) * logits_stride
+        tl.store(logits_ptr + ids, -float("inf"), mask=((words >> (ids % 32)) & 1) == 0)
+
+
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
+def _advance_states_kernel(
+    token_ids_ptr,  # [num_samples]
+    rows_ptr,  # [n, row_size]
+    places_ptr,  # [num_slots, 4]
+    states_ptr,  # [num_slots]
+    pool_ptr,
+    row_size,
+    SLOT: tl.constexpr,
+    FIRST: tl.constexpr,
+    NUM_GUESSES: tl.constexpr,
+    GUESSES: tl.constexpr,
+    CLASSES: tl.constexpr,
+    NEXT: tl.constexpr,
+    NUM_CLASSES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row_ptr = rows_ptr + tl.program_id(0) * row_size
+    slot, num_guesses = tl.load(row_ptr + SLOT), tl.load(row_ptr + NUM_GUESSES)
+    tokens_ptr = token_ids_ptr + tl.load(row_ptr + FIRST)
+    state = tl.load(states_ptr + slot)
+    counts = num_guesses >= 0
+    for i in range(num_guesses + 1):
+        token = tl.load(tokens_ptr + i)
+        after = _next(state, token, places_ptr + slot * 4, pool_ptr, CLASSES, NEXT, NUM_CLASSES)
+        state = tl.where(counts, after, state)
+        counts = counts & (token == tl.load(row_ptr + GUESSES + i, mask=i < num_guesses, other=-1))
+    tl.store(states_ptr + slot, state)
+
+
+def mask_states_triton(
+    logits: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, states: torch.Tensor, pool: torch.Tensor
+) -> None:
+    """`mask_states_torch` as one kernel."""
+    vocab, (num_rows, row_size), pdl = logits.shape[1], rows.shape, use_pdl(logits)
+    _mask_states_kernel[(-(-vocab // _TILE), num_rows, row_size - GUESSES + 1)](
+        logits, rows, places, states, pool, vocab, -(-vocab // 32), logits.stride(0), row_size,
+        SLOT=SLOT, AT=AT, NUM_GUESSES=NUM_GUESSES, GUESSES=GUESSES,
+        MASKS=MASKS, CLASSES=CLASSES, NEXT=NEXT, NUM_CLASSES=NUM_CLASSES,
+        TILE=_TILE, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def advance_states_triton(
+    token_ids: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, states: torch.Tensor, pool: torch.Tensor
+) -> None:
+    """`advance_states_torch` as one kernel."""
+    pdl = use_pdl(token_ids)
+    _advance_states_kernel[(len(rows),)](
+        token_ids, rows, places, states, pool, rows.shape[1],
+        SLOT=SLOT, FIRST=FIRST, NUM_GUESSES=NUM_GUESSES, GUESSES=GUESSES,
+        CLASSES=CLASSES, NEXT=NEXT, NUM_CLASSES=NUM_CLASSES, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip

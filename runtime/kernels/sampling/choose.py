@@ -1,0 +1,385 @@
+"""The choice of rows' tokens among those that top-k, top-p and min-p leave: a kernel that decode graphs capture.
+
+`top_k_top_p.py` says which tokens survive, and computes their lower bound. The kernel finds out only as much as the
+answer depends on:
+
+- *Top-p and min-p.* The best scored of all tokens is the answer if it survives, and it does if less than `top_p` of the
+  probability lies above it: one sum over the tiles that have such tokens, or less than all that these tiles have. Where
+  it does not survive, no token of its logit or below does, and the best scored of the others is the next candidate.
+  This is the rejection sampling of FlashInfer (arXiv 2501.01005), without chance, since noise is a function of position
+  and token id. The sums above some levels over the candidate, taken in the same pass, rule out more tokens at once, and
+  tell others to survive, so that the next candidate rarely needs a pass of its own. It is the best of the tiles' best
+  ones again, and only tiles whose best one fell are scored anew.
+- *Top-k.* At least k groups of 128 tokens have a best logit that reaches the k-th best of these bests, so the k-th best
+  token reaches it, too. The few tokens that do are gathered, and compared with each other. Where they are not few, the
+  k-th best logit is found four bits at a time; then it is as above.
+
+The programs of a row share its tiles, wait for each other between the phases, and draw the same conclusions from what
+all have found. Sums of probabilities are always those of whole tiles, added in one order, so that a row's answer
+depends neither on other rows nor on the number of programs.
+"""
+
+from __future__ import annotations
+
+from runtime.kernels._triton import ROW_ARRAYS, jit, tl
+from runtime.kernels.sampling.gumbel import noise_of_tokens
+from runtime.kernels.sampling.token_keys import (
+    float_of,
+    is_filtered,
+    key_of,
+    load_float,
+    mass_of,
+    packed,
+    token_of,
+    write_token,
+)
+
+
+@jit
+def _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED: tl.constexpr):
+    """Where the row's logits begin."""
+    if INDEXED:
+        row = tl.load(rows_ptr + row).to(tl.int64)
+    return logits_ptr + row * logits_stride
+
+
+@jit
+def _best_of_tiles(keys_ptr, num_tiles, TILES: tl.constexpr, FAILED: tl.constexpr):
+    """The best of a row's packed keys; none is as low as -FAILED."""
+    tiles = tl.arange(0, TILES)
+    return tl.max(tl.load(keys_ptr + tiles, mask=tiles < num_tiles, other=-FAILED, cache_modifier=".cg"), axis=0)
+
+
+@jit
+def _digit(counts, wanted):
+    """The largest of sixteen digits that `counts` [16], which fall, show to be reached by as many as wanted."""
+    return tl.maximum(tl.sum((counts >= wanted).to(tl.int32), axis=0) - 1, 0)
+
+
+@jit
+def _top_k_floor(groups_ptr, num_groups, top_k, GROUPS: tl.constexpr):
+    """A key above that of -inf which at least top_k of the groups' keys reach, or as many as are above it; exact in
+    its upper half."""
+    at = tl.arange(0, GROUPS)
+    keys = tl.load(groups_ptr + at, mask=at < num_groups, other=-2147483648)
+    floor = tl.full([], -2147483648, tl.int32)
+    for i in range(16):
+        level = floor ^ (tl.full([], 1, tl.int32) << (31 - i))
+        floor = tl.where(tl.sum((keys >= level).to(tl.int32), axis=0) >= top_k, level, floor)
+    return tl.maximum(floor, -2139095040)
+
+
+@jit
+def _kth_bits(counters_ptr, top_k, num_digits):
+    """The upper 4 * num_digits bits of the k-th best key, from the counts at the levels of each digit."""
+    threshold = tl.full([], -2147483648, tl.int32)
+    for i in range(num_digits):
+        counts = tl.load(counters_ptr + 2 + 16 * i + tl.arange(0, 16), cache_modifier=".cg")
+        threshold += _digit(counts, top_k) << (28 - 4 * i)
+    return threshold
+
+
+@jit
+def _fixed_point(mass):
+    """In units of 2^-40: sums of integers do not depend on the order in which tokens were gathered."""
+    return (mass * 1099511627776.0).to(tl.int64)
+
+
+@jit
+def _best_of_few(kept_ptr, num, top_k, top_p, floor, best, temperature, position, low, high, FEW: tl.constexpr):
+    """The packed key of the best scored of `num` gathered tokens [2, FEW], keys and ids, that survive."""
+    at = tl.arange(0, FEW)
+    keys = tl.load(kept_ptr + at, mask=at < num, other=-2139095041, cache_modifier=".cg")
+    ids = tl.load(kept_ptr + FEW + at, mask=at < num, other=0, cache_modifier=".cg")
+    num_above = tl.zeros([FEW], tl.int32)
+    mass_above = tl.zeros([FEW], tl.int64)
+    for start in range(0, num, 8):
+        others_at = start + tl.arange(0, 8)
+        others = tl.load(kept_ptr + others_at, mask=others_at < num, other=-2139095041, cache_modifier=".cg")
+        above = others[None, :] > keys[:, None]
+        num_above += tl.sum(above.to(tl.int32), axis=1)
+        if top_p < 1.0:
+            masses = _fixed_point(mass_of(float_of(others), best, temperature))
+            mass_above += tl.sum(tl.where(above, masses[None, :], 0), axis=1)
+    survives = (at < num) & (num_above < top_k)
+    if top_p < 1.0:
+        masses = _fixed_point(mass_of(float_of(keys), best, temperature))
+        mass = tl.sum(tl.where(survives, masses, 0), axis=0)
+        survives = survives & (mass_above < tl.maximum((mass.to(tl.float64) * top_p).to(tl.int64), 1))
+    survives = survives & (keys >= floor)
+    scores = tl.div_rn(float_of(keys), temperature) + noise_of_tokens(ids, position, low, high)
+    return tl.max(tl.where(survives, packed(scores, ids), -0x7FFFFFFFFFFFFFFF), axis=0)
+
+
+@jit
+def _best_scored(logits, ids, reach, temperature, position, low, high):
+    """The packed key of the best scored of these tokens that reach a floor; if none does, one below all others."""
+    best = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    if tl.max(reach.to(tl.int32), axis=0) > 0:
+        scores = tl.div_rn(logits, temperature) + noise_of_tokens(ids, position, low, high)
+        scores = tl.where(reach, scores, -float("inf"))
+        score = tl.max(scores, axis=0)
+        best = packed(score, tl.min(tl.where(reach & (scores == score), ids, 0x7FFFFFFF), axis=0))
+    return best
+
+
+LEVELS = 4
+NUM_COUNTERS = 2 + 8 * 16  # arrivals at meetings; gathered tokens; those that reach each level of each digit
+
+
+@jit
+def _level(candidate, safe, i):
+    """Level number `i`, at 0, 1/16, 1/8 or 1/4 of the way from the candidate's logit to one that survives."""
+    return tl.where(i == 0, candidate, candidate + (safe - candidate) * ((1 << i).to(tl.float32) * 0.03125))
+
+
+@jit
+def _meet(arrived_ptr, meeting):
+    """Wait until the row's programs have all come to this meeting, the first being 1: what they wrote can be read."""
+    tl.debug_barrier()
+    if tl.num_programs(0) > 1:
+        tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
+        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < tl.num_programs(0) * meeting:
+            pass
+        tl.debug_barrier()
+
+
+@jit
+def _gather(logits_ptr, floor, counters_ptr, kept_ptr, vocab, num_tiles, TILE: tl.constexpr, FEW: tl.constexpr):
+    """This program's share of the tokens that reach the floor, counted; as many as there is room for, kept."""
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        ids = tile * TILE + tl.arange(0, TILE)
+        keys = key_of(tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32))
+        kept = (keys >= floor) & (ids < vocab)
+        if tl.max(kept.to(tl.int32), axis=0) > 0:
+            place = tl.atomic_add(counters_ptr + 1 + ids * 0, 1, mask=kept)
+            tl.store(kept_ptr + place, keys, mask=kept & (place < FEW))
+            tl.store(kept_ptr + FEW + place, ids, mask=kept & (place < FEW))
+
+
+@jit
+def _load_span(logits_ptr, span, vocab, SPAN: tl.constexpr, TILE: tl.constexpr):
+    """The tiles of a span [SPAN], and their token ids and logits [SPAN, TILE]."""
+    tiles = span * SPAN + tl.arange(0, SPAN)
+    ids = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    return tiles, ids, tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+
+
+@jit
+def _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, SPAN: tl.constexpr, TILE: tl.constexpr):
+    """This program's share of the tokens that reach each of the levels of a digit of the k-th best key."""
+    kth = _kth_bits(counters_ptr, top_k, digit)
+    for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
+        _, ids, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
+        keys = tl.where(ids < vocab, key_of(logits), -2147483648)
+        for i in range(1, 16):
+            level = kth + ((tl.full([], 0, tl.int32) + i) << (28 - 4 * digit))
+            tl.atomic_add(counters_ptr + 2 + 16 * digit + i, tl.sum((keys >= level).to(tl.int32)))
+        tl.atomic_add(counters_ptr + 2 + 16 * digit, tl.where(span == 0, vocab, 0))
+
+
+@jit
+def _mass_of_kept(
+    logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans,
+    SPAN: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The mass of the tokens of this program's tiles that reach the k-th best key."""
+    for span in range(tl.program_id(0), num_spans, tl.num_programs(0)):
+        tiles, _, logits = _load_span(logits_ptr, span, vocab, SPAN, TILE)
+        mass = tl.sum(tl.where(key_of(logits) >= kth, mass_of(logits, best, temperature), 0.0), axis=1)
+        tl.store(above_ptr + tiles * LEVELS, mass.to(tl.int32, bitcast=True), mask=tiles < num_tiles)
+
+
+@jit
+def _mass_above_levels(
+    logits, candidate, safe, best, temperature, above_ptr, inside, LEVELS: tl.constexpr
+):  # fmt: skip
+    """The mass above each level in a tile."""
+    mass = mass_of(logits, best, temperature)
+    for i in tl.static_range(LEVELS):
+        above = tl.sum(tl.where(logits > _level(candidate, safe, tl.full([], i, tl.int32)), mass, 0.0), axis=0)
+        tl.store(above_ptr + i, above.to(tl.int32, bitcast=True), mask=inside)
+
+
+@jit
+def _mass_above(
+    logits_ptr, candidate, safe, best, temperature, tops, above_ptr, vocab, num_tiles,
+    TILE: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The mass above each level in each of this program's tiles, of which two are read at once, if at all."""
+    tiles, no_levels = tl.arange(0, tops.shape[0]), tl.arange(0, 2 * LEVELS)
+    for pair in range(tl.program_id(0), tl.cdiv(num_tiles, 2), tl.num_programs(0)):
+        of_pair = above_ptr + pair * (2 * LEVELS)
+        if tl.max(tl.where(tiles // 2 == pair, tops, -float("inf")), axis=0) > candidate:
+            ids = pair * (2 * TILE) + tl.arange(0, TILE)
+            first = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+            second = tl.load(logits_ptr + TILE + ids, mask=ids + TILE < vocab, other=-float("inf")).to(tl.float32)
+            _mass_above_levels(first, candidate, safe, best, temperature, of_pair, True, LEVELS)
+            inside = 2 * pair + 1 < num_tiles
+            _mass_above_levels(second, candidate, safe, best, temperature, of_pair + LEVELS, inside, LEVELS)
+        else:
+            tl.store(of_pair + no_levels, 0, mask=2 * pair + no_levels // LEVELS < num_tiles)
+
+
+@jit
+def _score_fallen(
+    logits_ptr, floor, keys_ptr, temperature, position, low, high, vocab, num_tiles,
+    TILE: tl.constexpr, FAILED: tl.constexpr,
+):  # fmt: skip
+    """Find the best scored token that reaches the floor in those of this program's tiles whose best one does not."""
+    none = tl.full([], -0x7FFFFFFFFFFFFFFF, tl.int64)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        key = tl.load(keys_ptr + tile, cache_modifier=".cg")
+        if key > none:  # noqa: SIM102
+            if key_of(tl.load(logits_ptr + token_of(key)).to(tl.float32)) < floor:
+                ids = tile * TILE + tl.arange(0, TILE)
+                logits = tl.load(logits_ptr + ids, mask=ids < vocab, other=-float("inf")).to(tl.float32)
+                reach = (key_of(logits) >= floor) & (ids < vocab)
+                tl.store(keys_ptr + tile, _best_scored(logits, ids, reach, temperature, position, low, high))
+
+
+@jit(do_not_specialize_on_alignment=ROW_ARRAYS)
+def choose_kernel(
+    logits_ptr,  # [n, vocab], or those of a whole step if INDEXED; rows logits_stride apart
+    slots_ptr,  # [n]
+    positions_ptr,  # [n]
+    params_ptr,  # [num_slots + 1, NUM_PARAMS] int32, rows state_stride apart
+    rows_ptr,  # [n]; not read without RESAMPLE
+    keys_ptr,  # [n, num_tiles] int64: packed keys of the tiles' best scored tokens; overwritten
+    # Workspace in rows that are work_stride apart; the first three, and counters, are as the scores' kernel left them.
+    tops_ptr,  # [n, num_tiles] int32: the tiles' best logits, as bits
+    masses_ptr,  # [n, num_tiles] int32: the tiles' masses as bits, of which their best tokens have 1
+    groups_ptr,  # [n, num_tiles * TILE / GROUP] int32: keys of the groups' best logits
+    counters_ptr,  # [n, NUM_COUNTERS] int32, 0
+    above_ptr,  # [n, num_tiles, LEVELS] int32: the mass above each level, as bits
+    kept_ptr,  # [n, 2, FEW] int32: keys and ids of the tokens that reach the floor of top-k
+    token_ids_ptr,  # [num_rows] int32; keys, [n] int64, if SPLIT
+    tokens_ptr,  # [num_slots + 1, max_model_len] int32, rows state_stride apart
+    vocab,
+    num_tiles,
+    logits_stride,
+    state_stride,
+    work_stride,
+    TEMPERATURE: tl.constexpr,
+    SEED_LOW: tl.constexpr,
+    SEED_HIGH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
+    RESAMPLE: tl.constexpr,
+    INDEXED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    FAILED: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,  # tiles that a program reads at once
+    TILES: tl.constexpr,  # power of two, at least num_tiles
+    GROUP: tl.constexpr,
+    FEW: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row's programs, the first axis of the grid, must be able to run at the same time."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    params = params_ptr + tl.load(slots_ptr + row).to(tl.int64) * state_stride
+    filtered = is_filtered(params, TEMPERATURE, TOP_K, TOP_P, MIN_P)
+    if PDL:  # rows and their parameters are there since the head of the step
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if (part == 0) | filtered:
+        keys_ptr += row * num_tiles
+        key = _best_of_tiles(keys_ptr, num_tiles, TILES, FAILED)
+        if RESAMPLE:
+            key = tl.where(tl.load(token_ids_ptr + tl.load(rows_ptr + row)) < 0, FAILED, key)
+        if filtered & (key != FAILED):
+            logits_ptr = _logits_of(logits_ptr, rows_ptr, row, logits_stride, INDEXED)
+            counters_ptr += row * work_stride
+            above_ptr += row * work_stride
+            kept_ptr += row * work_stride
+            temperature, top_p = load_float(params + TEMPERATURE), load_float(params + TOP_P)
+            top_k, min_p = tl.minimum(tl.load(params + TOP_K), vocab), load_float(params + MIN_P)
+            position = tl.load(positions_ptr + row)
+            low, high = tl.load(params + SEED_LOW), tl.load(params + SEED_HIGH)
+            candidate = tl.load(logits_ptr + token_of(key)).to(tl.float32)
+            tiles = tl.arange(0, TILES)
+            inside, of_row = tiles < num_tiles, row * work_stride + tiles
+            tops = tl.load(tops_ptr + of_row, mask=inside, other=-8388608).to(tl.float32, bitcast=True)
+            masses = tl.load(masses_ptr + of_row, mask=inside, other=0).to(tl.float32, bitcast=True)
+            best = tl.max(tops, axis=0)
+            masses *= mass_of(tops, best, temperature)
+            wanted = tl.sum(masses, axis=0) * top_p
+            safe = tl.where(top_p < 1.0, best, -float("inf"))  # tokens of this logit survive top-p
+            floor = tl.full([], -2147483648, tl.int32)  # tokens of lower keys do not survive
+            if min_p > 0.0:
+                floor = tl.minimum(key_of(best + temperature * tl.log(min_p)), key_of(best))
+            num_spans, meeting, going = tl.cdiv(num_tiles, SPAN), tl.full([], 0, tl.int32), tl.full([], 1, tl.int32)
+
+            if top_k > 0:
+                groups = num_tiles * (TILE // GROUP)
+                kept_floor = _top_k_floor(groups_ptr + row * work_stride, groups, top_k, TILES * (TILE // GROUP))
+                _gather(logits_ptr, kept_floor, counters_ptr, kept_ptr, vocab, num_tiles, TILE, FEW)
+                meeting += 1
+                _meet(counters_ptr, meeting)
+                num_kept = tl.load(counters_ptr + 1, cache_modifier=".cg")
+                if num_kept <= FEW:
+                    going = tl.full([], 0, tl.int32)
+                    if part == 0:
+                        key = _best_of_few(
+                            kept_ptr, num_kept, top_k, top_p, floor, best, temperature, position, low, high, FEW
+                        )
+                        key = tl.where(num_kept > 0, key, FAILED)  # no logit is above -inf
+                else:
+                    for digit in range(8):
+                        _count_digit(logits_ptr, digit, counters_ptr, top_k, vocab, num_spans, SPAN, TILE)
+                        meeting += 1
+                        _meet(counters_ptr, meeting)
+                    kth = _kth_bits(counters_ptr, top_k, 8)
+                    floor = tl.maximum(floor, kth)
+                    if top_p < 1.0:
+                        _mass_of_kept(
+                            logits_ptr, kth, best, temperature, above_ptr, vocab, num_tiles, num_spans,
+                            SPAN, TILE, LEVELS,
+                        )  # fmt: skip
+                        meeting += 1
+                        _meet(counters_ptr, meeting)
+                        kept = tl.load(above_ptr + tiles * LEVELS, mask=inside, other=0, cache_modifier=".cg")
+                        wanted = tl.sum(kept.to(tl.float32, bitcast=True), axis=0) * top_p
+
+            while going > 0:
+                if key_of(candidate) < floor:
+                    if meeting == 0:  # nobody has yet to read the keys that now change
+                        meeting += 1
+                        _meet(counters_ptr, meeting)
+                    _score_fallen(
+                        logits_ptr, floor, keys_ptr, temperature, position, low, high, vocab, num_tiles, TILE, FAILED
+                    )
+                    meeting += 1
+                    _meet(counters_ptr, meeting)
+                    key = _best_of_tiles(keys_ptr, num_tiles, TILES, FAILED)
+                    candidate = tl.load(logits_ptr + token_of(key)).to(tl.float32)
+                most_above = tl.sum(tl.where(tops > candidate, masses, 0.0), axis=0)
+                if (candidate >= safe) | (most_above < wanted):
+                    going = tl.full([], 0, tl.int32)
+                else:
+                    _mass_above(
+                        logits_ptr, candidate, safe, best, temperature, tops, above_ptr, vocab, num_tiles, TILE, LEVELS
+                    )
+                    meeting += 1
+                    _meet(counters_ptr, meeting)
+                    levels = tl.arange(0, LEVELS)
+                    above = tl.load(
+                        above_ptr + tiles[:, None] * LEVELS + levels[None, :], mask=inside[:, None], other=0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
+                    survives = tl.sum(above.to(tl.float32, bitcast=True), axis=0) < wanted
+                    at = _level(candidate, safe, levels)
+                    if tl.max(tl.where(levels == 0, survives.to(tl.int32), 0), axis=0) > 0:
+                        going = tl.full([], 0, tl.int32)
+                    else:
+                        excluded = tl.max(tl.where(survives, candidate, at), axis=0)
+                        floor = tl.maximum(floor, tl.minimum(key_of(excluded) + 1, key_of(best)))
+                        safe = tl.minimum(safe, tl.min(tl.where(survives, at, float("inf")), axis=0))
+        if part == 0:
+            write_token(
+                row, key, slots_ptr, positions_ptr, rows_ptr, token_ids_ptr, tokens_ptr, state_stride,
+                RESAMPLE, SPLIT, FAILED,
+            )  # fmt: skip
